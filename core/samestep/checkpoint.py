@@ -1,0 +1,302 @@
+"""What survives: checkpoints that exist whole or not at all, are verified when read, and hold no pickle.
+
+A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
+(``model``, ``optimizer``) and ``manifest.json``, which holds the step, the small state (running sums, elapsed
+seconds), the options that decide the arithmetic, and size and SHA-256 of every file; the manifest carries a SHA-256
+of itself, so that one flipped bit anywhere is noticed. The folder is written beside its place, synced and renamed.
+
+Only rank 0 calls this module; it broadcasts what it read, so no shared disk is assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from samestep import FatalError, UserError
+
+Arrays = dict[str, NDArray[Any]]
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_FILE_NAME = re.compile(r"[a-z_]+\.safetensors")
+
+
+class Damaged(Exception):
+    """This checkpoint cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint. ``state`` and ``arithmetic`` are JSON values; ``contents`` the bytes of its files."""
+
+    folder: Path
+    app: str
+    step: int
+    state: dict[str, Any]
+    arithmetic: dict[str, Any]
+    contents: dict[str, bytes]
+
+    def arrays(self, group: str) -> Arrays:
+        """The arrays of one group, by name. Raises FatalError when the file is not a safetensors file."""
+        try:
+            return safetensors.numpy.load(self.contents[f"{group}.safetensors"])
+        except (KeyError, SafetensorError, ValueError, TypeError) as error:
+            raise FatalError(f"checkpoint {self.folder}: {group}.safetensors cannot be read: {error}") from error
+
+
+def save(
+    run_dir: Path,
+    app: str,
+    step: int,
+    groups: Mapping[str, Arrays],
+    state: Mapping[str, Any],
+    arithmetic: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of ``step`` (updates done) and delete all but the ``keep`` newest.
+
+    Raises FatalError when it cannot be written; earlier checkpoints are then untouched.
+    """
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        for leftover in folder.parent.glob(".step-*.tmp"):  # of a process killed while it wrote
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
+        files = {}
+        for group, arrays in groups.items():
+            content = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+            _write_synced(temporary / f"{group}.safetensors", content)
+            files[f"{group}.safetensors"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        body = {
+            "format": FORMAT,
+            "app": app,
+            "step": step,
+            "state": dict(state),
+            "arithmetic": dict(arithmetic),
+            "files": files,
+        }
+        manifest = {"manifest": body, "sha256": _json_sha256(body)}
+        _write_synced(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        _sync_folder(temporary)
+        if folder.exists():  # only a damaged one can be in the way: a good one would have been resumed from
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise FatalError(f"cannot write checkpoint {folder}: {_reason(error)}") from error
+    for old in _folders(run_dir)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest good checkpoint; None when the run dir has none at all.
+
+    Every damaged one that is newer is named through ``warn``. Raises FatalError, listing them, when there are
+    checkpoints but none is good: starting again silently would throw the run away.
+    """
+    damaged = []
+    for folder in _folders(run_dir):
+        try:
+            found = read(folder)
+        except Damaged as problem:
+            damaged.append(f"{folder.name} ({problem})")
+            continue
+        for text in damaged:
+            warn(f"checkpoint {text} is damaged and skipped; using {found.folder.name}")
+        return found
+    if damaged:
+        raise FatalError(
+            f"no checkpoint in {run_dir / 'checkpoints'} is good: {'; '.join(damaged)}; "
+            "restore one, or start anew with --no-resume or another --run-dir"
+        )
+    return None
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read and verify one checkpoint. Raises Damaged."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        body = manifest["manifest"]
+        if manifest["sha256"] != _json_sha256(body):
+            raise Damaged(f"{_MANIFEST} does not match its own checksum")
+        if body["format"] != FORMAT:
+            raise Damaged(f"{_MANIFEST} has format {body['format']}, this program reads {FORMAT}")
+        contents = {}
+        for name, facts in body["files"].items():
+            if not _FILE_NAME.fullmatch(name):  # a manifest must not lead out of its folder
+                raise Damaged(f"{_MANIFEST} names the file {name!r}")
+            content = (folder / name).read_bytes()
+            if len(content) != facts["size"]:
+                raise Damaged(f"{name} has {len(content)} bytes, not {facts['size']}")
+            if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+                raise Damaged(f"{name} does not match its checksum")
+            contents[name] = content
+        if folder.name != f"step-{body['step']:08d}":
+            raise Damaged(f"{_MANIFEST} is of step {body['step']}")
+        if not (isinstance(body["state"], dict) and isinstance(body["arithmetic"], dict)):
+            raise Damaged(f"{_MANIFEST} lacks its state")
+        return Checkpoint(folder, str(body["app"]), body["step"], body["state"], body["arithmetic"], contents)
+    except OSError as error:
+        raise Damaged(_reason(error)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
+
+
+def check_same_run(found: Checkpoint, app: str, arithmetic: Mapping[str, Any]) -> None:
+    """Raise UserError, with both values, where resuming ``found`` would take other steps than it took so far."""
+    if found.app != app:
+        raise UserError(f"{found.folder.parents[1]} holds a run of {found.app}, not of {app}: choose another --run-dir")
+    differing = [
+        f"--{name.replace('_', '-')} {found.arithmetic.get(name)} in the checkpoint, {arithmetic.get(name)} now"
+        for name in sorted({*found.arithmetic, *arithmetic})
+        if found.arithmetic.get(name) != arithmetic.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"{found.folder.parents[1]} holds another run: {'; '.join(differing)}: "
+            "repeat its options, or choose another --run-dir"
+        )
+
+
+def retire_newer(used: Checkpoint) -> None:
+    """Rename the damaged checkpoints newer than ``used``, so that they are kept but no longer counted."""
+    for folder in _folders(used.folder.parents[1]):
+        if int(folder.name[5:]) > used.step:
+            shutil.rmtree(folder.with_name(f"damaged-{folder.name}"), ignore_errors=True)
+            folder.rename(folder.with_name(f"damaged-{folder.name}"))
+
+
+def set_aside(run_dir: Path) -> None:
+    """Move an earlier run's checkpoints and results to ``earlier-<UTC time>/``, for --no-resume."""
+    names = [
+        name
+        for name in ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json")
+        if (run_dir / name).exists()
+    ]
+    if names:
+        aside = make_unique(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()))
+        for name in names:
+            (run_dir / name).rename(aside / name)
+
+
+def make_unique(folder: Path) -> Path:
+    """Create ``folder``, or ``folder-2``, ``folder-3``... where it is taken, and return it."""
+    candidate, count = folder, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            count += 1
+            candidate = folder.with_name(f"{folder.name}-{count}")
+
+
+def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 over names, dtypes, shapes and little-endian bytes of all arrays, in sorted name order."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        array = np.ascontiguousarray(weights[name])
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def save_weights(path: Path, weights: Arrays) -> None:
+    """Write a safetensors file whole or not at all. Raises FatalError."""
+    try:
+        write_atomic(
+            path, safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in weights.items()})
+        )
+    except OSError as error:
+        raise FatalError(f"cannot write {path}: {_reason(error)}") from error
+
+
+def load_weights(path: Path) -> Arrays:
+    """Read a safetensors file of weights. Raises UserError when it is missing or not one."""
+    try:
+        return safetensors.numpy.load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"--init-from {path}: {_reason(error)}") from error
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+
+
+def mismatch(given: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> str | None:
+    """The first difference in names, shapes or dtypes in words; None when ``given`` fits ``wanted``."""
+    for name in sorted({*given, *wanted}):
+        if name not in given:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} is not part of it"
+        if given[name].shape != wanted[name].shape:
+            return f"{name} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
+        if given[name].dtype != wanted[name].dtype:
+            return f"{name} is {given[name].dtype}, not {wanted[name].dtype}"
+    return None
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync it and rename it. Raises OSError; nothing partial is left."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        _write_synced(temporary, content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    """The checkpoints' folders, newest first; half-written ones have other names."""
+    try:
+        found = [entry for entry in (run_dir / "checkpoints").iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _json_sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "no space left on the disk: free some and start again, the run resumes"
+    return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)

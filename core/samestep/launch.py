@@ -1,0 +1,580 @@
+"""What every launch script shares: checks, environment, data, run dir, restarts, signals.
+
+``scripts/run_<app>.sh`` hands over its framework's launcher as a template and the user's arguments::
+
+    launch.py <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
+
+It works in two stages. The first runs on the system's Python with the standard library alone: it tells every mistake
+that can be told without the framework, makes ``.venvs/<app>``, and continues in that environment. The second settles
+data, run dir and checkpoint, then starts the launcher, again and again if need be, and leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+if __name__ == "__main__":  # started as a file: make the package importable, not its folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from samestep import FatalError, UserError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from samestep.checkpoint import Checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+STOP_SECONDS = 10.0  # from the first signal to SIGKILL
+
+HELP = """\
+N is the number of ranks on this machine. The first start makes .venvs/{app} and prepares the data; the next ones start
+at once. A job that fails is started again and resumes from its newest checkpoint.
+
+  --dry-run             print the launcher's command and stop
+
+environment:
+  PYTHON                use this interpreter as it is and install nothing
+  OMP_NUM_THREADS       threads of each rank (default: its share of the processors this job may use)
+  NNODES, NODE_RANK     several machines: how many, and which one this is, from 0; run the script on each
+  MASTER_ADDR, MASTER_PORT  several machines: an address of machine 0, and a free port there
+                        (PET_* and, with NPROC_PER_NODE or N, RANK and WORLD_SIZE that count machines are understood)
+
+exit codes: 0 done, 2 a mistake in the call, 130 and 143 stopped by Ctrl-C and TERM, 1 anything else
+"""
+
+
+class Stopped(BaseException):
+    """INT, TERM or HUP came in."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a job: how many, which one this is, and where they meet (None on one machine)."""
+
+    count: int
+    rank: int
+    master_addr: str | None
+    master_port: int | None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is decided once, before the ranks start: run dir, data set, and the checkpoint to resume from."""
+
+    run_dir: Path
+    dataset: str
+    requested_dataset: str
+    checkpoint: Checkpoint | None
+
+
+def main(argv: Sequence[str]) -> int:
+    second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP: so do we
+            signal.signal(number, _raise_stopped)
+    try:
+        app, arguments = argv[0], list(argv[1:])
+        split = arguments.index("--")
+        template, arguments = arguments[:split], arguments[split + 1 :]
+        return _main(app, template, arguments, second_stage)
+    except UserError as problem:
+        _say(f"error: {problem}")
+        return 2
+    except FatalError as problem:
+        _say(f"error: {problem}")
+        return 1
+    except Stopped as stopped:
+        return 128 + stopped.number
+
+
+def _main(app: str, template: Sequence[str], arguments: list[str], second_stage: bool) -> int:
+    module = _app_options(app)
+    usage = f"bash scripts/run_{app}.sh N [options]"
+    if "--help" in arguments or "-h" in arguments:
+        print(module.build_parser(usage=usage).format_help() + "\n" + HELP.format(app=app), end="")
+        return 0
+    nproc, arguments = _ranks_per_node(arguments, usage)
+    nodes = read_nodes(os.environ)
+    dry_run = "--dry-run" in arguments
+    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    options = module.parse(arguments, usage=usage)
+    _check_paths(options)
+
+    if dry_run:
+        python = os.environ.get("PYTHON") or str(_venv(app) / "bin" / "python")
+        port = nodes.master_port or 29500
+        print(shlex.join(_command(template, app, python, nproc, nodes, port, arguments)))
+        return 0
+    if not second_stage:
+        python = _given_python() or _ensure_venv(app)
+        os.environ["SAMESTEP_SECOND_STAGE"] = "1"
+        sys.stdout.flush()
+        os.execv(python, [python, __file__, *sys.argv[1:]])
+
+    _check_requirements(app)
+    if nodes.rank > 0:  # machine 0 settles; its rank 0 tells the others
+        run_dir = options.run_dir or _new_run_dir(app)
+        (run_dir / "log").mkdir(parents=True, exist_ok=True)
+        return _supervise(template, app, nproc, nodes, [*arguments, f"--run-dir={run_dir.resolve()}"], options, run_dir)
+    from samestep import log
+
+    if options.run_dir is None:
+        options.run_dir = _new_run_dir(app)
+    options.run_dir = options.run_dir.resolve()
+    _make_folder(options.run_dir / "log")
+    lock = log.lock(options.run_dir, log.LAUNCHER_BYTE, f"run_{app}.sh")
+    settled = settle(app, options)
+    arguments += [f"--run-dir={settled.run_dir}", "--resume"]
+    arguments += [f"--dataset={settled.dataset}", f"--requested-dataset={settled.requested_dataset}"]
+    try:
+        return _supervise(template, app, nproc, nodes, arguments, options, settled.run_dir)
+    finally:
+        os.close(lock)
+
+
+def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
+    """Decide run dir, data set and checkpoint; the launch script calls this, and rank 0 once more.
+
+    ``fresh`` is False in a process that a launcher started again: --no-resume then no longer applies.
+    Raises UserError when the run dir holds another run, FatalError when none of its checkpoints is good.
+    """
+    from samestep import checkpoint, datasets, log
+    from samestep.options import arithmetic
+
+    run_dir = (options.run_dir or _run_dir_of_this_job(app)).resolve()
+    _make_folder(run_dir / "log")
+    found = None
+    if options.resume or not fresh:
+        found = checkpoint.newest(run_dir, log.warning)
+    else:
+        checkpoint.set_aside(run_dir)
+
+    asked = options.requested_dataset or options.dataset  # None: the user named none
+    recorded = found.arithmetic.get("dataset") if found else None
+    asked_before = found.state.get("requested_dataset") if found else None
+    if recorded in datasets.NAMES and asked in (None, recorded, asked_before):
+        source = datasets.resolve(recorded, options.data_dir, fallback=False)  # a resumed run keeps its data set
+    else:
+        source = datasets.resolve(options.dataset or datasets.NAMES[0], options.data_dir)
+    if source.notice:
+        log.warning(source.notice)
+    if found:
+        checkpoint.check_same_run(found, app, {**arithmetic(options), "dataset": source.name})
+    return Settled(run_dir, source.name, asked_before or asked or datasets.NAMES[0], found)
+
+
+def read_nodes(environ: Mapping[str, str]) -> Nodes:
+    """Which machine of how many, from NNODES and NODE_RANK, PET_*, or RANK and WORLD_SIZE that count machines.
+
+    A Kubernetes Indexed Job gives the machine's number as JOB_COMPLETION_INDEX. Raises UserError.
+    """
+
+    def first(*names: str) -> tuple[str, str]:
+        return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
+
+    if (
+        "RANK" in environ
+        and "WORLD_SIZE" not in environ
+        and not environ.get("NNODES")
+        and not environ.get("PET_NNODES")
+    ):
+        raise UserError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
+    count = _integer(*first("NNODES", "PET_NNODES", "WORLD_SIZE"), default=1, least=1)
+    if count == 1:
+        rank, addr = 0, None
+    else:
+        name, text = first("NODE_RANK", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX")
+        if not text:
+            raise UserError(f"{count} machines, but NODE_RANK is not set: set it to this machine's number, from 0")
+        rank = _integer(name, text, least=0)
+        if rank >= count:
+            raise UserError(f"{name}={text} is not below the number of machines, {count}")
+        addr = first("MASTER_ADDR", "PET_MASTER_ADDR")[1]
+        if not addr:
+            raise UserError(f"{count} machines, but MASTER_ADDR is not set: set it to an address of machine 0")
+    name, text = first("MASTER_PORT", "PET_MASTER_PORT")
+    if count > 1 and not text:
+        raise UserError(
+            f"{count} machines, but MASTER_PORT is not set: choose a free port of machine 0, the same on all"
+        )
+    port = _integer(name, text, least=1, most=65535) if text else None
+    if port and rank == 0 and not _port_is_free(port):
+        raise UserError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
+    return Nodes(count, rank, addr, port)
+
+
+def _integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least or (most is not None and int(text) > most):
+        limit = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise UserError(f"{name}={text} is not a whole number {limit}")
+    return int(text)
+
+
+def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
+    if arguments and not arguments[0].startswith("--"):
+        name, text, rest = "N", arguments[0], arguments[1:]
+    else:
+        name = next((n for n in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if os.environ.get(n)), "")
+        text, rest = os.environ.get(name, ""), arguments
+        if not text:
+            raise UserError(
+                f"N, the number of ranks, is missing: {usage}, for example: {usage.replace('N [options]', '4')}"
+            )
+    return _integer(name, text, least=1), rest
+
+
+def _app_options(app: str) -> Any:
+    """The app's options.py as a module; it needs only the standard library and samestep."""
+    path = ROOT / "apps" / app / "options.py"
+    spec = importlib.util.spec_from_file_location("app_options", path)
+    if spec is None or spec.loader is None or not path.exists():
+        known = sorted(folder.parent.name for folder in ROOT.glob("apps/*/options.py"))
+        near = difflib.get_close_matches(app, known, n=1)
+        raise UserError(
+            f"there is no app {app}; " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_paths(options: Namespace) -> None:
+    for name in ("data_dir", "run_dir"):
+        path = getattr(options, name)
+        if path is not None and path.exists() and not path.is_dir():
+            raise UserError(f"--{name.replace('_', '-')} {path} is not a directory: name a directory")
+    path = options.init_from
+    if path is None:
+        return
+    if not path.is_file():
+        raise UserError(f"--init-from {path}: there is no such file")
+    # A safetensors file starts with its header's length (8 bytes, little-endian) and the header in JSON.
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= path.stat().st_size else b""
+    if not header.startswith(b"{"):
+        raise UserError(f"--init-from {path} is not a safetensors file: name a run's model.safetensors")
+
+
+def _command(
+    template: Sequence[str], app: str, python: str, nproc: int, nodes: Nodes, port: int, options: Sequence[str]
+) -> list[str]:
+    values = {
+        "python": python,
+        "nproc": nproc,
+        "nnodes": nodes.count,
+        "node_rank": nodes.rank,
+        "master_addr": nodes.master_addr or "127.0.0.1",
+        "master_port": port,
+        "train": ROOT / "apps" / app / "train.py",
+    }
+    command = []
+    for word in template:
+        command += list(options) if word == "{options}" else [word.format(**values)]
+    return command
+
+
+# --- the environment ---------------------------------------------------------------------------------------------
+
+
+def _venv(app: str) -> Path:
+    return ROOT / ".venvs" / app
+
+
+def _given_python() -> str | None:
+    """The interpreter named by PYTHON, with core on PYTHONPATH; None when the variable is not set."""
+    given = os.environ.get("PYTHON")
+    if not given:
+        return None
+    python = shutil.which(given)
+    if python is None:
+        raise UserError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "core"), os.environ.get("PYTHONPATH")]))
+    return python
+
+
+def _ensure_venv(app: str) -> str:
+    """Make ``.venvs/<app>`` from the app's requirements and core, unless its stamp says that it is up to date."""
+    venv = _venv(app)
+    requirements = ROOT / "apps" / app / "requirements.txt"
+    wanted = hashlib.sha256(requirements.read_bytes() + (ROOT / "core" / "pyproject.toml").read_bytes()).hexdigest()
+    stamp, python = venv / "samestep-stamp", venv / "bin" / "python"
+    if _read(stamp) == wanted and python.exists():
+        return str(python)
+    _make_folder(venv.parent)
+    with (venv.parent / f".{app}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two first starts at once: the second waits and finds it made
+        if _read(stamp) == wanted and python.exists():
+            return str(python)
+        base, version = _find_python(requirements)
+        _say(f"first start: making .venvs/{app} with Python {version}; pip's own progress follows")
+        shutil.rmtree(venv, ignore_errors=True)
+        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+        for command in ([base, "-m", "venv", str(venv)], [*pip, "-r", str(requirements), "-e", str(ROOT / "core")]):
+            # pip talks on stdout; ours belongs to the result.
+            if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+                raise FatalError(f"could not make .venvs/{app}: `{shlex.join(command)}` failed, as it says above")
+        stamp.write_text(wanted)
+    return str(python)
+
+
+def _find_python(requirements: Path) -> tuple[str, str]:
+    """A Python that can make environments, of a version the app's pins have wheels for: 3.11 first."""
+    line = re.search(r"^# python: (.*)$", requirements.read_text(), re.MULTILINE)
+    versions = line.group(1).split() if line else ["3.11"]
+    for command in [*(f"python{version}" for version in versions), "python3", "python"]:
+        probe = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+        with contextlib.suppress(OSError):
+            answer = subprocess.run([command, "-c", probe], capture_output=True, text=True, check=False)
+            if answer.returncode == 0 and answer.stdout.strip() in versions:
+                return command, answer.stdout.strip()
+    raise UserError(
+        f"no Python {', '.join(versions)} with the venv module was found: install one (Debian: apt-get install "
+        "python3.11-venv), or name an interpreter that has the requirements by PYTHON=/path/to/python"
+    )
+
+
+def _check_requirements(app: str) -> None:
+    """Every pinned package must be there; another version than the tested one is said."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name, pin in re.findall(
+        r"^([\w.-]+)==(\S+)", (ROOT / "apps" / app / "requirements.txt").read_text(), re.MULTILINE
+    ):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            raise UserError(
+                f"{sys.executable} lacks {name}: {sys.executable} -m pip install -r apps/{app}/requirements.txt, "
+                f"or unset PYTHON to have .venvs/{app} made"
+            ) from None
+        if found.partition("+")[0] != pin:
+            _say(f"warning: {name} {found} is installed; this app was tested with {pin}")
+
+
+# --- the run dir -------------------------------------------------------------------------------------------------
+
+
+def _new_run_dir(app: str, suffix: str = "") -> Path:
+    from samestep.checkpoint import make_unique
+
+    folder = Path("runs", app, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + suffix)
+    try:
+        return make_unique(folder)
+    except OSError as problem:
+        raise UserError(f"cannot make {folder.resolve()}: {problem.strerror}: name another with --run-dir") from problem
+
+
+def _run_dir_of_this_job(app: str) -> Path:
+    """Under a bare launcher: a new run dir, found again by the ranks that the same launcher starts anew.
+
+    Its name carries a key: the launcher's own id of the job, or the launcher's process.
+    """
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    slurm = os.environ.get("SLURM_JOB_ID")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    key = elastic if elastic != "none" else f"slurm-{slurm}" if slurm else f"{socket.gethostname()}-{os.getppid()}"
+    suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
+    earlier = sorted(Path("runs", app).glob(f"*{suffix}"))
+    return earlier[-1] if earlier and restarts != "0" else _new_run_dir(app, suffix)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"cannot make {folder}: {problem.strerror}: name another place") from problem
+
+
+# --- the job -----------------------------------------------------------------------------------------------------
+
+
+def _supervise(
+    template: Sequence[str],
+    app: str,
+    nproc: int,
+    nodes: Nodes,
+    arguments: Sequence[str],
+    options: Namespace,
+    run_dir: Path,
+) -> int:
+    """Start the launcher, and again after a failure; return the script's exit code."""
+    logs = run_dir / "log"
+    for attempt in range(options.max_restarts + 1):
+        (logs / "no-restart").unlink(missing_ok=True)
+        with _reserved_port(nodes) as port:
+            command = _command(template, app, sys.executable, nproc, nodes, port, arguments)
+            code = _run_once(command, nproc, nodes, attempt, logs / "launcher.log")
+        if code == 0:
+            return 0
+        verdict = _read(logs / "no-restart")
+        if verdict is not None:
+            return int(json.loads(verdict)["code"])
+        if attempt < options.max_restarts:
+            _say(
+                f"warning: the job ended with code {code}; starting it again ({attempt + 1} of {options.max_restarts}), logs in {logs}"
+            )
+    again = f" after {options.max_restarts} restarts" if options.max_restarts else ""
+    _say(f"error: the job ended with code {code}{again}: see {logs}/launcher.log and rank-*.log")
+    return 1
+
+
+def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, log_file: Path) -> int:
+    """One start of the launcher; returns its exit code when all of the job's processes have ended."""
+    job = uuid.uuid4().hex
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER_PID=str(os.getpid()), SAMESTEP_RESTARTS=str(attempt))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    if nodes.count == 1:  # gloo would listen on the address of the host's name
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
+    with log_file.open("ab") as log:
+        log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
+    # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
+    process = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stderr is not None
+    pump = threading.Thread(target=_pump, args=(process.stderr, log_file), daemon=True)
+    pump.start()
+    try:
+        code = process.wait()
+    except Stopped as stopped:
+        _say(f"stopping ({signal.Signals(stopped.number).name})")
+        _stop_all(job, process)
+        raise
+    finally:
+        _kill(_processes_of(job), signal.SIGKILL)
+        process.poll()
+        pump.join(timeout=5)
+    return code
+
+
+def _pump(stream: IO[bytes], log_file: Path) -> None:
+    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too."""
+    told = set()
+    with log_file.open("ab", buffering=0) as log:
+        for line in stream:
+            with contextlib.suppress(OSError):
+                log.write(line)
+            if line.startswith((b"error: ", b"warning: ")) and line not in told:  # what all ranks say is said once
+                told.add(line)
+                _say(line.decode(errors="replace").rstrip())
+
+
+def _stop_all(job: str, process: subprocess.Popen[bytes]) -> None:
+    """TERM to every process of the job, whatever its launcher would do with it; KILL to what remains after 10 s."""
+    deadline = time.monotonic() + STOP_SECONDS
+    try:
+        _kill(_processes_of(job), signal.SIGTERM)
+        while time.monotonic() < deadline and (process.poll() is None or _processes_of(job)):
+            time.sleep(0.05)
+    except Stopped:  # a second Ctrl-C: at once
+        pass
+    _kill(_processes_of(job), signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def _processes_of(job: str) -> list[int]:
+    """All processes that carry this job's id in their environment, whoever their parent is by now."""
+    mark = f"SAMESTEP_JOB={job}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def _kill(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+@contextlib.contextmanager
+def _reserved_port(nodes: Nodes) -> Iterator[int]:
+    """A free port on loopback, kept from other jobs of this program by a lock until the job ends."""
+    if nodes.master_port:
+        yield nodes.master_port
+        return
+    folder = Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        with (folder / str(port)).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            try:
+                yield port
+            finally:
+                (folder / str(port)).unlink(missing_ok=True)
+            return
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _processors() -> int:
+    """The processors this job may use: on a shared machine fewer than it has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _raise_stopped(number: int, frame: object) -> NoReturn:
+    raise Stopped(number)
+
+
+if __name__ == "__main__":
+    from samestep.launch import main as package_main  # the package's own classes, not this file's second copy
+
+    sys.exit(package_main(sys.argv[1:]))

@@ -1,0 +1,252 @@
+"""What happened: console, log files, metrics.jsonl, progress bar, the result, and exit codes.
+
+``start`` gives the process's file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``: whatever a framework, its
+C++ or a traceback prints lands there, and the console gets only what this module puts on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from samestep import FatalError, UserError
+from samestep.checkpoint import write_atomic
+from samestep.env import World
+from samestep.options import as_json
+
+# The processes of one job share one log: module state, as file descriptors are process state.
+_console: IO[str] = sys.stdout
+_console_errors: IO[str] = sys.stderr
+_folder: Path | None = None
+_rank = 0
+_quiet = False
+_bar: tqdm[Any] | None = None
+
+# A lock file has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
+# script also waits for a rank 0 which outlived its own.
+LAUNCHER_BYTE, WRITER_BYTE = 0, 1
+LOCK_SECONDS = 30.0
+
+
+def start(run_dir: Path, rank: int, quiet: bool) -> None:
+    """Open ``log/rank-<r>.log`` and send all further output of this process there, but for this module's."""
+    global _console, _console_errors, _folder, _rank, _quiet
+    if _folder == run_dir / "log":
+        return
+    _rank, _quiet, _folder = rank, quiet, run_dir / "log"
+    _console = os.fdopen(os.dup(1), "w", buffering=1)
+    _console_errors = os.fdopen(os.dup(2), "w", buffering=1)
+    _folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(_folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    _to_file(f"rank {rank} on {socket.gethostname()}, pid {os.getpid()}: {' '.join(sys.argv)}")
+
+
+def info(text: str) -> None:
+    """Say something: every rank to its file, rank 0 also to the console."""
+    _to_file(text)
+    if _rank == 0 and not _quiet:
+        _to_console(_console, text)
+
+
+def warning(text: str) -> None:
+    """Say something that the user should see, on the console's standard error."""
+    _to_file(f"warning: {text}")
+    _to_console(_console_errors, f"warning: {text}")
+
+
+def error(text: str) -> None:
+    """Name a failure in one line on the console's standard error."""
+    line = " ".join(text.split())
+    _to_file(f"error: {line}")
+    _to_console(_console_errors, f"error: {line}")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a program and exit as every app does: 0 done, 2 the caller's mistake, 130 Ctrl-C, 1 anything else.
+
+    A failed rank leaves at once by ``os._exit``: a framework's orderly end would wait for ranks that are gone.
+    """
+    try:
+        main()
+        return
+    except UserError as problem:
+        error(str(problem))
+        code = 2
+    except FatalError as problem:
+        error(str(problem))
+        code = 1
+    except KeyboardInterrupt:
+        _to_file("interrupted")
+        os._exit(128 + signal.SIGINT)
+    except Exception as problem:
+        traceback.print_exc()
+        where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
+        first = next(iter(str(problem).splitlines()), "")
+        error(f"rank {_rank}: {type(problem).__name__}: {first}{where}")
+        sys.stderr.flush()
+        os._exit(1)
+    no_restart(code)
+    os._exit(code)
+
+
+def no_restart(code: int) -> None:
+    """Tell the launch script that starting again cannot help, and the exit code that says why."""
+    if _folder:
+        try:
+            write_atomic(_folder / "no-restart", json.dumps({"code": code}).encode())
+        except OSError as problem:
+            _to_file(f"warning: {problem}")
+
+
+def progress(total: int, done: int) -> tqdm[Any]:
+    """A progress bar over steps, shown by rank 0 on a terminal alone."""
+    global _bar
+    show = _rank == 0 and not _quiet and _console.isatty()
+    _bar = tqdm(
+        total=total, initial=done, unit="step", file=_console, disable=not show, leave=False, dynamic_ncols=True
+    )
+    return _bar
+
+
+class Metrics:
+    """``metrics.jsonl``, written by rank 0: a header line, then one JSON object a line.
+
+    Opening it cuts it back to ``resumed_from`` updates, so that after any number of resumes each step is in it once.
+    """
+
+    def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        kept = self._kept_lines(resumed_from) if resumed_from is not None else []
+        if kept:
+            kept.append(json.dumps({"resumed": {"step": resumed_from, **header}}))
+        else:
+            kept.append(json.dumps(dict(header)))
+        write_atomic(self._path, ("\n".join(kept) + "\n").encode())
+        self._file = self._path.open("a", buffering=1)
+
+    def _kept_lines(self, resumed_from: int) -> list[str]:
+        kept = []
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        for line in lines:
+            try:
+                values = json.loads(line)
+            except ValueError:  # the line being written when the process was killed
+                continue
+            if values.get("step", 0) <= resumed_from and values.get("resumed", {}).get("step", 0) <= resumed_from:
+                kept.append(line)
+        return kept
+
+    def write(self, **values: Any) -> None:
+        """Append one line; it is in the file when this returns. Raises FatalError when the disk is full."""
+        try:
+            self._file.write(json.dumps(values) + "\n")
+        except OSError as problem:
+            raise FatalError(f"cannot write {self._path}: {problem.strerror}") from problem
+
+    def sync(self) -> None:
+        """Make the lines so far survive the machine's crash; before each checkpoint, which vouches for them."""
+        os.fsync(self._file.fileno())
+
+
+def header(app: str, options: Namespace, world: World, **facts: Any) -> dict[str, Any]:
+    """The first line of metrics.jsonl: what made these numbers."""
+    return {
+        "app": app,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "host": socket.gethostname(),
+        **facts,
+        "world": asdict(world),
+        "options": as_json(options),
+    }
+
+
+def result(run_dir: Path, app: str, options: Namespace, world: World, **facts: Any) -> None:
+    """Write result.json and, as the last line on stdout, ``RESULT {json}``. Rank 0 alone calls this."""
+    values = {
+        "app": app,
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "node_count": world.node_count,
+        "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
+        **{name: getattr(options, name) for name in ("dataset", "epochs", "global_batch_size", "seed", "dtype")},
+        **facts,
+        "run_dir": str(run_dir),
+    }
+    text = json.dumps(values)
+    write_atomic(run_dir / "result.json", (text + "\n").encode())
+    _to_file(f"RESULT {text}")
+    _to_console(_console, f"RESULT {text}")
+
+
+def lock(run_dir: Path, byte: int, who: str, wait: float = LOCK_SECONDS) -> int:
+    """Lock one byte of ``<run-dir>/.lock`` for the life of this process and return the file's descriptor.
+
+    Waits up to ``wait`` seconds, then raises UserError naming the holder. POSIX record locks, which the kernel
+    drops when the process ends, however it ends, and which also work on NFS.
+    """
+    path = run_dir / ".lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as problem:
+        raise UserError(f"cannot use --run-dir {run_dir}: {problem.strerror}") from problem
+    deadline = time.monotonic() + wait
+    told = False
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            break
+        except OSError as problem:
+            if problem.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another job"
+        if time.monotonic() > deadline:
+            os.close(descriptor)
+            raise UserError(
+                f"--run-dir {run_dir} is in use by {holder}: wait for it, stop it, or choose another --run-dir"
+            )
+        if not told:
+            warning(f"{run_dir} is in use by {holder}; waiting up to {wait:.0f} s")
+            told = True
+        time.sleep(0.2)
+    name = f"{who} (host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')})"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{name}\n".encode(), 0)
+    return descriptor
+
+
+def _to_file(text: str) -> None:
+    if _folder:
+        with contextlib.suppress(OSError):  # a full disk must not hide the error that is being told
+            print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def _to_console(stream: IO[str], text: str) -> None:
+    with contextlib.suppress(OSError):  # the console may be gone (`| head` has ended); the log file has the line
+        if _bar is not None and not _bar.disable:
+            _bar.clear()
+        stream.write(text + "\n")  # one write, so that the lines of several ranks do not mix
+        stream.flush()

@@ -1,0 +1,152 @@
+"""The options every app has: same names, same meaning, checked before anything is installed.
+
+Standard library only, because the launch script runs this on the system's Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Sequence
+
+from samestep import UserError
+
+# What a resumed run may change: nothing here alters the arithmetic of a step. Everything else is compared with
+# the checkpoint, so an app's own option is protected without being named anywhere.
+MAY_CHANGE_AT_RESUME = frozenset(
+    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
+    "max_restarts timeout quiet requested_dataset".split()
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are one line, raised as :class:`UserError`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')} (see --help)")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            raise UserError(f"unknown argument {unknown[0]}: {hint}")
+        return options
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """An option's type: a whole number of at least ``minimum``."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if not minimum <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return value
+
+    return convert
+
+
+def real(minimum: float, below: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """An option's type: a finite number in [minimum, below), or in (minimum, below) with ``above``."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (minimum <= value < below) or (above and value == minimum):
+            limit = f" and less than {below:g}" if below < math.inf else ""
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a finite number {'above' if above else 'of at least'} {minimum:g}{limit}"
+            )
+        return value
+
+    return convert
+
+
+def add_common(
+    parser: argparse.ArgumentParser,
+    *,
+    epochs: int,
+    global_batch_size: int,
+    lr: str,
+    datasets: Sequence[str],
+    devices: Sequence[str],
+) -> None:
+    """Add the options that every app has. ``lr`` says in words what the app chooses when none is given."""
+    default = "(default: %(default)s)"
+    training = parser.add_argument_group("training (the same steps on every number of ranks)")
+    add = training.add_argument
+    add("--epochs", type=whole(0), default=epochs, metavar="E", help=f"passes over the training set {default}")
+    add("--max-steps", type=whole(0), metavar="S", help="stop at this step, counted from the start of training")
+    add(
+        "--global-batch-size",
+        type=whole(1),
+        default=global_batch_size,
+        metavar="B",
+        help=f"samples a step, over all ranks together {default}",
+    )
+    add("--lr", type=real(0.0, above=True), help=f"learning rate (default: {lr})")
+    add("--seed", type=whole(0), default=1, help=f"decides initial weights, order of samples, dropout {default}")
+    add("--init-from", type=Path, metavar="FILE", help="start from these weights: the model.safetensors of any run")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=datasets, help=f"(default: {datasets[0]}, or the checkpoint's)")
+    # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
+    add("--requested-dataset", help=argparse.SUPPRESS)
+    add(
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help=f"its files are looked for here first {default}",
+    )
+
+    add = parser.add_argument_group("the run").add_argument
+    add("--run-dir", type=Path, metavar="DIR", help="what the run leaves (default: runs/<app>/<UTC time>)")
+    add(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on from the run dir's newest good checkpoint, if it has one (the default)",
+    )
+    add(
+        "--checkpoint-every",
+        type=whole(0),
+        default=500,
+        metavar="S",
+        help=f"steps between checkpoints, besides one after each epoch and the last step; 0: only those {default}",
+    )
+    add("--keep-checkpoints", type=whole(1), default=3, metavar="K", help=f"the newest ones kept {default}")
+    add("--log-every", type=whole(1), default=10, metavar="S", help=f"steps between lines of metrics.jsonl {default}")
+    add("--device", choices=devices, default="auto", help="auto: a GPU where every rank of the machine has its own")
+    add(
+        "--max-restarts", type=whole(0), default=3, metavar="R", help=f"by the launch script, after a failure {default}"
+    )
+    add(
+        "--timeout",
+        type=real(0.0, above=True),
+        default=300.0,
+        metavar="T",
+        help=f"end the job after so many seconds without progress {default}",
+    )
+    add("--quiet", action="store_true", help="only warnings, errors and the result on the console")
+
+
+def arithmetic(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide a run's numbers, as JSON values: those a resume must repeat."""
+    return {name: value for name, value in sorted(vars(options).items()) if name not in MAY_CHANGE_AT_RESUME}
+
+
+def as_json(options: argparse.Namespace) -> dict[str, Any]:
+    """All options as JSON values."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in sorted(vars(options).items())}

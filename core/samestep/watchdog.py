@@ -1,0 +1,142 @@
+"""Is everyone alive? One thread in every rank.
+
+Each second it writes ``<run-dir>/log/alive-<r>`` (step, time, pid, host). It ends the rank when the rank's launcher is
+gone, so that a killed launcher leaves nothing running, and when the rank has made no progress for ``timeout`` seconds,
+naming the rank that holds the others up: no framework does (they wait for minutes, then blame whoever noticed).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from samestep import log
+from samestep.env import World
+
+_TICK = 1.0  # seconds
+_SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stopped or dead
+
+
+class Watchdog:
+    """One thread that outlives every wait in a framework's C++, and ends the process where waiting is in vain."""
+
+    _started: ClassVar[Watchdog | None] = None
+
+    def __init__(self, run_dir: Path, world: World, timeout: float) -> None:
+        self._folder = run_dir / "log"
+        self._rank, self._world_size, self._timeout = world.rank, world.world_size, timeout
+        self._job = os.environ.get("SAMESTEP_JOB", "")
+        self._step = 0
+        self._last_progress = time.monotonic()
+        self._launchers = {pid: started for pid in _launchers(world) if (started := _start_time(pid)) is not None}
+        self._write_alive()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @classmethod
+    def start(cls, run_dir: Path, world: World, timeout: float) -> Watchdog:
+        """This process's watchdog: a new one, or the one already started.
+
+        ``timeout`` in seconds. Start it before the ranks meet: waiting for ranks that never come is no progress.
+        """
+        if cls._started is None:
+            cls._started = cls(run_dir, world, timeout)
+        return cls._started
+
+    def beat(self, step: int | None = None) -> None:
+        """Tell that the rank goes on: after each update, ``step`` of them being done, and each evaluated batch."""
+        if step is not None:
+            self._step = step
+        self._last_progress = time.monotonic()
+
+    def _watch(self) -> None:
+        ticked = time.monotonic()
+        while True:
+            time.sleep(_TICK)
+            now = time.monotonic()
+            if now - ticked > _SILENT:  # this process itself was stopped and continues: it deserves a new chance
+                self._last_progress = now
+            ticked = now
+            self._write_alive()
+            for pid, started in self._launchers.items():
+                if _start_time(pid) != started:
+                    log.error(f"rank {self._rank}: its launcher (pid {pid}) is gone; ending")
+                    os._exit(1)
+            if now - self._last_progress > self._timeout:
+                log.error(f"no progress for {self._timeout:g} s: {self._culprit()}")
+                os._exit(1)
+
+    def _write_alive(self) -> None:
+        values = {
+            "step": self._step,
+            "time": time.time(),
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "job": self._job,
+        }
+        path = self._folder / f"alive-{self._rank}"
+        temporary = self._folder / f".alive-{self._rank}.tmp"
+        try:
+            temporary.write_text(json.dumps(values))
+            temporary.replace(path)
+        except OSError:
+            pass  # a full disk stops no training; the checkpoint will tell
+
+    def _culprit(self) -> str:
+        """The rank that holds the others up, as far as this machine's files tell."""
+        alive = [found for rank in range(self._world_size) if (found := self._read_alive(rank))]
+        now = time.time()
+        silent = [one for one in alive if now - one["time"] > _SILENT]
+        # A stopped or dead rank has stopped writing; if all write, the one with the fewest steps is stuck.
+        one = min(silent, key=lambda one: one["time"]) if silent else min(alive, key=lambda one: one["step"])
+        where = f"rank {one['rank']} ({one['host']}, pid {one['pid']}) last alive at step {one['step']}"
+        if silent:
+            return f"{where}, silent for {now - one['time']:.0f} s"
+        missing = self._world_size - len(alive)
+        return where + (f"; {missing} of {self._world_size} ranks never seen from here" if missing else "")
+
+    def _read_alive(self, rank: int) -> dict[str, Any] | None:
+        try:
+            values: dict[str, Any] = json.loads((self._folder / f"alive-{rank}").read_text())
+        except (OSError, ValueError):
+            return None
+        return values if values.get("job") == self._job else None
+
+
+def _launchers(world: World) -> list[int]:
+    """The processes without which this rank is an orphan: its launcher, and the launch script that started that.
+
+    A rank that no launcher started has a shell for a parent, whose end means nothing.
+    """
+    launch_script = int(os.environ.get("SAMESTEP_LAUNCHER_PID", "0"))
+    by_hand = world.launcher in ("none", "env") and not launch_script
+    return [] if by_hand else [pid for pid in (launch_script, os.getppid()) if pid > 1]
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot; None when it is gone or a zombie. "" where not Linux."""
+    try:
+        # The command's name, in parentheses, may hold spaces: fields are counted after it (proc(5): 3 state, 22 start).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except FileNotFoundError:
+        if not Path("/proc/self/stat").exists():
+            return "" if _exists(pid) else None
+        return None
+    except ProcessLookupError:
+        return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

