@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Sequence
+from collections.abc import Sequence
 
 from samestep.options import Parser, add_common, real
 

@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import Split, load
-from model import build_model, load_model, load_optimizer, model_arrays, optimizer_arrays
+from model import Rows, build_model, load_model, load_optimizer, model_arrays, optimizer_arrays
 from options import parse
 from samestep import FatalError, UserError, checkpoint, env, log
 from samestep.checkpoint import Arrays
 from samestep.launch import settle
-from samestep.options import arithmetic, as_json
+from samestep.options import arithmetic
 from samestep.sharding import GlobalBatches, part, step_seed
 from samestep.watchdog import Watchdog
 from torch import Tensor, nn
@@ -51,22 +51,17 @@ def build_optimizer(options: Namespace, model: nn.Module) -> torch.optim.Optimiz
 
 
 def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    images: Tensor,
-    labels: Tensor,
-    global_size: int,
-    world_size: int,
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, rows: Rows
 ) -> Tensor:
-    """One update with this rank's part of a global batch of ``global_size``; returns the part's summed loss.
+    """One update with this rank's part of a global batch, ``rows`` of it; returns the part's summed loss.
 
     The gradient must be the mean over the global batch's *samples*, although the parts may differ in size. DDP
-    averages over ranks, so each rank's summed loss is scaled by world_size / global_size. A rank without samples
+    averages over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without samples
     takes part with a gradient of zeros.
     """
     optimizer.zero_grad()
-    loss_sum = F.nll_loss(model(images), labels, reduction="sum")
-    (loss_sum * (world_size / global_size)).backward()  # ranks talk: DDP adds up the gradients
+    loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
+    (loss_sum * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: DDP adds up the gradients
     optimizer.step()
     return loss_sum.detach()
 
@@ -79,7 +74,7 @@ def evaluate(model: nn.Module, test: Split, dtype: torch.dtype, watchdog: Watchd
     sums = torch.zeros(3, dtype=torch.float64, device=test.labels.device)
     for begin in range(first, last, EVALUATION_BATCH):
         images, labels = test.batch(np.arange(begin, min(begin + EVALUATION_BATCH, last)), dtype)
-        scores = model(images)
+        scores = model(images, Rows(0, len(images)))
         sums[0] += F.nll_loss(scores, labels, reduction="sum")
         sums[1] += (scores.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
@@ -119,9 +114,9 @@ def train(options: Namespace, world: env.World, device: torch.device) -> dict[st
     logged_at, logged_samples = time.monotonic(), batches.samples_seen(start or 0)
     bar = log.progress(total, start or 0)
     for step in range(start or 0, total):
-        torch.manual_seed(step_seed(options.seed, step, rank))
+        torch.manual_seed(step_seed(options.seed, step))
         images, labels = training.batch(batches.indices(step), dtype)
-        loss_sum = train_step(ddp, optimizer, images, labels, batches.size(step), world_size)
+        loss_sum = train_step(ddp, optimizer, images, labels, Rows(batches.first_row(step), batches.size(step)))
         epoch_sum += loss_sum
         done = step + 1
         watchdog.beat(done)
@@ -211,7 +206,7 @@ def agree_on_start(
     if problem:
         raise problem
     if "exit_code" in said:  # rank 0 says why
-        sys.exit(said["exit_code"])
+        os._exit(said["exit_code"])
     load_optimizer(model, optimizer, broadcast_arrays(optimizer_arrays(model, optimizer), device))  # ranks talk
     options.run_dir, options.dataset = Path(said["run_dir"]), said["dataset"]
     return said["step"], said["state"]
@@ -277,7 +272,7 @@ def settle_buckets(ddp: DistributedDataParallel, training: Split, dtype: torch.d
     """
     for _ in range(2):  # the second forward pass is what applies the new order
         images, _ = training.batch(np.arange(1), dtype)
-        ddp(images).sum().backward()
+        ddp(images, Rows(0, 1)).sum().backward()
     ddp.zero_grad()
 
 

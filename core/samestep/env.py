@@ -109,7 +109,8 @@ def _horovodrun(env: Mapping[str, str]) -> World | None:
     world = _read(env, "horovodrun", _PAIRS["horovodrun"], local, master=master)
     if world is None:
         return None
-    # "Cross" counts the hosts that have this local rank: the node's index only where all hosts have as many processes.
+    # "Cross" counts the hosts that have this local rank. It is the node's index where all hosts have as many processes,
+    # which no variable says outright; the product fails to tell only for hosts as odd as 1, 3 and 4 slots.
     cross = _pair(env, "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE")
     if cross is None or (world.local_world_size or 0) * cross[1] != world.world_size:
         return world

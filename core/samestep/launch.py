@@ -143,22 +143,16 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
         return _supervise(template, app, nproc, nodes, [*arguments, f"--run-dir={run_dir.resolve()}"], options, run_dir)
     from samestep import log
 
-    if options.run_dir is None:
-        options.run_dir = _new_run_dir(app)
-    options.run_dir = options.run_dir.resolve()
-    _make_folder(options.run_dir / "log")
-    lock = log.lock(options.run_dir, log.LAUNCHER_BYTE, f"run_{app}.sh")
+    options.run_dir = options.run_dir or _new_run_dir(app)
     settled = settle(app, options)
+    log.unlock(log.WRITER_BYTE)  # rank 0's from here on
     arguments += [f"--run-dir={settled.run_dir}", "--resume"]
     arguments += [f"--dataset={settled.dataset}", f"--requested-dataset={settled.requested_dataset}"]
-    try:
-        return _supervise(template, app, nproc, nodes, arguments, options, settled.run_dir)
-    finally:
-        os.close(lock)
+    return _supervise(template, app, nproc, nodes, arguments, options, settled.run_dir)
 
 
 def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
-    """Decide run dir, data set and checkpoint; the launch script calls this, and rank 0 once more.
+    """Decide run dir, data set and checkpoint, and lock the run dir; the launch script calls this, then rank 0.
 
     ``fresh`` is False in a process that a launcher started again: --no-resume then no longer applies.
     Raises UserError when the run dir holds another run, FatalError when none of its checkpoints is good.
@@ -168,6 +162,9 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
 
     run_dir = (options.run_dir or _run_dir_of_this_job(app)).resolve()
     _make_folder(run_dir / "log")
+    under_script = "SAMESTEP_LAUNCHER_PID" in os.environ
+    for byte in (log.WRITER_BYTE,) if under_script else (log.LAUNCHER_BYTE, log.WRITER_BYTE):
+        log.lock(run_dir, byte, f"{app}, started by {Path(sys.argv[0]).name}")
     found = None
     if options.resume or not fresh:
         found = checkpoint.newest(run_dir, log.warning)
@@ -185,6 +182,7 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
         log.warning(source.notice)
     if found:
         checkpoint.check_same_run(found, app, {**arithmetic(options), "dataset": source.name})
+        checkpoint.retire_newer(found)
     return Settled(run_dir, source.name, asked_before or asked or datasets.NAMES[0], found)
 
 

@@ -38,10 +38,11 @@ _rank = 0
 _quiet = False
 _bar: tqdm[Any] | None = None
 
-# A lock file has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
-# script also waits for a rank 0 which outlived its own.
+# A run dir's .lock has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
+# script also waits for a rank 0 that outlived its own. A rank 0 without a launch script holds both.
 LAUNCHER_BYTE, WRITER_BYTE = 0, 1
 LOCK_SECONDS = 30.0
+_locks: dict[int, int] = {}  # byte: the open file; closing any of them would drop all of this process's locks
 
 
 def start(run_dir: Path, rank: int, quiet: bool) -> None:
@@ -202,8 +203,8 @@ def result(run_dir: Path, app: str, options: Namespace, world: World, **facts: A
     _to_console(_console, f"RESULT {text}")
 
 
-def lock(run_dir: Path, byte: int, who: str, wait: float = LOCK_SECONDS) -> int:
-    """Lock one byte of ``<run-dir>/.lock`` for the life of this process and return the file's descriptor.
+def lock(run_dir: Path, byte: int, who: str, wait: float = LOCK_SECONDS) -> None:
+    """Lock one byte of ``<run-dir>/.lock`` until this process ends or calls `unlock`.
 
     Waits up to ``wait`` seconds, then raises UserError naming the holder. POSIX record locks, which the kernel
     drops when the process ends, however it ends, and which also work on NFS.
@@ -235,7 +236,12 @@ def lock(run_dir: Path, byte: int, who: str, wait: float = LOCK_SECONDS) -> int:
     name = f"{who} (host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')})"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{name}\n".encode(), 0)
-    return descriptor
+    _locks[byte] = descriptor
+
+
+def unlock(byte: int) -> None:
+    """Give up one byte that `lock` locked."""
+    fcntl.lockf(_locks[byte], fcntl.LOCK_UN, 1, byte)
 
 
 def _to_file(text: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, NoReturn, Sequence
+from typing import Any, Callable, NoReturn
 
 from samestep import UserError
 

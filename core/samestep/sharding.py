@@ -199,6 +199,10 @@ class GlobalBatches:
         """The epoch this step belongs to, from 0."""
         return self._locate(step)[0]
 
+    def first_row(self, step: int) -> int:
+        """Where this rank's part begins in this step's global batch."""
+        return part(self.size(step), self.rank, self.world_size)[0]
+
     def size(self, step: int) -> int:
         """Samples in this step's global batch, over all ranks; at least 1."""
         _, start, stop = self._locate(step)
@@ -216,10 +220,10 @@ class GlobalBatches:
         return permute(np.arange(start + first, start + last, dtype=np.int64), self.n, self.seed, epoch)
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed, in [0, 2**64), of a rank's random numbers (dropout) at one step.
+def step_seed(seed: int, step: int) -> int:
+    """The seed, in [0, 2**64), of the random numbers (dropout) of one step, the same on every rank.
 
-    Derived from (seed, step, rank), so that no random state has to be saved: a resumed rank draws what an
-    undisturbed one would have drawn.
+    Derived, so that no random state has to be saved: a resumed run draws what an undisturbed one would have drawn.
+    A rank that draws for the whole global batch and takes its own rows drops the same units at any world size.
     """
-    return _mix((_mix((_mix((seed + _GAMMA) & _MASK) + step) & _MASK) + rank) & _MASK)
+    return _mix((_mix((seed + _GAMMA) & _MASK) ^ step) & _MASK)

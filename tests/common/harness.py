@@ -1,0 +1,256 @@
+"""Drives an app as its users do: through its launch script, in real processes, under a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 240  # seconds for any one run
+
+
+@dataclass(frozen=True)
+class App:
+    """What the common cases need to know of an app. A new app adds its row to APPS and passes them all."""
+
+    name: str
+    accuracy: float  # the least that its defaults must reach on its embedded data set
+    dataset: str  # the embedded one
+    test_examples: int
+    small: Sequence[str]  # options of a run of some tens of steps that takes seconds
+    exact: Sequence[str]  # options under which losses are comparable to 1e-9 ...
+    variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
+    tolerance: float = 1e-9
+    arithmetic: Sequence[Sequence[str]] = ()  # changes that a resume must refuse, and how it names them
+
+
+APPS = {
+    "mnist_ddp": App(
+        name="mnist_ddp",
+        accuracy=0.95,
+        dataset="mnist-5k",
+        test_examples=1000,
+        # 4,000 samples by 250: 16 steps an epoch.
+        small=("--dataset=mnist-5k", "--epochs=3", "--global-batch-size=250", "--checkpoint-every=5", "--log-every=1"),
+        exact=("--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"),
+        variants=[
+            ("--model=net", "--optimizer=sgd"),
+            ("--model=net", "--optimizer=adam"),
+            ("--model=lenet", "--optimizer=sgd"),
+            ("--model=lenet", "--optimizer=adam"),
+        ],
+        arithmetic=[
+            ("--model=lenet", "--model net", "lenet"),
+            ("--global-batch-size=251", "--global-batch-size 250", "251"),
+            ("--seed=7", "--seed 1", "7"),
+            ("--optimizer=adam", "--optimizer sgd", "adam"),
+            ("--dtype=float64", "--dtype float32", "float64"),
+            ("--lr=0.5", "--lr 0.03", "0.5"),
+        ],
+    ),
+}
+
+
+@dataclass
+class Outcome:
+    """How a run ended: exit code, what the console showed, seconds it took."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def result(self) -> dict[str, Any]:
+        last = self.stdout.rstrip("\n").rpartition("\n")[2]
+        assert last.startswith("RESULT {"), f"no RESULT line at the end of {self.stdout!r}; stderr: {self.stderr}"
+        found: dict[str, Any] = json.loads(last.removeprefix("RESULT "))
+        return found
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+
+
+@dataclass
+class Job:
+    """A run under way."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    begun: float = field(default_factory=time.monotonic)
+
+    def finish(self, limit: float = LIMIT) -> Outcome:
+        try:
+            stdout, stderr = self.process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            stdout, stderr = self.process.communicate()
+            raise AssertionError(f"not finished after {limit} s; stdout: {stdout}; stderr: {stderr}") from None
+        return Outcome(self.process.returncode, stdout, stderr, time.monotonic() - self.begun)
+
+    def alive(self, rank: int) -> dict[str, Any]:
+        """What the rank's heartbeat file says; empty when it has none yet."""
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads((self.run_dir / "log" / f"alive-{rank}").read_text())
+            return found
+        return {}
+
+    def wait_for(self, condition: Callable[[], Any], limit: float = 120) -> Any:
+        """Poll until ``condition`` gives something true; fail when the job ends before."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            assert self.process.poll() is None, f"the job ended early: {self.process.communicate()}"
+            time.sleep(0.002)
+        raise AssertionError("waited in vain")
+
+    def wait_for_step(self, step: int) -> int:
+        """Wait until metrics.jsonl has a step of at least ``step``."""
+        return int(self.wait_for(lambda: (found := last_step(self.run_dir)) >= step and found))
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the job's ranks, by rank."""
+        found = {}
+        for pid, environ in processes():
+            if environ.get("SAMESTEP_LAUNCHER_PID") == str(self.process.pid) and "RANK" in environ:
+                found[int(environ["RANK"])] = pid
+        return found
+
+
+class Harness:
+    def __init__(self, app: App, device: str, folder: Path) -> None:
+        self.app, self.device, self.folder = app, device, folder
+        self.mark = uuid.uuid4().hex
+        self._jobs: list[Job] = []
+
+    def environ(self, **more: str) -> dict[str, str]:
+        """The environment of a run: this Python, the test's own mark, and none of the caller's ranks."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not re.match(r"(SAMESTEP_|PET_|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_)", name)
+        }
+        return {**kept, "PYTHON": sys.executable, "SAMESTEP_TEST": self.mark, **more}
+
+    def start(self, n: int | str, *options: str, run_dir: Path | None = None, **environ: str) -> Job:
+        """Start ``scripts/run_<app>.sh n options`` in a session of its own."""
+        run_dir = run_dir or self.folder / "run"
+        script = str(ROOT / "scripts" / f"run_{self.app.name}.sh")
+        command = ["bash", script, str(n), f"--run-dir={run_dir}", f"--device={self.device}", *options]
+        return self.start_command(command, run_dir, **environ)
+
+    def start_command(self, command: Sequence[str], run_dir: Path, cwd: Path | None = None, **environ: str) -> Job:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd or self.folder,
+            env=self.environ(**environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        job = Job(process, run_dir)
+        self._jobs.append(job)
+        return job
+
+    def run(self, n: int | str, *options: str, run_dir: Path | None = None, **environ: str) -> Outcome:
+        return self.start(n, *options, run_dir=run_dir, **environ).finish()
+
+    def train(self, n: int, *options: str, run_dir: Path | None = None, **environ: str) -> dict[str, Any]:
+        """A run that must succeed: checked for what green must mean, its result returned."""
+        outcome = self.run(n, *options, run_dir=run_dir, **environ)
+        assert outcome.code == 0, outcome
+        return self.checked(outcome, n)
+
+    def checked(self, outcome: Outcome, n: int) -> dict[str, Any]:
+        """The result of a finished run, after comparing it with the files that it left."""
+        assert outcome.code == 0, outcome
+        result = outcome.result
+        run_dir = Path(result["run_dir"])
+        assert result["world_size"] == n
+        assert result["test_examples"] == self.app.test_examples
+        assert result == json.loads((run_dir / "result.json").read_text())
+        assert result["weights_sha256"] == checkpoint.weights_sha256(
+            checkpoint.load_weights(run_dir / "model.safetensors")
+        )
+        assert "Traceback" not in outcome.stderr
+        return result
+
+    def check_nothing_left(self) -> None:
+        for job in self._jobs:
+            if job.process.poll() is None:
+                job.process.kill()
+                job.process.communicate()
+        # A rank whose launcher was killed ends by itself within 5 s.
+        deadline = time.monotonic() + 10
+        while left := self.left_running():
+            if time.monotonic() > deadline:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"left running: {left}")
+            time.sleep(0.1)
+
+    def left_running(self) -> dict[int, str]:
+        """Processes of this test, whoever their parent is by now."""
+        return {
+            pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            for pid, environ in processes()
+            if environ.get("SAMESTEP_TEST") == self.mark
+        }
+
+
+def processes() -> list[tuple[int, dict[str, str]]]:
+    """All processes that can be looked into, with their environment; zombies have none."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            pairs = (item.partition(b"=") for item in entry.read_bytes().split(b"\0") if item)
+            found.append((int(entry.parent.name), {key.decode(): value.decode() for key, _, value in pairs}))
+    return found
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are of a step. A line being written is left out."""
+    lines = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                if "step" in values:
+                    lines.append(values)
+    return lines
+
+
+def last_step(run_dir: Path) -> int:
+    lines = metrics(run_dir)
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The loss of every step, which must each be there once (run with --log-every=1)."""
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    assert len(one) == len(other)
+    return max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(one, other))

@@ -1,0 +1,115 @@
+"""It trains: what a run shows, what it leaves, and that it takes the same step at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import ROOT, Harness, losses, metrics, relative_difference
+
+RESULT_KEYS = set(
+    "app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs "
+    "steps global_batch_size seed train_loss test_loss test_accuracy test_examples seconds samples_per_second restarts "
+    "resumed_from_step weights_sha256 run_dir".split()
+)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
+    outcome = harness.run(n, "--data-dir=nowhere")
+    result = harness.checked(outcome, n)
+    assert set(result) >= RESULT_KEYS
+    assert result["dataset"] == harness.app.dataset
+    assert result["test_accuracy"] >= harness.app.accuracy
+    assert result["steps"] > 0
+    assert result["resumed_from_step"] is None
+    assert result["restarts"] == 0
+    lines = metrics(Path(result["run_dir"]))
+    assert lines[-1]["step"] == result["steps"]
+    assert lines[-1]["loss"] < lines[0]["loss"] / 2
+    assert lines[-1]["test_accuracy"] == result["test_accuracy"]
+    # The substitute for a data set that cannot be had is said loudly, and rank 0 alone speaks.
+    assert sum("embedded" in line for line in outcome.stderr.splitlines()) == 1
+    assert len(outcome.stdout.splitlines()) == 1 + result["epochs"] + 1
+
+
+def test_a_run_leaves_what_the_design_says(harness: Harness) -> None:
+    result = harness.train(2, *harness.app.small)
+    run_dir = Path(result["run_dir"])
+    header = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert header["world"]["world_size"] == 2
+    assert header["options"]["seed"] == result["seed"]
+    assert {"python", "threads", "app"} <= set(header)
+    assert losses(run_dir)
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert len(kept) == 3
+    assert kept[-1] == f"step-{result['steps']:08d}"
+    logs = {path.name for path in (run_dir / "log").iterdir()}
+    assert {"rank-0.log", "rank-1.log", "alive-0", "alive-1", "launcher.log"} <= logs
+    assert not [path for path in run_dir.rglob("*") if path.suffix == ".tmp"]
+
+
+def test_max_steps_counts_from_the_start_and_zero_only_evaluates(harness: Harness) -> None:
+    first = harness.train(2, *harness.app.small, "--max-steps=3")
+    assert first["steps"] == 3
+    again = harness.train(2, *harness.app.small, "--max-steps=7")
+    assert again["steps"] == 7
+    assert again["resumed_from_step"] == 3
+    none = harness.train(2, *harness.app.small, "--max-steps=0", run_dir=harness.folder / "none")
+    assert none["steps"] == 0
+    assert none["train_loss"] is None
+    weights = Path(again["run_dir"]) / "model.safetensors"
+    copied = harness.train(2, *harness.app.small, "--max-steps=0", f"--init-from={weights}", run_dir=harness.folder / "c")
+    assert copied["weights_sha256"] == again["weights_sha256"]
+    assert copied["test_accuracy"] == again["test_accuracy"]
+
+
+@pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2, 3, 4; 1333 leaves a last batch of one sample
+def test_losses_are_the_same_at_any_number_of_ranks(harness: Harness, soak: bool, batch: int) -> None:
+    for i, variant in enumerate(harness.app.variants):
+        # In the matrix each batch size takes half of the variants.
+        if not soak and i % 2 != (batch == 1333):
+            continue
+        steps = 100 if soak or i < 2 else 40
+        curves = {}
+        for n in (1, 2, 3, 4):
+            run_dir = harness.folder / f"{i}-{n}"
+            options = [*harness.app.exact, *variant, f"--global-batch-size={batch}", f"--max-steps={steps}"]
+            harness.train(n, *options, run_dir=run_dir)
+            curves[n] = losses(run_dir)
+            assert len(curves[n]) == steps
+        assert curves[1][-1] < curves[1][0]
+        for n in (2, 3, 4):
+            assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
+
+
+def test_the_default_options_take_the_same_first_steps(harness: Harness) -> None:
+    """Also with dropout, in float32: rounding is all that differs."""
+    curves = []
+    for n in (1, 2, 3, 4):
+        run_dir = harness.folder / str(n)
+        harness.train(n, f"--dataset={harness.app.dataset}", "--max-steps=10", "--log-every=1", run_dir=run_dir)
+        curves.append(losses(run_dir))
+    assert all(relative_difference(curves[0], other) < 1e-5 for other in curves[1:])
+
+
+def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
+    """A process that used collectives may abort while it exits; the job must not fail by that."""
+    for i in range(30 if soak else 5):
+        harness.train(2, *harness.app.small, "--max-steps=2", "--max-restarts=0", run_dir=harness.folder / str(i))
+
+
+def test_it_works_from_any_directory_and_chooses_a_run_dir(harness: Harness) -> None:
+    script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")
+    command = ["bash", script, "2", *harness.app.small, "--max-steps=1"]
+    results = [harness.start_command(command, harness.folder).finish() for _ in range(2)]
+    folders = [Path(harness.checked(outcome, 2)["run_dir"]) for outcome in results]
+    assert folders[0] != folders[1]
+    assert all(folder.parent == harness.folder / "runs" / harness.app.name for folder in folders)
+
+
+def test_quiet_shows_the_result_alone(harness: Harness) -> None:
+    outcome = harness.run(2, *harness.app.small, "--max-steps=2", "--quiet")
+    assert len(outcome.stdout.splitlines()) == 1
+    assert outcome.stderr == ""

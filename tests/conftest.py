@@ -1,0 +1,32 @@
+"""Options of the test run: which app, on which device, and whether the high counts are wanted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "common"))
+
+from harness import APPS, Harness
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--app", choices=sorted(APPS), default="mnist_ddp", help="the app that tests/common drives")
+    parser.addoption("--device", default="cpu", help="its --device")
+    parser.addoption("--soak", action="store_true", help="the high counts, for hours rather than minutes")
+
+
+@pytest.fixture
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """Runs the app under test; at the end nothing of it may be left running."""
+    made = Harness(APPS[request.config.getoption("--app")], request.config.getoption("--device"), tmp_path)
+    yield made
+    made.check_nothing_left()
+
+
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--soak"))

@@ -1,0 +1,278 @@
+"""The watchdog: waits in vain end, and the rank that holds the others up is named. Real processes, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samestep import watchdog
+
+CORE = str(Path(watchdog.__file__).parents[1])
+LIMIT = 30.0  # seconds that nothing here needs
+HOST = socket.gethostname()
+
+# A rank of 'world' ranks. It makes 'steps' steps and then waits as in a collective, or beats for 'beats' seconds.
+RANK = """
+import json, sys, time
+from pathlib import Path
+from samestep import log, watchdog
+from samestep.env import World
+
+its = json.loads(sys.argv[1])
+run_dir = Path(its["run_dir"])
+watchdog._TICK, watchdog._SILENT = its["tick"], its["silent"]
+log.start(run_dir, its["rank"], False)
+dog = watchdog.Watchdog.start(run_dir, World(its["rank"], its["world"], launcher=its["launcher"]), its["timeout"])
+assert watchdog.Watchdog.start(run_dir, World(0, 1), 0.001) is dog
+for step in range(its["steps"]):
+    dog.beat(step + 1)
+end = time.monotonic() + its["beats"]
+while time.monotonic() < end:
+    dog.beat()
+    time.sleep(0.05)
+if its["waits"]:
+    time.sleep(600)
+(run_dir / "done").write_text("")
+"""
+# In the middle: starts a rank and waits, as a launcher does.
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
+"""
+
+
+class Job:
+    """Ranks that share a run dir; none is left when the test ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
+        return {**inherited, "PYTHONPATH": CORE, "SAMESTEP_JOB": "this", **changes}
+
+    def rank_command(self, **changes: Any) -> list[str]:
+        its = {"rank": 0, "world": 1, "launcher": "torchrun", "timeout": 1.0, "steps": 0, "beats": 0.0, "waits": True}
+        its |= {"tick": 0.1, "silent": 1.5, "run_dir": str(self.run_dir), **changes}
+        return ["-c", RANK, json.dumps(its)]
+
+    def start(self, command: list[str], **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=self.environment(**environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that all of it can be killed
+        )
+        self._processes.append(process)
+        return process
+
+    def rank(self, environment: dict[str, str] | None = None, **changes: Any) -> subprocess.Popen[str]:
+        """A running rank whose watchdog has started."""
+        process = self.start(self.rank_command(**changes), **(environment or {}))
+        self.alive(changes.get("rank", 0), lambda seen: seen["pid"] == process.pid)
+        return process
+
+    def alive(self, rank: int, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """What a rank's heartbeat says, once it fulfils the condition."""
+        path = self.run_dir / "log" / f"alive-{rank}"
+
+        def seen() -> dict[str, Any] | None:
+            with contextlib.suppress(FileNotFoundError):
+                values: dict[str, Any] = json.loads(path.read_text())
+                return values if condition(values) else None
+            return None
+
+        return wait_for(seen)
+
+    def clean_up(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=LIMIT)
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LIMIT
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """The one line with which the watchdog ended a rank."""
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out) == (1, ""), err
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.clean_up()
+
+
+# --- progress ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_progress_ends_and_says_so(job: Job) -> None:
+    process = job.rank(steps=7)
+    assert ended(process) == (f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 7")
+    assert "no progress for 1 s" in (job.run_dir / "log" / "rank-0.log").read_text()
+
+
+def test_a_rank_that_never_makes_a_step_ends_too(job: Job) -> None:
+    assert "last alive at step 0" in ended(job.rank())
+
+
+def test_beats_keep_a_rank_alive(job: Job) -> None:
+    process = job.rank(beats=3.0, waits=False)
+    assert process.communicate(timeout=LIMIT) == ("", "")
+    assert process.returncode == 0
+
+
+def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
+    process = job.rank(steps=5, timeout=LIMIT)
+    first = job.alive(0, lambda seen: seen["step"] == 5)
+    assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")
+    assert abs(first["time"] - time.time()) < LIMIT
+    job.alive(0, lambda seen: seen["time"] > first["time"])  # although the rank stands still
+
+
+def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
+    sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
+    job.alive(1, lambda seen: seen["step"] == 9)
+    sibling.send_signal(signal.SIGSTOP)
+    line = ended(job.rank(rank=0, world=2, steps=4, timeout=3.0))  # itself at a lower step
+    assert f"no progress for 3 s: rank 1 ({HOST}, pid {sibling.pid}) last alive at step 9, silent for" in line
+
+
+def test_a_dead_rank_is_named_by_the_others(job: Job) -> None:
+    sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
+    job.alive(1, lambda seen: seen["step"] == 9)
+    sibling.kill()
+    line = ended(job.rank(rank=0, world=2, steps=9, timeout=3.0))
+    assert f"rank 1 ({HOST}, pid {sibling.pid}) last alive at step 9, silent for" in line
+
+
+def test_where_all_are_alive_the_rank_with_the_fewest_steps_is_named(job: Job) -> None:
+    stuck = job.rank(rank=2, world=3, steps=4, beats=LIMIT, timeout=LIMIT)
+    job.rank(rank=1, world=3, steps=5, beats=LIMIT, timeout=LIMIT)
+    job.alive(2, lambda seen: seen["step"] == 4)
+    job.alive(1, lambda seen: seen["step"] == 5)
+    line = ended(job.rank(rank=0, world=3, steps=5))
+    assert line.endswith(f"rank 2 ({HOST}, pid {stuck.pid}) last alive at step 4")
+
+
+def test_ranks_that_never_came_are_counted(job: Job) -> None:
+    assert ended(job.rank(rank=0, world=3, steps=2)).endswith("last alive at step 2; 2 of 3 ranks never seen from here")
+
+
+def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
+    """A restarted job finds the files of the ranks that went before."""
+    job.rank(rank=1, world=2, timeout=LIMIT, environment={"SAMESTEP_JOB": "earlier"})
+    process = job.rank(rank=0, world=2, steps=6)
+    assert ended(process).endswith(
+        f"rank 0 ({HOST}, pid {process.pid}) last alive at step 6; 1 of 2 ranks never seen from here"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", bytes(100), b"\xff\xfe", b"{", b"{}", b"[]", b"null", b'{"job": "this"}'])
+def test_a_heartbeat_that_a_crash_left_damaged_stops_no_watchdog(job: Job, content: bytes) -> None:
+    (job.run_dir / "log").mkdir()
+    (job.run_dir / "log" / "alive-1").write_bytes(content)
+    assert "no progress for 0.5 s" in ended(job.rank(rank=0, world=2, timeout=0.5))
+
+
+def test_a_rank_whose_log_folder_is_gone_ends_too(job: Job) -> None:
+    """As on a full disk: nobody's heartbeat can be read, not even one's own."""
+    process = job.rank(timeout=2.0)
+    folder = job.run_dir / "log"
+    folder.rename(folder.with_name("elsewhere"))
+    assert "no progress for 2 s" in ended(process)
+
+
+def test_a_rank_that_was_stopped_and_continues_gets_a_new_chance(job: Job) -> None:
+    process = job.rank(beats=4.0, timeout=1.0, waits=False)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=LIMIT) == ("", "")
+    assert process.returncode == 0
+
+
+# --- launchers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch_script() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_rank_ends_with_its_launch_script(
+    job: Job, launch_script: subprocess.Popen[bytes], launcher: str, reaped: bool
+) -> None:
+    process = job.rank(
+        launcher=launcher, beats=LIMIT, timeout=LIMIT, environment={"SAMESTEP_LAUNCHER_PID": str(launch_script.pid)}
+    )
+    launch_script.kill()  # until someone waits for it, it is a zombie
+    if reaped:
+        launch_script.wait(timeout=LIMIT)
+    assert ended(process) == f"error: rank 0: its launcher (pid {launch_script.pid}) is gone; ending"
+
+
+def test_a_rank_ends_with_its_launch_script_at_the_real_pace(job: Job, launch_script: subprocess.Popen[bytes]) -> None:
+    its = {"tick": watchdog._TICK, "silent": watchdog._SILENT, "beats": LIMIT, "timeout": LIMIT}
+    process = job.rank(environment={"SAMESTEP_LAUNCHER_PID": str(launch_script.pid)}, **its)
+    launch_script.kill()
+    assert "is gone" in ended(process)
+
+
+def test_a_rank_whose_launch_script_is_gone_before_it_starts_ends(
+    job: Job, launch_script: subprocess.Popen[bytes]
+) -> None:
+    """Importing a framework takes seconds, in which a launch script may be killed."""
+    launch_script.kill()
+    launch_script.wait(timeout=LIMIT)
+    command = job.rank_command(beats=5.0, timeout=LIMIT, waits=False)
+    assert "is gone" in ended(job.start(command, SAMESTEP_LAUNCHER_PID=str(launch_script.pid)))
+
+
+def test_a_rank_ends_with_the_launcher_that_started_it(job: Job) -> None:
+    launcher = job.start(["-c", LAUNCHER, *job.rank_command(beats=LIMIT, timeout=LIMIT)])
+    job.alive(0, lambda seen: True)
+    launcher.kill()
+    assert launcher.stderr is not None
+    assert launcher.stderr.read() == f"error: rank 0: its launcher (pid {launcher.pid}) is gone; ending\n"
+    assert not (job.run_dir / "done").exists()
+
+
+@pytest.mark.parametrize("launcher", ["none", "env"])
+def test_a_rank_started_by_hand_outlives_its_shell(job: Job, launcher: str) -> None:
+    shell = job.start(["-c", LAUNCHER, *job.rank_command(launcher=launcher, beats=2.0, timeout=LIMIT, waits=False)])
+    job.alive(0, lambda seen: True)
+    shell.kill()
+    assert shell.stderr is not None
+    assert shell.stderr.read() == ""  # it ends when the rank does
+    assert (job.run_dir / "done").exists()
