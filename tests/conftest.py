@@ -19,6 +19,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the high counts, for hours rather than minutes")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: runs in `tox -e soak` alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--soak"):
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """Runs the app under test; at the end nothing of it may be left running."""

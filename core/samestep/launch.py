@@ -459,7 +459,7 @@ def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, lo
         command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     assert process.stderr is not None
-    pump = threading.Thread(target=_pump, args=(process.stderr, log_file), daemon=True)
+    pump = threading.Thread(target=_pump, args=(process.stderr, log_file, job), daemon=True)
     pump.start()
     try:
         code = process.wait()
@@ -474,8 +474,12 @@ def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, lo
     return code
 
 
-def _pump(stream: IO[bytes], log_file: Path) -> None:
-    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too."""
+def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
+    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too.
+
+    When a watchdog has named a stalled rank, the job is ended here: torchrun would wait 30 s for a rank that is
+    stopped to answer its TERM.
+    """
     told = set()
     with log_file.open("ab", buffering=0) as log:
         for line in stream:
@@ -484,6 +488,8 @@ def _pump(stream: IO[bytes], log_file: Path) -> None:
             if line.startswith((b"error: ", b"warning: ")) and line not in told:  # what all ranks say is said once
                 told.add(line)
                 _say(line.decode(errors="replace").rstrip())
+            if line.startswith(b"error: no progress"):
+                _kill(_processes_of(job), signal.SIGKILL)
 
 
 def _stop_all(job: str, process: subprocess.Popen[bytes]) -> None:

@@ -46,11 +46,14 @@ _locks: dict[int, int] = {}  # byte: the open file; closing any of them would dr
 
 
 def start(run_dir: Path, rank: int, quiet: bool) -> None:
-    """Open ``log/rank-<r>.log`` and send all further output of this process there, but for this module's."""
+    """Open ``log/rank-<r>.log`` and send all further output of this process there, but for this module's.
+
+    Only the first call of a process does so; it may come before or after the ranks have met.
+    """
     global _console, _console_errors, _folder, _rank, _quiet
-    if _folder == run_dir / "log":
+    if _folder is not None:
         return
-    _rank, _quiet, _folder = rank, quiet, run_dir / "log"
+    _rank, _quiet, _folder = rank, quiet, run_dir.resolve() / "log"
     _console = os.fdopen(os.dup(1), "w", buffering=1)
     _console_errors = os.fdopen(os.dup(2), "w", buffering=1)
     _folder.mkdir(parents=True, exist_ok=True)

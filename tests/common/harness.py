@@ -34,7 +34,7 @@ class App:
     exact: Sequence[str]  # options under which losses are comparable to 1e-9 ...
     variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
     tolerance: float = 1e-9
-    arithmetic: Sequence[Sequence[str]] = ()  # changes that a resume must refuse, and how it names them
+    arithmetic: Sequence[Sequence[str]] = ()  # changes that a resume must refuse, and what it says of both values
 
 
 APPS = {
@@ -59,6 +59,8 @@ APPS = {
             ("--optimizer=adam", "--optimizer sgd", "adam"),
             ("--dtype=float64", "--dtype float32", "float64"),
             ("--lr=0.5", "--lr 0.03", "0.5"),
+            ("--dropout=0.1", "--dropout 0.5", "0.1"),
+            ("--dataset=fashion-mnist", "--dataset mnist-5k", "fashion-mnist"),
         ],
     ),
 }

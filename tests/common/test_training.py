@@ -47,7 +47,7 @@ def test_a_run_leaves_what_the_design_says(harness: Harness) -> None:
     assert kept[-1] == f"step-{result['steps']:08d}"
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert {"rank-0.log", "rank-1.log", "alive-0", "alive-1", "launcher.log"} <= logs
-    assert not [path for path in run_dir.rglob("*") if path.suffix == ".tmp"]
+    assert not [path for path in run_dir.rglob("*.tmp") if path.parent.name != "log"]
 
 
 def test_max_steps_counts_from_the_start_and_zero_only_evaluates(harness: Harness) -> None:
@@ -68,10 +68,10 @@ def test_max_steps_counts_from_the_start_and_zero_only_evaluates(harness: Harnes
 @pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2, 3, 4; 1333 leaves a last batch of one sample
 def test_losses_are_the_same_at_any_number_of_ranks(harness: Harness, soak: bool, batch: int) -> None:
     for i, variant in enumerate(harness.app.variants):
-        # In the matrix each batch size takes half of the variants.
+        # In the matrix each batch size takes half of the variants, the first with all of its steps.
         if not soak and i % 2 != (batch == 1333):
             continue
-        steps = 100 if soak or i < 2 else 40
+        steps = 100 if soak or i == 0 else 12
         curves = {}
         for n in (1, 2, 3, 4):
             run_dir = harness.folder / f"{i}-{n}"

@@ -18,7 +18,7 @@ import pytest
 from samestep import watchdog
 
 CORE = str(Path(watchdog.__file__).parents[1])
-LIMIT = 30.0  # seconds that nothing here needs
+LIMIT = 20.0  # seconds that nothing here needs
 HOST = socket.gethostname()
 
 # A rank of 'world' ranks. It makes 'steps' steps and then waits as in a collective, or beats for 'beats' seconds.
@@ -63,8 +63,8 @@ class Job:
         return {**inherited, "PYTHONPATH": CORE, "SAMESTEP_JOB": "this", **changes}
 
     def rank_command(self, **changes: Any) -> list[str]:
-        its = {"rank": 0, "world": 1, "launcher": "torchrun", "timeout": 1.0, "steps": 0, "beats": 0.0, "waits": True}
-        its |= {"tick": 0.1, "silent": 1.5, "run_dir": str(self.run_dir), **changes}
+        its = {"rank": 0, "world": 1, "launcher": "torchrun", "timeout": 0.5, "steps": 0, "beats": 0.0, "waits": True}
+        its |= {"tick": 0.1, "silent": 1.0, "run_dir": str(self.run_dir), **changes}
         return ["-c", RANK, json.dumps(its)]
 
     def start(self, command: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -134,16 +134,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_a_rank_without_progress_ends_and_says_so(job: Job) -> None:
     process = job.rank(steps=7)
-    assert ended(process) == (f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 7")
-    assert "no progress for 1 s" in (job.run_dir / "log" / "rank-0.log").read_text()
-
-
-def test_a_rank_that_never_makes_a_step_ends_too(job: Job) -> None:
-    assert "last alive at step 0" in ended(job.rank())
+    assert ended(process) == (f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 7")
+    assert "no progress for 0.5 s" in (job.run_dir / "log" / "rank-0.log").read_text()
 
 
 def test_beats_keep_a_rank_alive(job: Job) -> None:
-    process = job.rank(beats=3.0, waits=False)
+    process = job.rank(beats=2.5, timeout=1.0, waits=False)
     assert process.communicate(timeout=LIMIT) == ("", "")
     assert process.returncode == 0
 
@@ -160,15 +156,15 @@ def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:
     sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
     job.alive(1, lambda seen: seen["step"] == 9)
     sibling.send_signal(signal.SIGSTOP)
-    line = ended(job.rank(rank=0, world=2, steps=4, timeout=3.0))  # itself at a lower step
-    assert f"no progress for 3 s: rank 1 ({HOST}, pid {sibling.pid}) last alive at step 9, silent for" in line
+    line = ended(job.rank(rank=0, world=2, steps=4, timeout=2.0))  # itself at a lower step
+    assert f"no progress for 2 s: rank 1 ({HOST}, pid {sibling.pid}) last alive at step 9, silent for" in line
 
 
 def test_a_dead_rank_is_named_by_the_others(job: Job) -> None:
     sibling = job.rank(rank=1, world=2, steps=9, timeout=LIMIT)
     job.alive(1, lambda seen: seen["step"] == 9)
     sibling.kill()
-    line = ended(job.rank(rank=0, world=2, steps=9, timeout=3.0))
+    line = ended(job.rank(rank=0, world=2, steps=9, timeout=2.0))
     assert f"rank 1 ({HOST}, pid {sibling.pid}) last alive at step 9, silent for" in line
 
 
@@ -194,25 +190,28 @@ def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", bytes(100), b"\xff\xfe", b"{", b"{}", b"[]", b"null", b'{"job": "this"}'])
-def test_a_heartbeat_that_a_crash_left_damaged_stops_no_watchdog(job: Job, content: bytes) -> None:
+def test_heartbeats_that_a_crash_left_damaged_stop_no_watchdog(job: Job) -> None:
+    damaged = [b"", bytes(100), b"\xff\xfe", b"{", b"{}", b"[]", b"null", b"7", b'{"job": "this"}']
     (job.run_dir / "log").mkdir()
-    (job.run_dir / "log" / "alive-1").write_bytes(content)
-    assert "no progress for 0.5 s" in ended(job.rank(rank=0, world=2, timeout=0.5))
+    for rank, content in enumerate(damaged, start=1):
+        (job.run_dir / "log" / f"alive-{rank}").write_bytes(content)
+    line = ended(job.rank(rank=0, world=1 + len(damaged)))
+    assert "no progress for 0.5 s: rank 0" in line
+    assert f"{len(damaged)} of {1 + len(damaged)} ranks never seen" in line
 
 
 def test_a_rank_whose_log_folder_is_gone_ends_too(job: Job) -> None:
     """As on a full disk: nobody's heartbeat can be read, not even one's own."""
-    process = job.rank(timeout=2.0)
+    process = job.rank(timeout=1.0)
     folder = job.run_dir / "log"
     folder.rename(folder.with_name("elsewhere"))
-    assert "no progress for 2 s" in ended(process)
+    assert "no progress for 1 s" in ended(process)
 
 
 def test_a_rank_that_was_stopped_and_continues_gets_a_new_chance(job: Job) -> None:
-    process = job.rank(beats=4.0, timeout=1.0, waits=False)
+    process = job.rank(beats=3.0, timeout=1.0, waits=False)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(2.0)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=LIMIT) == ("", "")
     assert process.returncode == 0
@@ -228,8 +227,7 @@ def launch_script() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+@pytest.mark.parametrize(("launcher", "reaped"), [("torchrun", True), ("none", False)])
 def test_a_rank_ends_with_its_launch_script(
     job: Job, launch_script: subprocess.Popen[bytes], launcher: str, reaped: bool
 ) -> None:
@@ -255,7 +253,7 @@ def test_a_rank_whose_launch_script_is_gone_before_it_starts_ends(
     """Importing a framework takes seconds, in which a launch script may be killed."""
     launch_script.kill()
     launch_script.wait(timeout=LIMIT)
-    command = job.rank_command(beats=5.0, timeout=LIMIT, waits=False)
+    command = job.rank_command(beats=3.0, timeout=LIMIT, waits=False)
     assert "is gone" in ended(job.start(command, SAMESTEP_LAUNCHER_PID=str(launch_script.pid)))
 
 

@@ -1,0 +1,67 @@
+"""Faults at an exact moment: Python imports this at start when its folder is on PYTHONPATH.
+
+SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of
+
+- ``audit`` and ``match``: at the first audit event of that name whose first argument matches (a file about to be
+  opened, a folder about to be renamed),
+- ``updates``: when so many updates are done,
+- ``step``: at the beginning of this step,
+- ``evaluating``: at this evaluated batch, from 1.
+
+Only the first start of a job is disturbed. Nothing of the program is replaced but the moment it is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+_fault = json.loads(os.environ.get("SAMESTEP_FAULT", "null"))
+
+
+def _strike() -> None:
+    os.kill(os.getpid(), _fault["signal"])
+
+
+def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == _fault["audit"] and re.search(_fault["match"], str(arguments[0])):
+        _strike()
+
+
+def _arm() -> None:
+    from samestep import env, sharding, watchdog
+
+    if env.detect(os.environ).rank != _fault["rank"]:
+        return
+    if "audit" in _fault:
+        sys.addaudithook(_on_audit)
+    if "step" in _fault:
+        indices = sharding.GlobalBatches.indices
+
+        def indices_or_strike(self: Any, step: int) -> Any:
+            if step == _fault["step"]:
+                _strike()
+            return indices(self, step)
+
+        sharding.GlobalBatches.indices = indices_or_strike
+    if "updates" in _fault or "evaluating" in _fault:
+        beat, evaluated = watchdog.Watchdog.beat, []
+
+        def beat_or_strike(self: Any, step: int | None = None) -> None:
+            beat(self, step)
+            if step is None:
+                evaluated.append(step)
+            if (step is not None and step == _fault.get("updates")) or len(evaluated) == _fault.get("evaluating"):
+                _strike()
+
+        watchdog.Watchdog.beat = beat_or_strike
+
+
+# The rank itself, not the launcher that has train.py among its arguments.
+_is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
+_first_start = all(os.environ.get(name, "0") == "0" for name in ("SAMESTEP_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
+if _fault and _is_rank and _first_start:
+    _arm()

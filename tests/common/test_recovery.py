@@ -1,0 +1,387 @@
+"""It survives: a run that was killed, stalled, stopped or damaged ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Harness, losses, relative_difference
+from samestep import checkpoint
+from samestep.sharding import GlobalBatches
+
+_references: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
+_table: list[str] = []  # printed at the end of a soak
+
+
+@pytest.fixture
+def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """The result of a run that nothing happened to, by number of ranks and options; run once for all tests."""
+
+    def reference(n: int, *options: str) -> dict[str, Any]:
+        key = (n, (harness.app.name, *options))
+        if key not in _references:
+            run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+            _references[key] = harness.train(n, *harness.app.small, *options, run_dir=run_dir)
+        return _references[key]
+
+    return reference
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """At the end of a soak, one line for each kind of fault."""
+    yield
+    if request.config.getoption("--soak"):
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print("\n\n| app | ranks | fault | runs | equal hash |\n|---|---|---|---|---|")
+            print("\n".join(_table))
+
+
+def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, Any]) -> dict[str, Any]:
+    """The run ended well, with the same weights, and with every step once in its metrics."""
+    result = harness.checked(outcome, n)
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    assert result["test_accuracy"] == reference["test_accuracy"]
+    assert result["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
+    curve, expected = losses(Path(result["run_dir"])), losses(Path(reference["run_dir"]))
+    assert relative_difference(curve, expected) < 1e-6
+    return result
+
+
+# --- kills at random steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_rank_is_killed_at_a_random_step(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
+) -> None:
+    reference = undisturbed(n)
+    chance = random.Random(n)
+    runs = 20 if soak else 2 if n == 3 else 1
+    for i in range(runs):
+        job = harness.start(n, *harness.app.small, run_dir=harness.folder / str(i))
+        landed = job.wait_for_step(chance.randrange(1, reference["steps"] - 6))
+        os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
+        result = check_same_end(harness, job.finish(), n, reference)
+        assert result["restarts"] == 1, f"killed at step {landed}"
+    _table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
+
+
+@pytest.mark.parametrize("victim", ["launcher", "script", "everything"])
+def test_what_started_the_ranks_is_killed(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str
+) -> None:
+    reference = undisturbed(2)
+    chance = random.Random(victim)
+    runs = 10 if soak else 1
+    for i in range(runs):
+        run_dir = harness.folder / str(i)
+        job = harness.start(2, *harness.app.small, run_dir=run_dir)
+        job.wait_for_step(chance.randrange(1, reference["steps"] - 6))
+        if victim == "launcher":
+            os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
+        elif victim == "script":
+            job.process.kill()
+            job = harness.start(2, *harness.app.small, run_dir=run_dir)  # at once: old ranks may still be there
+        else:
+            for pid in harness.left_running():
+                os.kill(pid, signal.SIGKILL)
+            job = harness.start(2, *harness.app.small, run_dir=run_dir)
+        result = check_same_end(harness, job.finish(), 2, reference)
+        assert result["resumed_from_step"] is None or 0 < result["resumed_from_step"] < result["steps"]
+    _table.append(f"| {harness.app.name} | 2 | SIGKILL of the {victim} at a random step | {runs} | {runs} |")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+# --- kills at exact moments ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moment:
+    name: str
+    fault: dict[str, Any]
+    matrix: bool = False  # in every test run, not only in a soak
+
+
+STEP_TMP = r"/\.step-00000020\.tmp"
+MOMENTS = [
+    Moment("in the first step", {"rank": 1, "step": 0}, matrix=True),
+    Moment("in mid-epoch, before any checkpoint of it", {"rank": 0, "updates": 19}),
+    Moment("exactly at an epoch's end", {"rank": 0, "updates": 16}, matrix=True),
+    Moment("in an evaluation", {"rank": 1, "evaluating": 2}, matrix=True),
+    Moment("before a checkpoint's files", {"rank": 0, "audit": "os.mkdir", "match": STEP_TMP}),
+    Moment("between a checkpoint's files", {"rank": 0, "audit": "open", "match": STEP_TMP + "/optimizer"}, matrix=True),
+    Moment("before its manifest", {"rank": 0, "audit": "open", "match": STEP_TMP + "/manifest"}),
+    Moment("before its rename", {"rank": 0, "audit": "os.rename", "match": STEP_TMP}, matrix=True),
+    Moment("after its rename", {"rank": 0, "updates": 21}),
+    Moment("before the final weights", {"rank": 0, "audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
+    Moment("before the result", {"rank": 0, "audit": "open", "match": r"\.result\.json\.tmp$"}),
+]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(moment, id=moment.name, marks=() if moment.matrix else pytest.mark.soak) for moment in MOMENTS],
+)
+def test_a_rank_is_killed_at_an_exact_moment(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment
+) -> None:
+    reference = undisturbed(2)
+    fault = json.dumps({**moment.fault, "signal": signal.SIGKILL})
+    path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
+    outcome = harness.run(2, *harness.app.small, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+    result = check_same_end(harness, outcome, 2, reference)
+    assert result["restarts"] == 1
+    assert not [path for path in (harness.folder / "run").rglob("*.tmp") if path.parent.name != "log"]
+    _table.append(f"| {harness.app.name} | 2 | SIGKILL {moment.name} | 1 | 1 |")
+
+
+# --- stops ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "number", "code"), [(2, signal.SIGINT, 130), (3, signal.SIGTERM, 143)])
+def test_a_stopped_job_resumes(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], n: int, number: int, code: int
+) -> None:
+    reference = undisturbed(n)
+    job = harness.start(n, *harness.app.small)
+    job.wait_for_step(reference["steps"] // 2)
+    os.kill(job.process.pid, number)
+    outcome = job.finish(limit=20)
+    assert outcome.code == code, outcome
+    assert "Traceback" not in outcome.stderr
+    assert not harness.left_running()
+    result = check_same_end(harness, harness.run(n, *harness.app.small), n, reference)
+    assert 0 < result["resumed_from_step"] < result["steps"]
+    finished = check_same_end(harness, harness.run(n, *harness.app.small), n, reference)  # once more: only reports
+    assert finished["resumed_from_step"] == finished["steps"]
+
+
+def test_a_stopped_rank_is_named(harness: Harness) -> None:
+    """SIGSTOP is what a hanging or swapping machine looks like: alive, and holding all others up."""
+    job = harness.start(2, *harness.app.small, "--timeout=5", "--max-restarts=0")
+    job.wait_for_step(5)
+    stopped = job.ranks()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    outcome = job.finish(limit=5 + 45)
+    assert outcome.code == 1
+    assert f"rank 1 ({os.uname().nodename}, pid {stopped}) last alive at step" in outcome.errors[0]
+
+
+def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """The first is held up for longer than the second waits, but not for longer than its --timeout."""
+    job = harness.start(2, *harness.app.small)
+    job.wait_for_step(5)
+    rank = job.ranks()[1]
+    os.kill(rank, signal.SIGSTOP)
+    second = harness.run(2, *harness.app.small)
+    assert second.code == 2, second
+    assert len(second.errors) == 1
+    assert any(f"pid {pid}" in second.errors[0] for pid in (job.process.pid, job.alive(0)["pid"]))
+    os.kill(rank, signal.SIGCONT)
+    result = check_same_end(harness, job.finish(), 2, undisturbed(2))
+    assert result["restarts"] == 0
+
+
+def test_a_stopped_rank_is_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    job = harness.start(2, *harness.app.small, "--timeout=6")
+    job.wait_for_step(5)
+    os.kill(job.ranks()[0], signal.SIGSTOP)
+    result = check_same_end(harness, job.finish(), 2, undisturbed(2))
+    assert result["restarts"] == 1
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    jobs = [harness.start(2, *harness.app.small, run_dir=harness.folder / str(i)) for i in range(2)]
+    for job in jobs:
+        result = check_same_end(harness, job.finish(), 2, undisturbed(2))
+        assert result["restarts"] == 0
+
+
+# --- resuming as another job ---------------------------------------------------------------------------------------
+
+
+def test_resume_at_other_numbers_of_ranks(harness: Harness) -> None:
+    """2, then 3, 1 and 4 ranks, changing in mid-epoch: the same losses, and no sample twice or missed."""
+    options = [*harness.app.exact, *harness.app.variants[0], "--global-batch-size=250", "--checkpoint-every=5"]
+    harness.train(2, *options, "--max-steps=40", run_dir=harness.folder / "undisturbed")
+    expected = losses(harness.folder / "undisturbed")
+    plan = [(2, 7), (3, 21), (1, 30), (4, 40)]
+    for n, stop in plan:
+        result = harness.train(n, *options, f"--max-steps={stop}")
+    assert relative_difference(expected, losses(harness.folder / "run")) < harness.app.tolerance
+    seed, samples = result["seed"], result["train_examples"]
+    per_epoch = GlobalBatches(samples, 250, seed).steps_per_epoch
+    for epoch in range(40 // per_epoch):
+        taken = []
+        for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            n = next(n for n, stop in plan if step < stop)
+            taken += [GlobalBatches(samples, 250, seed, rank, n).indices(step) for rank in range(n)]
+        assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(samples))
+
+
+def test_a_resume_that_would_take_other_steps_is_refused(harness: Harness) -> None:
+    harness.train(1, *harness.app.small, "--max-steps=1")
+    kept = snapshot(harness.folder / "run")
+    for option, before, now in harness.app.arithmetic:
+        outcome = harness.run(1, *harness.app.small, "--max-steps=2", option)
+        assert outcome.code == 2, outcome
+        assert len(outcome.stderr.splitlines()) == 1
+        assert before in outcome.stderr
+        assert now in outcome.stderr
+    assert snapshot(harness.folder / "run") == kept
+
+
+def test_a_resume_may_change_cadence_and_length(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    harness.train(2, *harness.app.small, "--max-steps=7", "--epochs=1")
+    outcome = harness.run(2, *harness.app.small, "--checkpoint-every=3", "--keep-checkpoints=1", "--timeout=60")
+    check_same_end(harness, outcome, 2, undisturbed(2))
+
+
+def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
+    run_dir = harness.folder / "run"
+    checkpoint.save(run_dir, "another_app", 3, {"model": {"w": np.ones(3)}}, {}, {}, 3)
+    outcome = harness.run(1, *harness.app.small)
+    assert outcome.code == 2
+    assert "another_app" in outcome.errors[0]
+
+
+def test_no_resume_starts_anew_and_keeps_the_old_run(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    harness.train(2, *harness.app.small, "--max-steps=7", "--seed=3")
+    result = check_same_end(harness, harness.run(2, *harness.app.small, "--no-resume"), 2, undisturbed(2))
+    assert result["resumed_from_step"] is None
+    (aside,) = (harness.folder / "run").glob("earlier-*")
+    assert (aside / "checkpoints" / "step-00000007").is_dir()
+
+
+# --- damage --------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "one bit flipped": flip,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str
+) -> None:
+    template = harness.folder / "template"
+    harness.train(2, *harness.app.small, "--max-steps=15", run_dir=template)
+    files = sorted(path.name for path in (template / "checkpoints" / "step-00000015").iterdir())
+    assert "manifest.json" in files
+    if not soak:  # one file each in the matrix, all of them in a soak
+        files = [files[list(DAMAGES).index(damage) % len(files)]]
+    for name in files:
+        run_dir = harness.folder / name
+        shutil.copytree(template, run_dir)
+        DAMAGES[damage](run_dir / "checkpoints" / "step-00000015" / name)
+        outcome = harness.run(2, *harness.app.small, run_dir=run_dir)
+        result = check_same_end(harness, outcome, 2, undisturbed(2))
+        assert result["resumed_from_step"] == 10
+        assert "step-00000015" in outcome.stderr
+        assert "skipped" in outcome.stderr
+        assert (run_dir / "checkpoints" / "damaged-step-00000015").is_dir()
+    _table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
+
+
+def test_when_no_checkpoint_is_good_nothing_is_overwritten(harness: Harness) -> None:
+    harness.train(1, *harness.app.small, "--max-steps=15")
+    run_dir = harness.folder / "run"
+    for folder in (run_dir / "checkpoints").iterdir():
+        flip(folder / "model.safetensors")
+    kept = snapshot(run_dir)
+    outcome = harness.run(1, *harness.app.small)
+    assert outcome.code == 1, outcome
+    assert len(outcome.errors) == 1
+    assert all(name in outcome.errors[0] for name in ("step-00000005", "step-00000010", "step-00000015"))
+    assert snapshot(run_dir) == kept
+
+
+def test_a_checkpoint_made_by_hand_must_fit_the_model(harness: Harness) -> None:
+    result = harness.train(1, *harness.app.small, "--max-steps=2")
+    run_dir = Path(result["run_dir"])
+    good = checkpoint.newest(run_dir, print)
+    assert good
+    model = good.arrays("model")
+    name = sorted(model)[0]
+    for wrong in (model[name][:1], model[name].astype(np.float16)):
+        groups = {"model": {**model, name: wrong}, "optimizer": good.arrays("optimizer")}
+        checkpoint.save(run_dir, good.app, 3, groups, good.state, good.arithmetic, 3)
+        kept = snapshot(run_dir)
+        outcome = harness.run(1, *harness.app.small)
+        assert outcome.code == 1, outcome
+        assert name in outcome.errors[0]
+        assert "starting it again" not in outcome.stderr
+        assert snapshot(run_dir) == kept
+
+
+def snapshot(run_dir: Path) -> dict[str, bytes]:
+    """What must not be overwritten."""
+    return {
+        str(path.relative_to(run_dir)): path.read_bytes()
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.parent.name != "log" and path.name != ".lock"
+    }
+
+
+# --- a full disk ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_and_nothing_is_lost(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """Needs the right to mount a tmpfs (root)."""
+    reference = undisturbed(2)
+    one = sum(path.stat().st_size for path in Path(reference["run_dir"]).glob("checkpoints/step-*15/*"))
+    one = one or sum(path.stat().st_size for path in max(Path(reference["run_dir"]).glob("checkpoints/*")).iterdir())
+    with small_disk(harness.folder / "disk", str(int(2.6 * one) + 100_000)) as disk:
+        outcome = harness.run(2, *harness.app.small, run_dir=disk / "run")
+        assert outcome.code == 1, outcome
+        assert "no space left" in outcome.errors[0].lower()
+        assert "starting it again" not in outcome.stderr
+        assert checkpoint.newest(disk / "run", pytest.fail)
+        subprocess.run(["mount", "-o", "remount,size=256m", str(disk)], check=True)
+        result = check_same_end(harness, harness.run(2, *harness.app.small, run_dir=disk / "run"), 2, reference)
+        assert result["resumed_from_step"] > 0

@@ -1,0 +1,727 @@
+"""The launch script: mistakes told at once, restarts, signals, and no process left behind.
+
+A toy app in a house of its own (a copy of core and scripts) is started by bash, as a user would; its launcher and its
+ranks are small programs of the standard library, but real processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samestep import UserError, launch
+from samestep.launch import Nodes, read_nodes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CORE = Path(launch.__file__).resolve().parents[1]
+LIMIT = 60.0  # seconds that nothing here needs
+OURS = re.compile(
+    "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
+)
+
+OPTIONS = """
+from samestep.options import Parser, add_common
+
+def build_parser(prog=None, usage=None):
+    parser = Parser(prog=prog, usage=usage)
+    add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k",), devices=("auto", "cpu"))
+    return parser
+
+def parse(argv, prog=None, usage=None):
+    return build_parser(prog, usage).parse_args(argv)
+"""
+# What every launcher below begins with: note() leaves a line for the test, rank() starts a child.
+LAUNCHER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+nproc, port, *options = sys.argv[1:]
+run_dir = Path([option.split("=", 1)[1] for option in options if option.startswith("--run-dir=")][-1])
+attempt = int(os.environ["SAMESTEP_RESTARTS"])
+
+def note(**values):
+    with (run_dir / "notes.jsonl").open("a") as file:
+        file.write(json.dumps(values) + chr(10))
+
+def rank(code, **settings):
+    return subprocess.Popen([sys.executable, "-S", "-c", code], **settings)
+"""
+SLEEPER = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**{name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}, **changes}
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LIMIT
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def gone(processes: Callable[[], Sequence[int]]) -> bool:
+    """A process that was sent SIGKILL is gone a moment later."""
+    deadline = time.monotonic() + 5
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not processes()
+
+
+class House:
+    """A repository with one app, ``toy``; all that a test starts there carries a mark by which it is found again."""
+
+    def __init__(self, root: Path, work: Path) -> None:
+        self.root, self.work, self.run_dir = root, work, work / "run"
+        self.mark = uuid.uuid4().hex
+        work.mkdir(exist_ok=True)
+
+    def start(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
+        """``bash run_toy.sh`` with a launcher that is the given program."""
+        path = self.work / "launcher.py"
+        path.write_text(LAUNCHER + launcher)
+        template = ["{python}", str(path), "{nproc}", "{master_port}", "{options}"]
+        words = arguments or ("2",)
+        if not any(word.startswith("--run-dir") for word in words):
+            words = (*words, f"--run-dir={self.run_dir}")
+        return self.script("toy", *template, "--", *words, "--dataset=mnist-5k", **settings)
+
+    def script(
+        self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        def signals() -> None:  # what a login shell hands on, whatever this process was started with
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        return subprocess.Popen(
+            ["bash", str(self.root / "scripts" / "launch.sh"), *words],
+            cwd=self.work,
+            env=environment(PYTHON=sys.executable, SAMESTEP_TEST=self.mark, **(environ or {})),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=signals,
+        )
+
+    def run(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+        return end_of(self.start(launcher, *arguments, **settings))
+
+    def notes(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "notes.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def processes(self) -> list[int]:
+        mark = f"SAMESTEP_TEST={self.mark}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+
+def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("house")
+    shutil.copytree(CORE, root / "core", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    (root / "scripts").mkdir()
+    shutil.copy(REPOSITORY / "scripts" / "launch.sh", root / "scripts")
+    (root / "apps" / "toy").mkdir(parents=True)
+    (root / "apps" / "toy" / "options.py").write_text(OPTIONS)
+    (root / "apps" / "toy" / "requirements.txt").write_text("# the toy needs nothing\n")
+    for name, constant, seconds in (("launch.py", "STOP_SECONDS", "1.5"), ("log.py", "LOCK_SECONDS", "0.5")):
+        path = root / "core" / "samestep" / name
+        text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
+        assert count == 1
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def house(house_root: Path, tmp_path: Path) -> Iterator[House]:
+    """At the end of a test nothing that it started may be running."""
+    made = House(house_root, tmp_path / "work")
+    yield made
+    left = [] if gone(made.processes) else made.processes()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == [], "processes were left behind"
+
+
+# --- which machine of how many? ----------------------------------------------------------------------------------
+
+HERE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes"),
+    [
+        ({}, Nodes(1, 0, None, None)),
+        ({"NNODES": "", "RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""}, Nodes(1, 0, None, None)),
+        ({"NNODES": "1", "NODE_RANK": "0"}, Nodes(1, 0, None, None)),
+        ({"RANK": ""}, Nodes(1, 0, None, None)),
+        ({"MASTER_PORT": "29400"}, Nodes(1, 0, None, 29400)),
+        ({"NNODES": "2", "NODE_RANK": "0", **HERE}, Nodes(2, 0, "10.0.0.1", 29400)),
+        ({"NNODES": "2", "NODE_RANK": "1", **HERE}, Nodes(2, 1, "10.0.0.1", 29400)),
+        (
+            {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"},
+            Nodes(4, 3, "a", 1),
+        ),
+        (
+            {"NNODES": "2", "PET_NNODES": "4", "NODE_RANK": "1", "PET_NODE_RANK": "3", **HERE},
+            Nodes(2, 1, "10.0.0.1", 29400),
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "1", **HERE}, Nodes(2, 1, "10.0.0.1", 29400)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, Nodes(1, 0, None, None)),
+        ({"NNODES": "3", "JOB_COMPLETION_INDEX": "2", **HERE}, Nodes(3, 2, "10.0.0.1", 29400)),
+        ({"NNODES": "2", "NODE_RANK": "1", "RANK": "7", "WORLD_SIZE": "8", **HERE}, Nodes(2, 1, "10.0.0.1", 29400)),
+    ],
+)
+def test_the_machines_are_read_from_the_environment(environ: dict[str, str], nodes: Nodes) -> None:
+    assert read_nodes(environ) == nodes
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        *(({"NNODES": text}, f"NNODES={text}") for text in ("0", "-1", "x", "1.5", "1:4", " 2", "9" * 30)),
+        *(({"PET_NNODES": text}, f"PET_NNODES={text}") for text in ("0", "1:4")),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        ({"RANK": "1"}, "RANK=1"),
+        ({"NNODES": "2"}, "NODE_RANK is not set"),
+        ({"NNODES": "2", "NODE_RANK": "2", **HERE}, "NODE_RANK=2"),
+        ({"NNODES": "2", "NODE_RANK": "-1", **HERE}, "NODE_RANK=-1"),
+        ({"NNODES": "2", "PET_NODE_RANK": "x", **HERE}, "PET_NODE_RANK=x"),
+        ({"WORLD_SIZE": "2", "RANK": "2", **HERE}, "RANK=2"),
+        ({"NNODES": "2", "JOB_COMPLETION_INDEX": "5", **HERE}, "JOB_COMPLETION_INDEX=5"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
+        *(({"MASTER_PORT": text}, f"MASTER_PORT={text}") for text in ("0", "65536", "-1", "x", "1e3")),
+        ({"PET_MASTER_PORT": "70000"}, "PET_MASTER_PORT=70000"),
+    ],
+)
+def test_a_bad_environment_is_one_line_with_the_name_and_the_value(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_nodes(environ)
+    assert said in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_a_port_in_use_is_refused_on_the_machine_that_would_listen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for environ in ({"MASTER_PORT": port}, {**HERE, "NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": port}):
+            with pytest.raises(UserError, match=f"MASTER_PORT={port} is in use"):
+                read_nodes(environ)
+        assert read_nodes({**HERE, "NNODES": "2", "NODE_RANK": "1", "MASTER_PORT": port}).master_port == int(port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (["4"], {}, (4, [])),
+        (["4", "--epochs", "1"], {}, (4, ["--epochs", "1"])),
+        (["4"], {"NPROC_PER_NODE": "8"}, (4, [])),
+        (["--epochs", "1"], {"NPROC_PER_NODE": "8"}, (8, ["--epochs", "1"])),
+        ([], {"PET_NPROC_PER_NODE": "2"}, (2, [])),
+    ],
+)
+def test_the_number_of_ranks(
+    arguments: list[str], environ: dict[str, str], expected: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert launch._ranks_per_node(arguments, "usage") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        ([], {}, "N, the number of ranks, is missing"),
+        (["--epochs", "1"], {}, "N, the number of ranks, is missing"),
+        *(([text], {}, f"N={text} ") for text in ("0", "-1", "x", "2.5", "4x", "", "1_0")),
+        ([], {"NPROC_PER_NODE": "auto"}, "NPROC_PER_NODE=auto "),
+        ([], {"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE=0 "),
+    ],
+)
+def test_a_bad_number_of_ranks_is_named(
+    arguments: list[str], environ: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        launch._ranks_per_node(arguments, "bash scripts/run_toy.sh N [options]")
+    assert said in str(caught.value)
+
+
+def test_a_command_is_its_template_with_the_blanks_filled() -> None:
+    names = "python nproc nnodes node_rank master_addr master_port"
+    template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}", "{options}x"]
+    options = ["--data-dir={python}", "a b", "{}", "--epochs=1"]
+    command = launch._command(template[:-1], "toy", "/py", 4, Nodes(2, 1, "10.0.0.1", 5), 29400, options)
+    assert command == [
+        "--python=/py",
+        "--nproc=4",
+        "--nnodes=2",
+        "--node_rank=1",
+        "--master_addr=10.0.0.1",
+        "--master_port=29400",
+        str(launch.ROOT / "apps" / "toy" / "train.py"),
+        *options,  # as they are, whatever is in them
+    ]
+    assert launch._command(["{master_addr}"], "toy", "/py", 1, Nodes(1, 0, None, None), 1, []) == ["127.0.0.1"]
+
+
+# --- the script of a real app ------------------------------------------------------------------------------------
+
+
+def call(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", *words],
+        cwd=cwd,
+        env=environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+RUN_MNIST = str(REPOSITORY / "scripts" / "run_mnist_ddp.sh")
+
+
+def test_a_dry_run_from_anywhere_prints_the_command_and_does_nothing(tmp_path: Path) -> None:
+    done = call(RUN_MNIST, "4", "--epochs", "2", "--dry-run", "--data-dir=a b", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    command = shlex.split(done.stdout)
+    assert command[0] == str(REPOSITORY / ".venvs" / "mnist_ddp" / "bin" / "python")
+    assert {"--nproc-per-node=4", "--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1"} <= set(command)
+    train = command.index(str(REPOSITORY / "apps" / "mnist_ddp" / "train.py"))
+    assert command[train + 1 :] == ["--epochs", "2", "--data-dir=a b"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_shows_several_machines_and_the_given_python(tmp_path: Path) -> None:
+    environ = {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "4321",
+        "PYTHON": "/my/python",
+    }
+    command = shlex.split(call(RUN_MNIST, "8", "--dry-run", cwd=tmp_path, **environ).stdout)
+    assert command[0] == "/my/python"
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4321"} <= set(command)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["4", "--epochs", "1", "--help"]])
+def test_help_teaches(tmp_path: Path, words: list[str]) -> None:
+    done = call(RUN_MNIST, *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("bash scripts/run_mnist_ddp.sh N [options]", "--no-resume", "--dry-run", "PYTHON", "exit codes"):
+        assert said in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        ([], {}, "N, the number of ranks, is missing"),
+        (["none"], {}, "N=none is not a whole number"),
+        (["4", "--epoch", "1"], {}, "did you mean --epochs?"),
+        (["4", "--lr=-1"], {}, "--lr: "),
+        (["4", "--data-dir=file"], {}, "--data-dir file is not a directory"),
+        (["4", "--run-dir=file"], {}, "--run-dir file is not a directory"),
+        (["4", "--init-from=missing"], {}, "--init-from missing"),
+        (["4", "--init-from=."], {}, "--init-from ."),
+        (["4", "--init-from=file"], {}, "--init-from file is not a safetensors file"),
+        (["4", "--init-from=empty"], {}, "--init-from empty is not a safetensors file"),
+        (["4"], {"NNODES": "x"}, "NNODES=x"),
+        (["4"], {"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not an executable"),
+        (["4"], {"PYTHON": "no-such-python"}, "PYTHON=no-such-python is not an executable"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    tmp_path: Path, words: list[str], environ: dict[str, str], said: str
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)))
+    (tmp_path / "empty").write_bytes(b"")
+    done = call(RUN_MNIST, *words, cwd=tmp_path, **environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+
+
+@pytest.mark.parametrize(("app", "said"), [("mnist_dpp", "did you mean mnist_ddp?"), ("zzz", "apps: ")])
+def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, said: str) -> None:
+    done = call(str(REPOSITORY / "scripts" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: there is no app {app}; ")
+    assert said in done.stderr
+
+
+def test_a_given_python_without_the_requirements_is_told_before_anything_starts(house: House, tmp_path: Path) -> None:
+    root = tmp_path / "other"
+    shutil.copytree(house.root, root, symlinks=True)
+    (root / "apps" / "toy" / "requirements.txt").write_text("numpy==0.0.1\nno-such-package-anywhere==1.0\n")
+    done = House(root, house.work).run("note()")
+    assert done.returncode == 2
+    assert "warning: numpy " in done.stderr  # another version than the tested one is said
+    assert f"error: {sys.executable} lacks no-such-package-anywhere: " in done.stderr
+    assert house.notes() == []
+
+
+# --- ports -------------------------------------------------------------------------------------------------------
+
+RESERVE = """
+import contextlib, json, sys
+from samestep import launch
+with contextlib.ExitStack() as stack:
+    ports = [stack.enter_context(launch._reserved_port(launch.Nodes(1, 0, None, None))) for _ in range(400)]
+    print(json.dumps(ports), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: Path) -> None:
+    """Two processes hold 400 ports each: by chance alone some would be the same."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RESERVE],
+            env=environment(PYTHONPATH=str(CORE), TMPDIR=str(tmp_path)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        ports: list[int] = []
+        for process in processes:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], LIMIT)[0], "no port is to be had"
+            ports += json.loads(process.stdout.readline())
+        assert len(set(ports)) == len(ports) == 800
+        assert all(1 <= port <= 65535 for port in ports)
+    finally:
+        for process in processes:
+            process.communicate(timeout=LIMIT)
+    assert [process.returncode for process in processes] == [0, 0]
+    (folder,) = tmp_path.iterdir()
+    assert list(folder.iterdir()) == []  # given back
+
+
+# --- starts and restarts -----------------------------------------------------------------------------------------
+
+
+def test_a_job_gets_what_was_settled_once(house: House) -> None:
+    code = "note(nproc=nproc, port=port, options=options, environ=dict(os.environ)); print('RESULT {}')"
+    done = house.run(code, "3", "--epochs=2", environ={"PET_NODE_RANK": "0"})
+    assert (done.returncode, done.stdout) == (0, "RESULT {}\n"), done.stderr
+    (note,) = house.notes()
+    assert note["nproc"] == "3"
+    assert 1024 <= int(note["port"]) <= 65535
+    for option in ("--epochs=2", f"--run-dir={house.run_dir}", "--resume", "--dataset=mnist-5k"):
+        assert option in note["options"]
+    environ = note["environ"]
+    assert environ["SAMESTEP_JOB"]
+    assert environ["SAMESTEP_RESTARTS"] == "0"
+    assert int(environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
+    assert not [name for name in environ if name.startswith("PET_")]
+    assert "SAMESTEP_SECOND_STAGE" not in environ
+
+
+def test_threads_that_the_user_set_stay(house: House) -> None:
+    assert house.run("note(n=os.environ['OMP_NUM_THREADS'])", environ={"OMP_NUM_THREADS": "7"}).returncode == 0
+    assert house.notes() == [{"n": "7"}]
+
+
+def test_the_default_run_dir_is_new_each_time(house: House) -> None:
+    template = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist-5k"]
+    both = [house.script("toy", *template) for _ in range(2)]  # at the same time
+    assert [end_of(process).returncode for process in both] == [0, 0]
+    run_dirs = sorted((house.work / "runs" / "toy").iterdir())
+    assert len(run_dirs) == 2
+    assert all(re.fullmatch(r"\d{8}T\d{6}Z(-2)?", folder.name) for folder in run_dirs)
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_job_that_keeps_failing_is_started_again_so_many_times(house: House, restarts: int) -> None:
+    code = "note(attempt=attempt, job=os.environ['SAMESTEP_JOB']); sys.exit(7)"
+    done = house.run(code, "2", f"--max-restarts={restarts}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [note["attempt"] for note in house.notes()] == list(range(restarts + 1))
+    assert len({note["job"] for note in house.notes()}) == restarts + 1
+    *warnings, error = done.stderr.splitlines()
+    assert len(warnings) == restarts
+    for number, line in enumerate(warnings, start=1):
+        assert re.match(rf"warning: .* code 7; starting it again \({number} of {restarts}\)", line)
+    assert error.startswith("error: the job ended with code 7")
+    assert str(house.run_dir / "log") in error
+
+
+@pytest.mark.parametrize("failure", ["sys.exit(1)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
+def test_a_job_that_recovers_succeeds(house: House, failure: str) -> None:
+    done = house.run(f"note(attempt=attempt)\nif attempt == 0: {failure}\nprint('RESULT {{}}')")
+    assert (done.returncode, done.stdout) == (0, "RESULT {}\n")
+    assert [note["attempt"] for note in house.notes()] == [0, 1]
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_where_starting_again_cannot_help_the_ranks_verdict_is_the_exit_code(house: House, code: int) -> None:
+    launcher = f"""
+note(attempt=attempt)
+(run_dir / "log" / "no-restart").write_text(json.dumps({{"code": {code}}}))
+print("error: the disk is full", file=sys.stderr)
+sys.exit(9)
+"""
+    done = house.run(launcher)
+    assert (done.returncode, done.stderr) == (code, "error: the disk is full\n")
+    assert len(house.notes()) == 1
+
+
+def test_an_earlier_starts_verdict_does_not_count(house: House) -> None:
+    (house.run_dir / "log").mkdir(parents=True)
+    (house.run_dir / "log" / "no-restart").write_text(json.dumps({"code": 2}))
+    assert house.run("note(attempt=attempt)\nif attempt == 0: sys.exit(1)").returncode == 0
+    assert len(house.notes()) == 2
+
+
+def test_the_console_gets_one_line_messages_once_and_the_log_all(house: House) -> None:
+    code = """
+for _ in range(3):
+    print("error: no space left", file=sys.stderr)
+print("warning: slow", "a traceback", "  error: indented", sep=chr(10), file=sys.stderr)
+os.write(2, b"\\xff bytes" + bytes([10]) + b"error: no newline")
+"""
+    done = house.run(code)
+    assert done.stderr.splitlines() == ["error: no space left", "warning: slow", "error: no newline"]
+    text = (house.run_dir / "log" / "launcher.log").read_text(errors="replace")
+    assert text.count("error: no space left") == 3
+    assert "a traceback" in text
+    assert "launcher.py" in text  # the command itself
+
+
+def test_what_a_killed_launcher_left_is_gone_before_the_next_start(house: House) -> None:
+    code = f"""
+if attempt == 0:
+    ranks = [rank({SLEEPER!r}), rank({SLEEPER!r}, start_new_session=True), rank({STUBBORN!r}, stdout=subprocess.PIPE)]
+    ranks[-1].stdout.readline()
+    note(ranks=[each.pid for each in ranks])
+    os.kill(os.getpid(), signal.SIGKILL)
+before = json.loads((run_dir / "notes.jsonl").read_text().splitlines()[0])["ranks"]
+def state(pid):
+    try:
+        return Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+note(left=[state(pid) for pid in before])
+"""
+    done = house.run(code)
+    assert done.returncode == 0, done.stderr
+    first, second = house.notes()
+    assert len(first["ranks"]) == 3
+    assert set(second["left"]) <= {"gone", "Z", "X"}
+
+
+def test_ranks_that_a_launcher_leaves_when_it_succeeds_are_ended(house: House) -> None:
+    assert house.run(f"note(rank=rank({SLEEPER!r}, start_new_session=True).pid)").returncode == 0
+    assert gone(lambda: [pid for note in house.notes() if is_running(pid := note["rank"])])
+
+
+# --- signals -----------------------------------------------------------------------------------------------------
+
+FAMILY = f"""
+ranks = [
+    rank({SLEEPER!r}),
+    rank({SLEEPER!r}, start_new_session=True),
+    rank("import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {SLEEPER!r}])"),
+]
+"""
+WAIT = "note(ranks=[each.pid for each in ranks])\ntime.sleep(600)\n"
+DEAF = f"""
+ranks.append(rank({STUBBORN!r}, stdout=subprocess.PIPE, start_new_session=True))
+ranks[-1].stdout.readline()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "deaf"),
+    [
+        (signal.SIGINT, 130, False),
+        (signal.SIGTERM, 143, False),
+        (signal.SIGHUP, 129, False),
+        (signal.SIGTERM, 143, True),
+    ],
+)
+def test_a_signal_stops_all_descendants(house: House, number: int, code: int, deaf: bool) -> None:
+    """Also those in a session of their own, and, after a while, those that ignore TERM."""
+    process = house.start(FAMILY + (DEAF if deaf else "") + WAIT)
+    ranks = wait_for(house.notes)[0]["ranks"]
+    assert all(is_running(pid) for pid in ranks)
+    process.send_signal(number)
+    done = end_of(process)
+    assert done.returncode == code
+    assert done.stderr == f"stopping ({signal.Signals(number).name})\n"
+    assert gone(lambda: [pid for pid in ranks if is_running(pid)])
+    assert len(house.notes()) == 1  # not started again
+
+
+def test_a_second_ctrl_c_kills_at_once(house: House, tmp_path: Path) -> None:
+    root = tmp_path / "patient"
+    shutil.copytree(house.root, root)
+    path = root / "core" / "samestep" / "launch.py"
+    path.write_text(re.sub(r"^STOP_SECONDS = .*", f"STOP_SECONDS = {10 * LIMIT}", path.read_text(), flags=re.MULTILINE))
+    patient = House(root, house.work)
+    patient.mark = house.mark
+    process = patient.start(FAMILY + DEAF + WAIT)
+    ranks = wait_for(house.notes)[0]["ranks"]
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: not is_running(ranks[0]))  # the obedient are gone, the deaf remain
+    process.send_signal(signal.SIGINT)
+    assert end_of(process).returncode == 130
+    assert gone(lambda: [pid for pid in ranks if is_running(pid)])
+
+
+def test_under_nohup_a_hangup_is_ignored(house: House) -> None:
+    code = "note()\nwhile not (run_dir / 'go').exists(): time.sleep(0.02)\nprint('RESULT {}')"
+    process = house.start(code, ignored=[signal.SIGHUP])
+    wait_for(house.notes)
+    process.send_signal(signal.SIGHUP)
+    (house.run_dir / "go").write_text("")
+    done = end_of(process)
+    assert (done.returncode, done.stdout) == (0, "RESULT {}\n")
+
+
+# In the launch script's own process: a signal comes in as its launcher has just been started.
+UNLUCKY = """
+import os, signal, sys
+
+def hook(event, arguments):
+    if event == "_thread.start_new_thread" and sys.argv[0].endswith("launch.py"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+sys.addaudithook(hook)
+"""
+
+
+def test_a_signal_as_the_launcher_starts_leaves_nothing_either(house: House) -> None:
+    folder = house.work / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(UNLUCKY)
+    process = house.start(FAMILY + WAIT, environ={"PYTHONPATH": str(folder)})
+    assert process.wait(timeout=LIMIT) == 143
+    assert gone(house.processes)
+    end_of(process)
+
+
+# --- run dirs ----------------------------------------------------------------------------------------------------
+
+SAVE = """
+sys.path[:0] = [{options!r}]
+import numpy as np
+from options import parse
+from samestep import checkpoint
+from samestep.options import arithmetic
+
+note(attempt=attempt)
+if {step}:
+    arrays = {{"model": {{"w": np.zeros(3)}}}}
+    checkpoint.save(run_dir, "toy", {step}, arrays, {{}}, arithmetic(parse(options)), keep=3)
+"""
+
+
+def saving(house: House, step: int) -> str:
+    return SAVE.format(options=str(house.root / "apps" / "toy"), step=step)
+
+
+def test_another_runs_checkpoint_is_refused_before_anything_starts(house: House) -> None:
+    assert house.run(saving(house, 4), "1", "--seed=1").returncode == 0
+    done = house.run(saving(house, 0), "1", "--seed=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "--seed 1 in the checkpoint, 2 now" in done.stderr
+    assert len(house.notes()) == 1
+    assert house.run(saving(house, 0), "3", "--seed=1", "--epochs=9").returncode == 0  # these may change
+
+
+def test_damaged_checkpoints_stop_the_run_and_no_resume_sets_them_aside(house: House) -> None:
+    assert house.run(saving(house, 4), "1").returncode == 0
+    (house.run_dir / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
+    done = house.run(saving(house, 0), "1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "step-00000004" in done.stderr
+    assert len(house.notes()) == 1
+    assert house.run(saving(house, 0), "1", "--no-resume").returncode == 0
+    assert len(list(house.run_dir.glob("earlier-*/checkpoints/step-00000004"))) == 1
+    assert not (house.run_dir / "checkpoints").exists()
+
+
+def test_a_second_job_on_the_same_run_dir_waits_and_names_the_first(house: House) -> None:
+    first = house.start("note()\nwhile not (run_dir / 'go').exists(): time.sleep(0.02)")
+    wait_for(house.notes)
+    second = house.run("note()")
+    assert second.returncode == 2
+    waiting, refused = second.stderr.splitlines()
+    assert waiting.startswith("warning: ")
+    assert refused.startswith("error: ")
+    assert f"pid {first.pid}" in refused
+    assert len(house.notes()) == 1
+    (house.run_dir / "go").write_text("")
+    assert end_of(first).returncode == 0
+    assert house.run("note()").returncode == 0
+
+
+def test_a_run_dir_that_cannot_be_made_is_one_line(house: House) -> None:
+    (house.work / "file").write_text("")
+    done = house.run("note()", "1", "--run-dir=file/run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: cannot make ")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,227 @@
+"""What is particular to this app: its models, torch's launchers, and torchvision's reader as a witness."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import ROOT, Harness, Outcome, losses
+from numpy.typing import NDArray
+from samestep import checkpoint, datasets
+
+TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")
+SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
+    return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
+
+
+@pytest.fixture
+def by_script(harness: Harness) -> list[float]:
+    harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
+    return losses(harness.folder / "by-script")
+
+
+def test_the_parameters_are_counted(harness: Harness) -> None:
+    for model, count in (("net", 21_840), ("lenet", 61_610)):
+        result = harness.train(1, "--dataset=mnist-5k", "--max-steps=0", f"--model={model}", run_dir=harness.folder / model)
+        weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
+        assert sum(array.size for array in weights.values()) == count
+        if model == "lenet":
+            layers = ("features.0", "features.3", "fc.0", "fc.1", "fc.2")
+            assert set(weights) == {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+
+
+# --- its launchers -------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_alone_takes_the_same_steps(harness: Harness, by_script: list[float]) -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, *SMALL]
+    result = harness.checked(bare(harness, command, OMP_NUM_THREADS="1"), 2)
+    assert result["launcher"] == "torchrun"
+    assert losses(Path(result["run_dir"])) == by_script
+
+
+def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None:
+    """The key in the run dir's name is for launchers that start ranks again by themselves."""
+    fault = json.dumps({"rank": 0, "updates": 5, "signal": 9})
+    path = str(ROOT / "tests" / "common" / "faults")
+    command = [*TORCHRUN, "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", TRAIN, *SMALL, "--checkpoint-every=2"]
+    environ = {"SAMESTEP_FAULT": fault, "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    result = harness.checked(bare(harness, command, **environ), 1)
+    assert result["restarts"] == 1
+    assert result["resumed_from_step"] == 4
+    assert len(list((harness.folder / "runs" / "mnist_ddp").iterdir())) == 1
+
+
+def test_one_process_by_plain_python(harness: Harness) -> None:
+    result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL], OMP_NUM_THREADS="1"), 1)
+    assert result["launcher"] == "none"
+
+
+def test_plain_rank_and_world_size(harness: Harness, by_script: list[float]) -> None:
+    """As DLC and a person at two terminals set them: one process each, no launcher."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+    jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
+    first, second = (job.finish(limit=120) for job in jobs)
+    assert harness.checked(first, 2)["launcher"] == "env"
+    assert second.code == 0
+    assert second.stdout == ""
+    assert losses(harness.folder / "run") == by_script
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2'"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "NPROC_PER_NODE": "4"}, "scripts/run_"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "NNODES"),
+    ],
+    ids=str,
+)
+def test_a_wrong_environment_is_one_line(harness: Harness, environ: dict[str, str], words: str) -> None:
+    outcome = bare(harness, [sys.executable, TRAIN, *SMALL], **environ)
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+    assert words in outcome.stderr
+
+
+def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        outcome = bare(harness, [sys.executable, TRAIN, *SMALL], **environ)
+    assert outcome.code == 2, outcome
+    assert len(outcome.errors) == 1
+    assert f"MASTER_PORT {port} is in use" in outcome.errors[0]
+    assert "Traceback" not in outcome.stderr
+
+
+def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
+    """torchrun gives each rank a session of its own, so nothing but the rank's watchdog ends it."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, "--dataset=mnist-5k", "--epochs=1000"]
+    job = harness.start_command([*command, "--run-dir=run", "--log-every=1"], harness.folder / "run")
+    job.wait_for_step(5)
+    job.process.kill()
+    job.process.communicate()
+    harness.check_nothing_left()
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def write_idx(path: Path, array: NDArray[np.uint8]) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes(), compresslevel=1, mtime=0))
+
+
+def write_fashion(folder: Path) -> None:
+    """Fashion-MNIST's files in its own sizes: Debian's where they are installed, else generated ones."""
+    folder.mkdir(parents=True)
+    installed = Path("/usr/share/datasets/fashion-mnist")
+    if installed.is_dir():
+        for file in installed.glob("*.gz"):
+            shutil.copy(file, folder)
+        return
+    random = np.random.default_rng(0)
+    patterns = random.integers(0, 256, (10, 28, 28))
+    for split, count in (("train", 60_000), ("t10k", 10_000)):
+        labels = random.integers(0, 10, count).astype(np.uint8)
+        images = (patterns[labels] + random.integers(0, 128, (count, 1, 1))) // 2
+        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images.astype(np.uint8))
+        write_idx(folder / f"{split}-labels-idx1-ubyte.gz", labels)
+
+
+def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
+    write_fashion(harness.folder / "data" / "fashion-mnist")
+    outcome = harness.run(3, "--dataset=fashion-mnist", "--epochs=1", f"--data-dir={harness.folder / 'data'}")
+    assert outcome.code == 0, outcome
+    assert outcome.result["train_examples"] == 60_000
+    assert outcome.result["test_examples"] == 10_000
+    assert outcome.result["steps"] == 469
+    assert outcome.result["test_accuracy"] > 0.75
+
+
+def test_a_corrupted_file_is_named(harness: Harness) -> None:
+    folder = harness.folder / "data" / "fashion-mnist"
+    write_fashion(folder)
+    file = folder / "train-labels-idx1-ubyte.gz"
+    file.write_bytes(file.read_bytes()[:-50])
+    outcome = harness.run(2, "--dataset=fashion-mnist", f"--data-dir={harness.folder / 'data'}")
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1
+    assert str(file) in outcome.stderr
+
+
+def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path) -> None:
+    # The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered and
+    # its import fails. Declaring the two it looks for is enough for its data sets.
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    try:
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except RuntimeError:
+        pass  # a torchvision that fits this torch has registered them
+    from torchvision.datasets import MNIST
+
+    ours = datasets.load("mnist-5k", tmp_path)
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in datasets.resolve("mnist-5k", tmp_path).folder.glob("*.gz"):
+        (raw / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
+    for train, images, labels in (
+        (True, ours.train_images, ours.train_labels),
+        (False, ours.test_images, ours.test_labels),
+    ):
+        theirs: Any = MNIST(str(tmp_path), train=train)
+        assert np.array_equal(theirs.data.numpy(), images)
+        assert np.array_equal(theirs.targets.numpy(), labels)
+
+
+# --- a fresh machine -----------------------------------------------------------------------------------------------
+
+
+def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
+    """The README's first command on what git tracks, with no PYTHON to fall back on: makes .venvs and trains."""
+    clone = harness.folder / "clone"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    command = ["bash", "scripts/run_mnist_ddp.sh", "2", *SMALL]
+    environ = harness.environ()
+    environ.pop("PYTHON")
+    path = os.pathsep.join(part for part in environ["PATH"].split(os.pathsep) if Path(part) != Path(sys.executable).parent)
+    for expected in ("first start", ""):
+        job = harness.start_command(command, clone, cwd=clone, PYTHON="", PATH=path)
+        outcome = job.finish(limit=600)
+        harness.checked(outcome, 2)
+        assert expected in outcome.stderr
+    assert "first start" not in outcome.stderr
