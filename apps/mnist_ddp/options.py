@@ -36,7 +36,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
     """Parse and complete the options; raises UserError for a mistake."""
-    options: Namespace = build_parser(prog, usage).parse_args(argv)
+    options = build_parser(prog, usage).parse(argv)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     return options

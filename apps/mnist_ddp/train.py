@@ -100,8 +100,8 @@ def train(options: Namespace, world: env.World, device: torch.device) -> dict[st
     total = total if options.max_steps is None else min(total, options.max_steps)
     metrics = open_metrics(options, world, device, start) if rank == 0 else None
     log.info(
-        f"{options.model} on {options.dataset}: {len(training.labels):,} training and {len(test.labels):,} test images, "
-        f"{world_size} ranks on {device.type}, steps {start or 0} to {total}, run dir {options.run_dir}"
+        f"{options.model} on {options.dataset}: {len(training.labels):,} training and {len(test.labels):,} test "
+        f"images, {world_size} ranks on {device.type}, steps {start or 0} to {total}, run dir {options.run_dir}"
     )
 
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
@@ -301,7 +301,7 @@ def init_process_group(world: env.World, device: torch.device, timeout: float) -
         "world_size": world.world_size,
     }
     if world.launcher == "none":
-        dist.init_process_group(store=dist.HashStore(), **settings)
+        dist.init_process_group(store=dist.HashStore(), **settings)  # type: ignore[attr-defined]
         return
     if world.master_addr is None or world.master_port is None:
         raise UserError(f"{world.launcher} says no MASTER_ADDR and MASTER_PORT: set both, the same on every rank")

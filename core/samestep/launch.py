@@ -172,18 +172,17 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
         checkpoint.set_aside(run_dir)
 
     asked = options.requested_dataset or options.dataset  # None: the user named none
-    recorded = found.arithmetic.get("dataset") if found else None
-    asked_before = found.state.get("requested_dataset") if found else None
-    if recorded in datasets.NAMES and asked in (None, recorded, asked_before):
-        source = datasets.resolve(recorded, options.data_dir, fallback=False)  # a resumed run keeps its data set
-    else:
-        source = datasets.resolve(options.dataset or datasets.NAMES[0], options.data_dir)
+    if found:  # a resumed run keeps its data set
+        recorded, asked_before = found.arithmetic.get("dataset"), found.state.get("requested_dataset")
+        same = asked in (None, recorded, asked_before)
+        checkpoint.check_same_run(found, app, {**arithmetic(options), "dataset": recorded if same else asked})
+        checkpoint.retire_newer(found)
+        source = datasets.resolve(str(recorded), options.data_dir, fallback=False)
+        return Settled(run_dir, source.name, asked_before or asked or source.name, found)
+    source = datasets.resolve(options.dataset or datasets.NAMES[0], options.data_dir)
     if source.notice:
         log.warning(source.notice)
-    if found:
-        checkpoint.check_same_run(found, app, {**arithmetic(options), "dataset": source.name})
-        checkpoint.retire_newer(found)
-    return Settled(run_dir, source.name, asked_before or asked or datasets.NAMES[0], found)
+    return Settled(run_dir, source.name, asked or datasets.NAMES[0], None)
 
 
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -436,11 +435,10 @@ def _supervise(
         if verdict is not None:
             return int(json.loads(verdict)["code"])
         if attempt < options.max_restarts:
-            _say(
-                f"warning: the job ended with code {code}; starting it again ({attempt + 1} of {options.max_restarts}), logs in {logs}"
-            )
-    again = f" after {options.max_restarts} restarts" if options.max_restarts else ""
-    _say(f"error: the job ended with code {code}{again}: see {logs}/launcher.log and rank-*.log")
+            again = f"starting it again ({attempt + 1} of {options.max_restarts})"
+            _say(f"warning: the job ended with code {code}; {again}, logs in {logs}")
+    after = f" after {options.max_restarts} restarts" if options.max_restarts else ""
+    _say(f"error: the job ended with code {code}{after}: see {logs}/launcher.log and rank-*.log")
     return 1
 
 

@@ -31,8 +31,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        options, unknown = self.parse_known_args(args, namespace)
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The options of a command line. Raises UserError; for an unknown one it names the nearest."""
+        options, unknown = self.parse_known_args(argv)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)

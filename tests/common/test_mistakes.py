@@ -106,8 +106,10 @@ def test_help_teaches(harness: Harness) -> None:
     script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")
     outcome = harness.start_command(["bash", script, "--help"], harness.folder).finish(limit=20)
     assert outcome.code == 0
-    options = "--epochs --max-steps --global-batch-size --lr --seed --init-from --dataset --data-dir --run-dir --resume "
-    options += "--checkpoint-every --keep-checkpoints --log-every --device --max-restarts --timeout --quiet --dry-run"
+    options = "--epochs --max-steps --global-batch-size --lr --seed --init-from --dataset --data-dir --run-dir "
+    options += (
+        "--resume --checkpoint-every --keep-checkpoints --log-every --device --max-restarts --timeout --quiet --dry-run"
+    )
     assert all(re.search(rf"{option}\b", outcome.stdout) for option in options.split())
     assert all(name in outcome.stdout for name in ("NNODES", "PYTHON", "OMP_NUM_THREADS", "exit codes"))
 

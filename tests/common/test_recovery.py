@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -251,9 +250,7 @@ def test_a_resume_that_would_take_other_steps_is_refused(harness: Harness) -> No
     assert snapshot(harness.folder / "run") == kept
 
 
-def test_a_resume_may_change_cadence_and_length(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     harness.train(2, *harness.app.small, "--max-steps=7", "--epochs=1")
     outcome = harness.run(2, *harness.app.small, "--checkpoint-every=3", "--keep-checkpoints=1", "--timeout=60")
     check_same_end(harness, outcome, 2, undisturbed(2))
@@ -369,9 +366,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_full_disk_is_told_and_nothing_is_lost(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Needs the right to mount a tmpfs (root)."""
     reference = undisturbed(2)
     one = sum(path.stat().st_size for path in Path(reference["run_dir"]).glob("checkpoints/step-*15/*"))

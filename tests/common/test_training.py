@@ -60,7 +60,9 @@ def test_max_steps_counts_from_the_start_and_zero_only_evaluates(harness: Harnes
     assert none["steps"] == 0
     assert none["train_loss"] is None
     weights = Path(again["run_dir"]) / "model.safetensors"
-    copied = harness.train(2, *harness.app.small, "--max-steps=0", f"--init-from={weights}", run_dir=harness.folder / "c")
+    copied = harness.train(
+        2, *harness.app.small, "--max-steps=0", f"--init-from={weights}", run_dir=harness.folder / "c"
+    )
     assert copied["weights_sha256"] == again["weights_sha256"]
     assert copied["test_accuracy"] == again["test_accuracy"]
 

@@ -41,7 +41,9 @@ def by_script(harness: Harness) -> list[float]:
 
 def test_the_parameters_are_counted(harness: Harness) -> None:
     for model, count in (("net", 21_840), ("lenet", 61_610)):
-        result = harness.train(1, "--dataset=mnist-5k", "--max-steps=0", f"--model={model}", run_dir=harness.folder / model)
+        result = harness.train(
+            1, "--dataset=mnist-5k", "--max-steps=0", f"--model={model}", run_dir=harness.folder / model
+        )
         weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
         assert sum(array.size for array in weights.values()) == count
         if model == "lenet":
@@ -218,7 +220,9 @@ def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
     command = ["bash", "scripts/run_mnist_ddp.sh", "2", *SMALL]
     environ = harness.environ()
     environ.pop("PYTHON")
-    path = os.pathsep.join(part for part in environ["PATH"].split(os.pathsep) if Path(part) != Path(sys.executable).parent)
+    path = os.pathsep.join(
+        part for part in environ["PATH"].split(os.pathsep) if Path(part) != Path(sys.executable).parent
+    )
     for expected in ("first start", ""):
         job = harness.start_command(command, clone, cwd=clone, PYTHON="", PATH=path)
         outcome = job.finish(limit=600)
