@@ -81,7 +81,7 @@ def save(
         temporary.mkdir(parents=True)
         files = {}
         for group, arrays in groups.items():
-            content = safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+            content = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
             _write_synced(temporary / f"{group}.safetensors", content)
             files[f"{group}.safetensors"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         body = {
@@ -104,7 +104,8 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise FatalError(f"cannot write checkpoint {folder}: {_reason(error)}") from error
     for old in _folders(run_dir)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
     return folder
 
 
@@ -140,14 +141,14 @@ def read(folder: Path) -> Checkpoint:
         if manifest["sha256"] != _json_sha256(body):
             raise Damaged(f"{_MANIFEST} does not match its own checksum")
         if body["format"] != FORMAT:
-            raise Damaged(f"{_MANIFEST} has format {body['format']}, this program reads {FORMAT}")
+            raise Damaged(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
         contents = {}
         for name, facts in body["files"].items():
             if not _FILE_NAME.fullmatch(name):  # a manifest must not lead out of its folder
                 raise Damaged(f"{_MANIFEST} names the file {name!r}")
             content = (folder / name).read_bytes()
             if len(content) != facts["size"]:
-                raise Damaged(f"{name} has {len(content)} bytes, not {facts['size']}")
+                raise Damaged(f"{name} has {len(content)} bytes, not {facts['size']!r}")
             if hashlib.sha256(content).hexdigest() != facts["sha256"]:
                 raise Damaged(f"{name} does not match its checksum")
             contents[name] = content
@@ -215,7 +216,7 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
     """SHA-256 over names, dtypes, shapes and little-endian bytes of all arrays, in sorted name order."""
     digest = hashlib.sha256()
     for name in sorted(weights):
-        array = np.ascontiguousarray(weights[name])
+        array = np.asarray(weights[name], order="C")
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
         digest.update(array.tobytes())
@@ -226,7 +227,7 @@ def save_weights(path: Path, weights: Arrays) -> None:
     """Write a safetensors file whole or not at all. Raises FatalError."""
     try:
         write_atomic(
-            path, safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in weights.items()})
+            path, safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in weights.items()})
         )
     except OSError as error:
         raise FatalError(f"cannot write {path}: {_reason(error)}") from error

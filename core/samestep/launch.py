@@ -179,10 +179,10 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
         checkpoint.retire_newer(found)
         source = datasets.resolve(str(recorded), options.data_dir, fallback=False)
         return Settled(run_dir, source.name, asked_before or asked or source.name, found)
-    source = datasets.resolve(options.dataset or datasets.NAMES[0], options.data_dir)
+    source = datasets.resolve(options.dataset or options.default_dataset, options.data_dir)
     if source.notice:
         log.warning(source.notice)
-    return Settled(run_dir, source.name, asked or datasets.NAMES[0], None)
+    return Settled(run_dir, source.name, asked or options.default_dataset, None)
 
 
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -194,14 +194,13 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     def first(*names: str) -> tuple[str, str]:
         return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
 
-    if (
-        "RANK" in environ
-        and "WORLD_SIZE" not in environ
-        and not environ.get("NNODES")
-        and not environ.get("PET_NNODES")
-    ):
+    machines = first("NNODES", "PET_NNODES", "WORLD_SIZE")
+    if not machines[1] and environ.get("RANK"):
         raise UserError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
-    count = _integer(*first("NNODES", "PET_NNODES", "WORLD_SIZE"), default=1, least=1)
+    name, text = first("NODE_RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+    if not machines[1] and text not in ("", "0"):
+        raise UserError(f"{name}={text} is set but NNODES is not: set it to the number of machines")
+    count = _integer(*machines, default=1, least=1)
     if count == 1:
         rank, addr = 0, None
     else:
@@ -453,22 +452,25 @@ def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, lo
     with log_file.open("ab") as log:
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
     # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
-    process = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stderr is not None
-    pump = threading.Thread(target=_pump, args=(process.stderr, log_file, job), daemon=True)
-    pump.start()
+    process = pump = None
     try:
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stderr is not None
+        pump = threading.Thread(target=_pump, args=(process.stderr, log_file, job), daemon=True)
+        pump.start()
         code = process.wait()
     except Stopped as stopped:
         _say(f"stopping ({signal.Signals(stopped.number).name})")
         _stop_all(job, process)
         raise
     finally:
-        _kill(_processes_of(job), signal.SIGKILL)
-        process.poll()
-        pump.join(timeout=5)
+        _kill_all(job)
+        if process:
+            process.wait()
+        if pump and pump.is_alive():
+            pump.join(timeout=5)
     return code
 
 
@@ -490,18 +492,15 @@ def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
                 _kill(_processes_of(job), signal.SIGKILL)
 
 
-def _stop_all(job: str, process: subprocess.Popen[bytes]) -> None:
+def _stop_all(job: str, process: subprocess.Popen[bytes] | None) -> None:
     """TERM to every process of the job, whatever its launcher would do with it; KILL to what remains after 10 s."""
     deadline = time.monotonic() + STOP_SECONDS
     try:
         _kill(_processes_of(job), signal.SIGTERM)
-        while time.monotonic() < deadline and (process.poll() is None or _processes_of(job)):
+        while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
             time.sleep(0.05)
     except Stopped:  # a second Ctrl-C: at once
         pass
-    _kill(_processes_of(job), signal.SIGKILL)
-    process.kill()
-    process.wait()
 
 
 def _processes_of(job: str) -> list[int]:
@@ -513,6 +512,14 @@ def _processes_of(job: str) -> list[int]:
             if mark in entry.read_bytes().split(b"\0"):
                 found.append(int(entry.parent.name))
     return found
+
+
+def _kill_all(job: str) -> None:
+    """KILL to every process of the job, and wait until the last is gone: none may write while the next start runs."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while (left := _processes_of(job)) and time.monotonic() < deadline:
+        _kill(left, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _kill(processes: Sequence[int], number: int) -> None:
@@ -527,22 +534,16 @@ def _reserved_port(nodes: Nodes) -> Iterator[int]:
     if nodes.master_port:
         yield nodes.master_port
         return
-    folder = Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        with (folder / str(port)).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            try:
-                yield port
-            finally:
-                (folder / str(port)).unlink(missing_ok=True)
-            return
+    # One byte of a common file is locked for each port; the kernel frees it with the process.
+    with Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}.lock").open("ab") as locks:
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+                break
+        yield port
 
 
 def _port_is_free(port: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import platform
@@ -58,6 +59,8 @@ def start(run_dir: Path, rank: int, quiet: bool) -> None:
     _console_errors = os.fdopen(os.dup(2), "w", buffering=1)
     _folder.mkdir(parents=True, exist_ok=True)
     file = os.open(_folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what is printed must not be lost in a buffer when the process ends
+        sys.stdout.reconfigure(line_buffering=True)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
@@ -102,11 +105,13 @@ def run(main: Callable[[], None]) -> None:
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)
     except Exception as problem:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
         first = next(iter(str(problem).splitlines()), "")
         error(f"rank {_rank}: {type(problem).__name__}: {first}{where}")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(1)
     no_restart(code)
     os._exit(code)
@@ -150,13 +155,15 @@ class Metrics:
     def _kept_lines(self, resumed_from: int) -> list[str]:
         kept = []
         try:
-            lines = self._path.read_text().splitlines()
+            lines = self._path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return []
         for line in lines:
             try:
                 values = json.loads(line)
             except ValueError:  # the line being written when the process was killed
+                continue
+            if not isinstance(values, dict):
                 continue
             if values.get("step", 0) <= resumed_from and values.get("resumed", {}).get("step", 0) <= resumed_from:
                 kept.append(line)

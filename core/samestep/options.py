@@ -18,7 +18,7 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout quiet requested_dataset".split()
+    "max_restarts timeout quiet requested_dataset default_dataset".split()
 )
 
 
@@ -105,6 +105,7 @@ def add_common(
     add("--dataset", choices=datasets, help=f"(default: {datasets[0]}, or the checkpoint's)")
     # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
+    parser.set_defaults(default_dataset=datasets[0])
     add(
         "--data-dir",
         type=Path,

@@ -33,7 +33,7 @@ class Watchdog:
         self._job = os.environ.get("SAMESTEP_JOB", "")
         self._step = 0
         self._last_progress = time.monotonic()
-        self._launchers = {pid: started for pid in _launchers(world) if (started := _start_time(pid)) is not None}
+        self._launchers = {pid: _start_time(pid) for pid in _launchers(world)}
         self._write_alive()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -63,7 +63,7 @@ class Watchdog:
             ticked = now
             self._write_alive()
             for pid, started in self._launchers.items():
-                if _start_time(pid) != started:
+                if started is None or _start_time(pid) != started:
                     log.error(f"rank {self._rank}: its launcher (pid {pid}) is gone; ending")
                     os._exit(1)
             if now - self._last_progress > self._timeout:
@@ -90,6 +90,8 @@ class Watchdog:
     def _culprit(self) -> str:
         """The rank that holds the others up, as far as this machine's files tell."""
         alive = [found for rank in range(self._world_size) if (found := self._read_alive(rank))]
+        if not alive:
+            return f"rank {self._rank} at step {self._step}; no heartbeat can be read"
         now = time.time()
         silent = [one for one in alive if now - one["time"] > _SILENT]
         # A stopped or dead rank has stopped writing; if all write, the one with the fewest steps is stuck.
@@ -105,7 +107,8 @@ class Watchdog:
             values: dict[str, Any] = json.loads((self._folder / f"alive-{rank}").read_text())
         except (OSError, ValueError):
             return None
-        return values if values.get("job") == self._job else None
+        whole = isinstance(values, dict) and {"step", "time", "rank", "pid", "host"} <= values.keys()
+        return values if whole and values.get("job") == self._job else None
 
 
 def _launchers(world: World) -> list[int]:

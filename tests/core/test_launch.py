@@ -29,7 +29,7 @@ from samestep.launch import Nodes, read_nodes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CORE = Path(launch.__file__).resolve().parents[1]
-LIMIT = 60.0  # seconds that nothing here needs
+LIMIT = 40.0  # seconds that nothing here needs
 OURS = re.compile(
     "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
 )
@@ -43,7 +43,7 @@ def build_parser(prog=None, usage=None):
     return parser
 
 def parse(argv, prog=None, usage=None):
-    return build_parser(prog, usage).parse_args(argv)
+    return build_parser(prog, usage).parse(argv)
 """
 # What every launcher below begins with: note() leaves a line for the test, rank() starts a child.
 LAUNCHER = """
@@ -427,7 +427,7 @@ with contextlib.ExitStack() as stack:
 
 
 def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: Path) -> None:
-    """Two processes hold 400 ports each: by chance alone some would be the same."""
+    """Two processes hold 400 ports each: by chance alone some would be the same. (A job reserves one.)"""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RESERVE],
@@ -439,13 +439,13 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
         for _ in range(2)
     ]
     try:
-        ports: list[int] = []
+        ports: list[set[int]] = []
         for process in processes:
             assert process.stdout is not None
             assert select.select([process.stdout], [], [], LIMIT)[0], "no port is to be had"
-            ports += json.loads(process.stdout.readline())
-        assert len(set(ports)) == len(ports) == 800
-        assert all(1 <= port <= 65535 for port in ports)
+            ports.append(set(json.loads(process.stdout.readline())))
+        assert not ports[0] & ports[1]
+        assert all(1 <= port <= 65535 for port in ports[0] | ports[1])
     finally:
         for process in processes:
             process.communicate(timeout=LIMIT)
@@ -639,15 +639,16 @@ def test_under_nohup_a_hangup_is_ignored(house: House) -> None:
     assert (done.returncode, done.stdout) == (0, "RESULT {}\n")
 
 
-# In the launch script's own process: a signal comes in as its launcher has just been started.
+# In the launch script's own process: a signal comes in when its launcher has just been started.
 UNLUCKY = """
-import os, signal, sys
+import os, signal, subprocess, sys
 
-def hook(event, arguments):
-    if event == "_thread.start_new_thread" and sys.argv[0].endswith("launch.py"):
+def start(self, *arguments, **settings):
+    original(self, *arguments, **settings)
+    if settings.get("start_new_session") and sys.argv[0].endswith("launch.py"):
         os.kill(os.getpid(), signal.SIGTERM)
 
-sys.addaudithook(hook)
+original, subprocess.Popen.__init__ = subprocess.Popen.__init__, start
 """
 
 

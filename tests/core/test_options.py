@@ -31,8 +31,7 @@ def parse(*arguments: str) -> Namespace:
         datasets=("mnist-5k", "mnist"),
         devices=("auto", "cpu", "cuda"),
     )
-    parsed: Namespace = parser.parse_args(arguments)
-    return parsed
+    return parser.parse(arguments)
 
 
 def app_options(app: str) -> Any:
@@ -126,6 +125,7 @@ def test_the_defaults() -> None:
         "init_from": None,
         "dataset": None,
         "requested_dataset": None,
+        "default_dataset": "mnist-5k",
         "data_dir": Path("data"),
         "run_dir": None,
         "resume": True,
@@ -168,10 +168,10 @@ def test_a_real_number_below_a_limit(text: str, good: bool) -> None:
     parser = Parser()
     parser.add_argument("--dropout", type=options.real(0.0, below=1.0))
     if good:
-        assert parser.parse_args(["--dropout", text]).dropout == float(text)
+        assert parser.parse(["--dropout", text]).dropout == float(text)
         return
     with pytest.raises(UserError, match=r"^--dropout: .* at least 0 and less than 1"):
-        parser.parse_args(["--dropout", text])
+        parser.parse(["--dropout", text])
 
 
 # --- what a resume must repeat -----------------------------------------------------------------------------------
@@ -185,6 +185,7 @@ CHANGED: dict[str, Any] = {
     "init_from": Path("x"),
     "dataset": "mnist",
     "requested_dataset": "mnist",
+    "default_dataset": "mnist",
     "data_dir": Path("x"),
     "run_dir": Path("x"),
     "resume": False,

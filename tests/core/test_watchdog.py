@@ -18,7 +18,7 @@ import pytest
 from samestep import watchdog
 
 CORE = str(Path(watchdog.__file__).parents[1])
-LIMIT = 20.0  # seconds that nothing here needs
+LIMIT = 15.0  # seconds that nothing here needs
 HOST = socket.gethostname()
 
 # A rank of 'world' ranks. It makes 'steps' steps and then waits as in a collective, or beats for 'beats' seconds.
