@@ -485,6 +485,7 @@ def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
         for line in stream:
             with contextlib.suppress(OSError):
                 log.write(line)
+            line = re.sub(rb"^\[\d+\]<stderr>:", b"", line)  # horovodrun's prefix
             if line.startswith((b"error: ", b"warning: ")) and line not in told:  # what all ranks say is said once
                 told.add(line)
                 _say(line.decode(errors="replace").rstrip())

@@ -55,7 +55,7 @@ def start(run_dir: Path, rank: int, quiet: bool) -> None:
     if _folder is not None:
         return
     _rank, _quiet, _folder = rank, quiet, run_dir.resolve() / "log"
-    _console = os.fdopen(os.dup(1), "w", buffering=1)
+    _console = os.fdopen(_launch_scripts_stdout() or os.dup(1), "w", buffering=1)
     _console_errors = os.fdopen(os.dup(2), "w", buffering=1)
     _folder.mkdir(parents=True, exist_ok=True)
     file = os.open(_folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -65,6 +65,18 @@ def start(run_dir: Path, rank: int, quiet: bool) -> None:
     os.dup2(file, 2)
     os.close(file)
     _to_file(f"rank {rank} on {socket.gethostname()}, pid {os.getpid()}: {' '.join(sys.argv)}")
+
+
+def _launch_scripts_stdout() -> int | None:
+    """The launch script's own stdout, where a launcher put a pipe between (horovodrun prefixes each line, Paddle and
+    msrun write it to a file): a terminal stays one, and the last line is the result. None: this process has it."""
+    try:
+        path = f"/proc/{os.environ['SAMESTEP_LAUNCHER_PID']}/fd/1"
+        if os.path.samestat(os.stat(path), os.fstat(1)):
+            return None
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+    except (KeyError, OSError):  # no launch script, another machine, or not Linux
+        return None
 
 
 def info(text: str) -> None:
