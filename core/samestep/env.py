@@ -14,6 +14,7 @@ An empty variable counts as unset. Standard library only; imports no framework.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
@@ -66,6 +67,12 @@ def detect(environ: Mapping[str, str]) -> World:
             "scripts/run_<app>.sh, or set RANK and WORLD_SIZE for one process a pod, or unset it to train alone"
         )
     return World(0, 1, local_rank=0, local_world_size=1, node_rank=0, node_count=1)
+
+
+def launch_script(environ: Mapping[str, str]) -> int | None:
+    """The process id of the launch script that started this job on this machine; None where there is none."""
+    pid, _, host = environ.get("SAMESTEP_LAUNCHER", "").partition("@")
+    return int(pid) if pid.isdecimal() and host == socket.gethostname() else None
 
 
 # What each launcher sets. A string holds one or more names; two are a pair: rank and size, address and port.

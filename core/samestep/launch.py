@@ -162,7 +162,7 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
 
     run_dir = (options.run_dir or _run_dir_of_this_job(app)).resolve()
     _make_folder(run_dir / "log")
-    under_script = "SAMESTEP_LAUNCHER_PID" in os.environ
+    under_script = "SAMESTEP_LAUNCHER" in os.environ
     for byte in (log.WRITER_BYTE,) if under_script else (log.LAUNCHER_BYTE, log.WRITER_BYTE):
         log.lock(run_dir, byte, f"{app}, started by {Path(sys.argv[0]).name}")
     found = None
@@ -445,7 +445,8 @@ def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, lo
     """One start of the launcher; returns its exit code when all of the job's processes have ended."""
     job = uuid.uuid4().hex
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER_PID=str(os.getpid()), SAMESTEP_RESTARTS=str(attempt))
+    launcher = f"{os.getpid()}@{socket.gethostname()}"
+    environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER=launcher, SAMESTEP_RESTARTS=str(attempt))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
     if nodes.count == 1:  # gloo would listen on the address of the host's name
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")

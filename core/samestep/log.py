@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from samestep import FatalError, UserError
 from samestep.checkpoint import write_atomic
-from samestep.env import World
+from samestep.env import World, launch_script
 from samestep.options import as_json
 
 # The processes of one job share one log: module state, as file descriptors are process state.
@@ -71,11 +71,11 @@ def _launch_scripts_stdout() -> int | None:
     """The launch script's own stdout, where a launcher put a pipe between (horovodrun prefixes each line, Paddle and
     msrun write it to a file): a terminal stays one, and the last line is the result. None: this process has it."""
     try:
-        path = f"/proc/{os.environ['SAMESTEP_LAUNCHER_PID']}/fd/1"
+        path = f"/proc/{launch_script(os.environ)}/fd/1"
         if os.path.samestat(os.stat(path), os.fstat(1)):
             return None
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-    except (KeyError, OSError):  # no launch script, another machine, or not Linux
+    except OSError:  # no launch script, another machine, or not Linux
         return None
 
 

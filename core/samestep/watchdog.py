@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep import log
-from samestep.env import World
+from samestep.env import World, launch_script
 
 _TICK = 1.0  # seconds
 _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stopped or dead
@@ -116,9 +116,9 @@ def _launchers(world: World) -> list[int]:
 
     A rank that no launcher started has a shell for a parent, whose end means nothing.
     """
-    launch_script = int(os.environ.get("SAMESTEP_LAUNCHER_PID", "0"))
-    by_hand = world.launcher in ("none", "env") and not launch_script
-    return [] if by_hand else [pid for pid in (launch_script, os.getppid()) if pid > 1]
+    script = launch_script(os.environ)
+    by_hand = world.launcher in ("none", "env") and not script
+    return [] if by_hand else [pid for pid in (script, os.getppid()) if pid and pid > 1]
 
 
 def _start_time(pid: int) -> str | None:

@@ -130,7 +130,7 @@ class Job:
         """Process ids of the job's ranks, by rank."""
         found = {}
         for pid, environ in processes():
-            if environ.get("SAMESTEP_LAUNCHER_PID") == str(self.process.pid) and "RANK" in environ:
+            if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@") and "RANK" in environ:
                 found[int(environ["RANK"])] = pid
         return found
 

@@ -232,7 +232,10 @@ def test_a_rank_ends_with_its_launch_script(
     job: Job, launch_script: subprocess.Popen[bytes], launcher: str, reaped: bool
 ) -> None:
     process = job.rank(
-        launcher=launcher, beats=LIMIT, timeout=LIMIT, environment={"SAMESTEP_LAUNCHER_PID": str(launch_script.pid)}
+        launcher=launcher,
+        beats=LIMIT,
+        timeout=LIMIT,
+        environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"},
     )
     launch_script.kill()  # until someone waits for it, it is a zombie
     if reaped:
@@ -242,7 +245,7 @@ def test_a_rank_ends_with_its_launch_script(
 
 def test_a_rank_ends_with_its_launch_script_at_the_real_pace(job: Job, launch_script: subprocess.Popen[bytes]) -> None:
     its = {"tick": watchdog._TICK, "silent": watchdog._SILENT, "beats": LIMIT, "timeout": LIMIT}
-    process = job.rank(environment={"SAMESTEP_LAUNCHER_PID": str(launch_script.pid)}, **its)
+    process = job.rank(environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"}, **its)
     launch_script.kill()
     assert "is gone" in ended(process)
 
@@ -254,7 +257,7 @@ def test_a_rank_whose_launch_script_is_gone_before_it_starts_ends(
     launch_script.kill()
     launch_script.wait(timeout=LIMIT)
     command = job.rank_command(beats=3.0, timeout=LIMIT, waits=False)
-    assert "is gone" in ended(job.start(command, SAMESTEP_LAUNCHER_PID=str(launch_script.pid)))
+    assert "is gone" in ended(job.start(command, SAMESTEP_LAUNCHER=f"{launch_script.pid}@{socket.gethostname()}"))
 
 
 def test_a_rank_ends_with_the_launcher_that_started_it(job: Job) -> None:
