@@ -12,7 +12,6 @@ the log line), and at the end to make sure that all hold the same weights.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -336,8 +335,6 @@ def main() -> None:
     device = choose_device(options.device, world)
     init_process_group(world, device, options.timeout)  # ranks talk
     result = train(options, world, device)
-    # Gloo's thread aborts the process at exit when it still holds Python objects of DDP: collect them first.
-    gc.collect()
     dist.destroy_process_group()
     if rank == 0:
         log.result(options.run_dir, APP, options, world, **result)
