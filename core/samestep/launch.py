@@ -143,8 +143,14 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
         return _supervise(template, app, nproc, nodes, [*arguments, f"--run-dir={run_dir.resolve()}"], options, run_dir)
     from samestep import log
 
-    options.run_dir = options.run_dir or _new_run_dir(app)
-    settled = settle(app, options)
+    made = None if options.run_dir else _new_run_dir(app)
+    options.run_dir = options.run_dir or made
+    try:
+        settled = settle(app, options)
+    except BaseException:
+        if made:  # nothing has begun: leave nothing
+            shutil.rmtree(made, ignore_errors=True)
+        raise
     log.unlock(log.WRITER_BYTE)  # rank 0's from here on
     arguments += [f"--run-dir={settled.run_dir}", "--resume"]
     arguments += [f"--dataset={settled.dataset}", f"--requested-dataset={settled.requested_dataset}"]
@@ -319,8 +325,9 @@ def _given_python() -> str | None:
 def _ensure_venv(app: str) -> str:
     """Make ``.venvs/<app>`` from the app's requirements and core, unless its stamp says that it is up to date."""
     venv = _venv(app)
-    requirements = ROOT / "apps" / app / "requirements.txt"
-    wanted = hashlib.sha256(requirements.read_bytes() + (ROOT / "core" / "pyproject.toml").read_bytes()).hexdigest()
+    requirements, setup = ROOT / "apps" / app / "requirements.txt", ROOT / "apps" / app / "setup.sh"
+    sources = [path for path in (requirements, setup, ROOT / "core" / "pyproject.toml") if path.exists()]
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp, python = venv / "samestep-stamp", venv / "bin" / "python"
     if _read(stamp) == wanted and python.exists():
         return str(python)
@@ -333,7 +340,10 @@ def _ensure_venv(app: str) -> str:
         _say(f"first start: making .venvs/{app} with Python {version}; pip's own progress follows")
         shutil.rmtree(venv, ignore_errors=True)
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-        for command in ([base, "-m", "venv", str(venv)], [*pip, "-r", str(requirements), "-e", str(ROOT / "core")]):
+        commands = [[base, "-m", "venv", str(venv)], [*pip, "-r", str(requirements), "-e", str(ROOT / "core")]]
+        if setup.exists():  # what no wheel is published of
+            commands.append(["bash", str(setup), str(python)])
+        for command in commands:
             # pip talks on stdout; ours belongs to the result.
             if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
                 raise FatalError(f"could not make .venvs/{app}: `{shlex.join(command)}` failed, as it says above")

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -131,6 +132,28 @@ def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
     job.process.kill()
     job.process.communicate()
     harness.check_nothing_left()
+
+
+def test_two_machines_without_a_shared_disk_recover_together(harness: Harness) -> None:
+    """Two launch scripts, 1 and 2 ranks, each in a folder of its own; a rank of the second is killed."""
+    options = ["--dataset=mnist-5k", "--epochs=2", "--log-every=1"]
+    threads = {"OMP_NUM_THREADS": "1"}  # by default 2 on the first machine, and so other bits
+    expected = harness.train(3, *options, run_dir=harness.folder / "one", **threads)
+    script = str(ROOT / "scripts" / "run_mnist_ddp.sh")
+    nodes = {**threads, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    jobs = []
+    for node in range(2):
+        folder = harness.folder / f"machine-{node}"
+        folder.mkdir()
+        command = ["bash", script, str(node + 1), *options, "--run-dir=run"]
+        jobs.append(harness.start_command(command, folder / "run", cwd=folder, **nodes, NODE_RANK=str(node)))
+    jobs[0].wait_for_step(10)
+    os.kill(jobs[1].ranks()[2], signal.SIGKILL)
+    first, second = (job.finish() for job in jobs)
+    result = harness.checked(first, 3)
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert (result["node_count"], result["restarts"]) == (2, 1)
+    assert (second.code, second.stdout) == (0, "")
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
