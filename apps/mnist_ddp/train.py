@@ -19,7 +19,6 @@ import platform
 import sys
 import time
 from argparse import Namespace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from data import Split, load
 from model import Rows, build_model, load_model, load_optimizer, model_arrays, optimizer_arrays
 from options import parse
+from ranks import backend, meet, settle_buckets
 from samestep import FatalError, UserError, checkpoint, env, log
 from samestep.checkpoint import Arrays
 from samestep.launch import settle
@@ -104,7 +104,7 @@ def train(options: Namespace, world: env.World, device: torch.device) -> dict[st
     )
 
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
-    settle_buckets(ddp, training, dtype)
+    settle_buckets(ddp, *training.batch(np.arange(1), dtype))
     epoch_sum = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss in the epoch so far
     if rank == 0:
         epoch_sum += state.get("epoch_loss_sum", 0.0)
@@ -160,7 +160,7 @@ def train(options: Namespace, world: env.World, device: torch.device) -> dict[st
     return {
         "framework": "torch",
         "framework_version": torch.__version__,
-        "backend": dist.get_backend(),
+        "backend": backend(device),
         "device": device.type,
         "train_examples": batches.n,
         "steps": max(total, start or 0),
@@ -262,19 +262,6 @@ def broadcast_arrays(arrays: Arrays, device: torch.device) -> Arrays:
     return received
 
 
-def settle_buckets(ddp: DistributedDataParallel, training: Split, dtype: torch.dtype) -> None:
-    """Let DDP order its gradient buckets on a pass that changes nothing.
-
-    It does so after the first backward pass, by the order in which gradients came. From 3 ranks on, the place of a
-    gradient in its bucket decides the order of its summation, so a resumed run, whose first step came before the
-    reordering, would not end with the same bits as one that was never interrupted.
-    """
-    for _ in range(2):  # the second forward pass is what applies the new order
-        images, _ = training.batch(np.arange(1), dtype)
-        ddp(images, Rows(0, 1)).sum().backward()
-    ddp.zero_grad()
-
-
 def choose_device(wanted: str, world: env.World) -> torch.device:
     """The CPU, or this rank's own GPU. Raises UserError when ``cuda`` is asked for and ranks would share GPUs."""
     gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
@@ -290,36 +277,13 @@ def choose_device(wanted: str, world: env.World) -> torch.device:
     return device
 
 
-def init_process_group(world: env.World, device: torch.device, timeout: float) -> None:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT, which torchrun sets; a single process needs no address."""
-    # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.
-    settings: dict[str, Any] = {
-        "backend": "nccl" if device.type == "cuda" else "gloo",
-        "timeout": timedelta(seconds=timeout + 30),
-        "rank": world.rank,
-        "world_size": world.world_size,
-    }
-    if world.launcher == "none":
-        dist.init_process_group(store=dist.HashStore(), **settings)  # type: ignore[attr-defined]
-        return
-    if world.master_addr is None or world.master_port is None:
-        raise UserError(f"{world.launcher} says no MASTER_ADDR and MASTER_PORT: set both, the same on every rank")
-    try:
-        dist.init_process_group(init_method="env://", **settings)
-    except dist.DistNetworkError as problem:
-        place = f"{world.master_addr}:{world.master_port}"
-        if "EADDRINUSE" in str(problem):
-            raise UserError(f"MASTER_PORT {world.master_port} is in use on this machine: choose another") from problem
-        raise FatalError(f"cannot meet the other ranks at {place}: {str(problem).splitlines()[0]}") from problem
-
-
 def open_metrics(options: Namespace, world: env.World, device: torch.device, start: int | None) -> log.Metrics:
     """Rank 0's metrics.jsonl, with the header that says what made its numbers."""
     facts = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "backend": dist.get_backend(),
+        "backend": backend(device),
         "threads": torch.get_num_threads(),
     }
     return log.Metrics(options.run_dir, log.header(APP, options, world, **facts), start)
@@ -333,7 +297,7 @@ def main() -> None:
         log.start(options.run_dir, rank, options.quiet)
         Watchdog.start(options.run_dir, world, options.timeout)
     device = choose_device(options.device, world)
-    init_process_group(world, device, options.timeout)  # ranks talk
+    meet(world, device, options.timeout)  # ranks talk
     result = train(options, world, device)
     dist.destroy_process_group()
     if rank == 0:

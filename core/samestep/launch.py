@@ -473,7 +473,8 @@ def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, lo
         pump.start()
         code = process.wait()
     except Stopped as stopped:
-        _say(f"stopping ({signal.Signals(stopped.number).name})")
+        after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
+        _say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}); --run-dir={log_file.parents[1]} resumes")
         _stop_all(job, process)
         raise
     finally:

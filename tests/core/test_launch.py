@@ -608,7 +608,7 @@ def test_a_signal_stops_all_descendants(house: House, number: int, code: int, de
     process.send_signal(number)
     done = end_of(process)
     assert done.returncode == code
-    assert done.stderr == f"stopping ({signal.Signals(number).name})\n"
+    assert done.stderr == f"stopping ({signal.Signals(number).name}); --run-dir={house.run_dir} resumes\n"
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
     assert len(house.notes()) == 1  # not started again
 
