@@ -57,7 +57,7 @@ def test_the_parameters_are_counted(harness: Harness) -> None:
 
 def test_torchrun_alone_takes_the_same_steps(harness: Harness, by_script: list[float]) -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, *SMALL]
-    result = harness.checked(bare(harness, command, OMP_NUM_THREADS="1"), 2)
+    result = harness.checked(bare(harness, command), 2)
     assert result["launcher"] == "torchrun"
     assert losses(Path(result["run_dir"])) == by_script
 
@@ -76,13 +76,13 @@ def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:
-    result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL], OMP_NUM_THREADS="1"), 1)
+    result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL]), 1)
     assert result["launcher"] == "none"
 
 
 def test_plain_rank_and_world_size(harness: Harness, by_script: list[float]) -> None:
     """As DLC and a person at two terminals set them: one process each, no launcher."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
     first, second = (job.finish(limit=120) for job in jobs)
@@ -137,10 +137,9 @@ def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
 def test_two_machines_without_a_shared_disk_recover_together(harness: Harness) -> None:
     """Two launch scripts, 1 and 2 ranks, each in a folder of its own; a rank of the second is killed."""
     options = ["--dataset=mnist-5k", "--epochs=2", "--log-every=1"]
-    threads = {"OMP_NUM_THREADS": "1"}  # by default 2 on the first machine, and so other bits
-    expected = harness.train(3, *options, run_dir=harness.folder / "one", **threads)
+    expected = harness.train(3, *options, run_dir=harness.folder / "one")
     script = str(ROOT / "scripts" / "run_mnist_ddp.sh")
-    nodes = {**threads, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     jobs = []
     for node in range(2):
         folder = harness.folder / f"machine-{node}"
