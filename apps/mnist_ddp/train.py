@@ -6,7 +6,7 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one on each machine
 
 Every rank runs this file. They talk at six places, each marked "ranks talk": once to agree on where to start, at each
-step for the gradients (inside DDP), at each log line for the loss, at each evaluation, when a checkpoint is due (with
+step for the gradients (in backward), at each log line for the loss, at each evaluation, when a checkpoint is due (with
 the log line), and at the end to make sure that all hold the same weights.
 """
 
@@ -179,7 +179,7 @@ def agree_on_start(
     """Rank 0 settles run dir and data set and reads the checkpoint or --init-from; all ranks take them over.
 
     Returns the step to go on from (None: a new run) and the checkpoint's state. Only the optimizer's state is sent
-    here: the weights follow when DDP is built, which broadcasts rank 0's.
+    here: the weights follow when the model is distributed.
     """
     said: dict[str, Any] = {}
     problem: Exception | None = None
@@ -239,7 +239,7 @@ def agree_on_weights(weights: Arrays, device: torch.device) -> str:
 
 
 def broadcast_json(value: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Rank 0's ``value`` on every rank; as JSON, because torch's own broadcast of objects would unpickle them."""
+    """Rank 0's ``value`` on every rank; as JSON, because a broadcast of objects would unpickle them."""
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     length = torch.tensor([len(content)], device=device)
     dist.broadcast(length, src=0)  # ranks talk

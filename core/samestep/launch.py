@@ -368,18 +368,22 @@ def _find_python(requirements: Path) -> tuple[str, str]:
 
 
 def _check_requirements(app: str) -> None:
-    """Every pinned package must be there; another version than the tested one is said."""
+    """Every pinned package must be there; another version than the tested one is said.
+
+    A pin in a comment is of what the app's setup.sh builds.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
+    setup = ROOT / "apps" / app / "setup.sh"
     for name, pin in re.findall(
-        r"^([\w.-]+)==(\S+)", (ROOT / "apps" / app / "requirements.txt").read_text(), re.MULTILINE
+        r"^(?:# )?([\w.-]+)==(\S+)", (ROOT / "apps" / app / "requirements.txt").read_text(), re.MULTILINE
     ):
         try:
             found = version(name)
         except PackageNotFoundError:
             raise UserError(
-                f"{sys.executable} lacks {name}: {sys.executable} -m pip install -r apps/{app}/requirements.txt, "
-                f"or unset PYTHON to have .venvs/{app} made"
+                f"{sys.executable} lacks {name}: {sys.executable} -m pip install -r apps/{app}/requirements.txt"
+                f"{f', then bash {setup} {sys.executable}' if setup.exists() else ''}, or unset PYTHON to have .venvs/{app} made"
             ) from None
         if found.partition("+")[0] != pin:
             _say(f"warning: {name} {found} is installed; this app was tested with {pin}")
@@ -483,6 +487,8 @@ def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, lo
             process.wait()
         if pump and pump.is_alive():
             pump.join(timeout=5)
+        with contextlib.suppress(OSError):  # rank 0 may have written to the same file through an offset of its own
+            os.lseek(1, 0, os.SEEK_END)
     return code
 
 

@@ -12,11 +12,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from samestep import checkpoint
+from samestep import checkpoint, env
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds for any one run
@@ -64,6 +64,9 @@ APPS = {
         ],
     ),
 }
+# The same models with the same options.
+APPS["mnist_horovod"] = replace(APPS["mnist_ddp"], name="mnist_horovod")
+APPS["mnist_lightning"] = replace(APPS["mnist_ddp"], name="mnist_lightning")
 
 
 @dataclass
@@ -130,8 +133,10 @@ class Job:
         """Process ids of the job's ranks, by rank."""
         found = {}
         for pid, environ in processes():
-            if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@") and "RANK" in environ:
-                found[int(environ["RANK"])] = pid
+            if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
+                world = env.detect(environ)
+                if world.launcher != "none":  # the launcher itself has no rank
+                    found[world.rank] = pid
         return found
 
 
@@ -148,7 +153,8 @@ class Harness:
             for name, value in os.environ.items()
             if not re.match(r"(SAMESTEP_|PET_|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_)", name)
         }
-        return {**kept, "PYTHON": sys.executable, "SAMESTEP_TEST": self.mark, **more}
+        # One thread a rank: on a machine with other work, several threads wait for each other for most of the time.
+        return {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "SAMESTEP_TEST": self.mark, **more}
 
     def start(self, n: int | str, *options: str, run_dir: Path | None = None, **environ: str) -> Job:
         """Start ``scripts/run_<app>.sh n options`` in a session of its own."""

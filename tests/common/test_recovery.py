@@ -174,11 +174,11 @@ def test_a_stopped_job_resumes(
 
 def test_a_stopped_rank_is_named(harness: Harness) -> None:
     """SIGSTOP is what a hanging or swapping machine looks like: alive, and holding all others up."""
-    job = harness.start(2, *harness.app.small, "--timeout=5", "--max-restarts=0")
+    job = harness.start(2, *harness.app.small, "--timeout=12", "--max-restarts=0")
     job.wait_for_step(5)
     stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
-    outcome = job.finish(limit=5 + 45)
+    outcome = job.finish(limit=12 + 45)
     assert outcome.code == 1
     assert f"rank 1 ({os.uname().nodename}, pid {stopped}) last alive at step" in outcome.errors[0]
 
@@ -201,7 +201,7 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
 
 
 def test_a_stopped_rank_is_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    job = harness.start(2, *harness.app.small, "--timeout=6")
+    job = harness.start(2, *harness.app.small, "--timeout=12")
     job.wait_for_step(5)
     os.kill(job.ranks()[0], signal.SIGSTOP)
     result = check_same_end(harness, job.finish(), 2, undisturbed(2))

@@ -1,0 +1,121 @@
+"""The models: the CNN of many MNIST examples, and LeNet as PaddlePaddle ships it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from samestep.checkpoint import Arrays, mismatch
+from torch import Tensor, nn
+
+
+class Rows(NamedTuple):
+    """Which rows of a global batch these images are: ``first`` on, out of ``global_size``."""
+
+    first: int
+    global_size: int
+
+
+def dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
+    """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
+
+    Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
+    what is dropped does not depend on the number of ranks. torch's own dropout draws for the rank's part alone.
+    """
+    drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
+    scale = (drawn >= p).to(x.dtype) / (1 - p)
+    return x * scale.reshape(*scale.shape, *[1] * (x.dim() - 2))
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers: 21,840 parameters."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+        """Images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
+        p = self.dropout if self.training else 0.0
+        x = F.relu(F.max_pool2d(self.conv1(images), 2))
+        x = self.conv2(x)
+        x = F.relu(F.max_pool2d(dropout(x, p, rows) if p else x, 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return F.log_softmax(self.fc2(dropout(x, p, rows) if p else x), dim=1)
+
+
+class LeNet(nn.Module):
+    """PaddlePaddle's LeNet: 61,610 parameters, no activation between its linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 6, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, kernel_size=5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        self.fc = nn.Sequential(nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10))
+
+    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+        """Images [m, 1, 28, 28] to log-probabilities [m, 10]; ``rows`` is for models with dropout."""
+        return F.log_softmax(self.fc(self.features(images).flatten(1)), dim=1)
+
+
+def build_model(name: str, dropout: float, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model with the initial weights that ``seed`` decides.
+
+    They are drawn in float32 whatever ``dtype`` is, so that a float64 run starts from the same weights.
+    """
+    torch.manual_seed(seed)
+    model = Net(dropout) if name == "net" else LeNet()
+    return model.to(dtype)
+
+
+def model_arrays(model: nn.Module) -> Arrays:
+    """The weights under their canonical names, as arrays on the CPU: what checkpoints and model.safetensors hold."""
+    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in model.state_dict().items()}
+
+
+def optimizer_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> Arrays:
+    """The optimizer's state as ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``."""
+    return {
+        f"{name}.{key}": value.detach().cpu().contiguous().numpy()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def load_model(model: nn.Module, arrays: Arrays) -> None:
+    """The reverse of `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
+    difference = mismatch(arrays, model_arrays(model))
+    if difference:
+        raise ValueError(difference)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Arrays) -> None:
+    """The reverse of `optimizer_arrays`. Raises ValueError unless each array fits its parameter."""
+    parameters = dict(model.named_parameters())
+    for full_name, array in arrays.items():
+        name, _, key = full_name.rpartition(".")
+        parameter = parameters.get(name)
+        if parameter is None or key not in ("momentum_buffer", "step", "exp_avg", "exp_avg_sq"):
+            raise ValueError(f"{full_name} is not part of its optimizer state")
+        value = torch.from_numpy(array)
+        if key == "step":  # Adam's counter of updates, a scalar on the CPU
+            optimizer.state[parameter][key] = value.reshape(())
+        elif value.shape == parameter.shape and value.dtype == parameter.dtype:
+            optimizer.state[parameter][key] = value.to(parameter.device)
+        else:
+            raise ValueError(
+                f"{full_name} is {value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"
+            )

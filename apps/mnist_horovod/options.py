@@ -1,0 +1,68 @@
+"""The options of this app: those every app has, and its own. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from samestep import UserError
+from samestep.options import Parser, add_common, real
+
+LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
+
+
+def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage=usage,
+        description="Train a small CNN on MNIST with Horovod: the same global batches at any "
+        "number of ranks, exact evaluation, and a run that can be killed and resumed.",
+    )
+    add_common(
+        parser,
+        epochs=10,
+        global_batch_size=128,
+        lr="0.03 with sgd, 0.001 with adam",
+        datasets=("mnist", "fashion-mnist", "mnist-5k"),
+        devices=("auto", "cpu", "cuda"),
+    )
+    add = parser.add_argument_group("model and optimizer").add_argument
+    add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
+    add("--dropout", type=real(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
+    add("--optimizer", choices=("sgd", "adam"), default="sgd", help="(default: %(default)s)")
+    add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)")
+    add(
+        "--compression",
+        choices=("none", "fp16"),
+        default="none",
+        help="of gradients on their way (default: %(default)s)",
+    )
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    return parser
+
+
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+    """Parse and complete the options; raises UserError for a mistake."""
+    options = build_parser(prog, usage).parse(argv)
+    check_hosts(os.environ)
+    if options.lr is None:
+        options.lr = LEARNING_RATES[options.optimizer]
+    return options
+
+
+def check_hosts(environ: Mapping[str, str]) -> None:
+    """horovodrun starts the ranks of all machines from one, which HOROVOD_HOSTS lists: host:ranks,host:ranks."""
+    hosts = environ.get("HOROVOD_HOSTS", "")
+    # A name or an address without a colon of its own, and a positive number.
+    if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
+        raise UserError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
+    nodes = next(
+        (name for name in ("NNODES", "PET_NNODES", "WORLD_SIZE") if environ.get(name, "") not in ("", "1")), None
+    )
+    if nodes and "HOROVOD_RANK" not in environ:
+        raise UserError(
+            f"{nodes}={environ[nodes]} is not for Horovod, which starts all machines from one: unset it, and for "
+            "several machines set HOROVOD_HOSTS=server1:4,server2:4"
+        )

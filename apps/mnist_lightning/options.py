@@ -1,0 +1,45 @@
+"""The options of this app: those every app has, and its own. Standard library only."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from samestep.options import Parser, add_common, real
+
+LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
+LOGGERS = ("csv", "tensorboard", "none")
+
+
+def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage=usage,
+        description="Train a small CNN on MNIST with PyTorch Lightning: the same global batches at any "
+        "number of ranks, exact evaluation, and a run that can be killed and resumed.",
+    )
+    add_common(
+        parser,
+        epochs=10,
+        global_batch_size=128,
+        lr="0.03 with sgd, 0.001 with adam",
+        datasets=("mnist", "fashion-mnist", "mnist-5k"),
+        devices=("auto", "cpu", "cuda"),
+    )
+    add = parser.add_argument_group("model and optimizer").add_argument
+    add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
+    add("--dropout", type=real(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
+    add("--optimizer", choices=("sgd", "adam"), default="sgd", help="(default: %(default)s)")
+    add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add = parser.add_argument_group("lightning").add_argument
+    add("--logger", choices=LOGGERS, default="csv", help="Lightning's own, to log/lightning (default: %(default)s)")
+    return parser
+
+
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+    """Parse and complete the options; raises UserError for a mistake."""
+    options = build_parser(prog, usage).parse(argv)
+    if options.lr is None:
+        options.lr = LEARNING_RATES[options.optimizer]
+    return options

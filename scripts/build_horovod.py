@@ -1,0 +1,203 @@
+"""Build Horovod from its published source and install it into the environment of the Python that runs this.
+
+    .venvs/mnist_horovod/bin/python scripts/build_horovod.py [--rebuild]
+
+Horovod is published as source alone, and that source does not compile against today's PyTorch. What is changed, and
+why: it asks its compiler for C++14, in two CMakeLists.txt, while PyTorch's headers are C++20 from 2.13 on. Asking for
+C++20 is all that is missing (``CHANGES``). What is built: PyTorch's part of it with gloo, which needs no MPI.
+
+Horovod's own variables are respected: HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs, HOROVOD_WITH_MPI=1 with MPI.
+The wheel is kept in ~/.cache/samestep/wheels (XDG_CACHE_HOME is heeded) for the next environment with the same
+versions. The environment must have apps/mnist_horovod/requirements.txt; a C++20 compiler and make are needed, CMake is
+fetched. It takes some minutes and 2.5 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+CHANGES = {  # file: (its line, the line instead), each there exactly once
+    "CMakeLists.txt": ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    "horovod/torch/CMakeLists.txt": ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+}
+TOOLS = ["cmake==3.31.10", "setuptools==80.9.0", "wheel==0.48.0"]  # for the build alone, never installed
+NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # in the environment, by requirements.txt
+DEFAULTS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+}
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
+INSTALLED = Path(sys.prefix) / "samestep-horovod"  # says which build this environment has
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="build Horovod and install it into this Python's environment")
+    parser.add_argument("--rebuild", action="store_true", help="although a wheel is cached")
+    options = parser.parse_args()
+    try:
+        versions = {name: version(name) for name in NEEDED}
+    except PackageNotFoundError as missing:
+        fail(f"{sys.executable} lacks {missing.name}: first {sys.executable} -m pip install -r "
+             "apps/mnist_horovod/requirements.txt")  # fmt: skip
+    flags = build_flags()
+    # All that decides what the wheel holds.
+    made_of = [VERSION, SHA256, CHANGES, TOOLS, versions["torch"], sys.implementation.cache_tag, flags]
+    made_of += [platform.system(), platform.machine(), *platform.libc_ver()]
+    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+    if not options.rebuild and INSTALLED.exists() and INSTALLED.read_text() == key and is_installed():
+        return
+
+    folder = CACHE / f"horovod-{VERSION}-{key}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second environment waits for the wheel instead of building it too
+        if options.rebuild:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            build(folder, flags, versions["torch"])
+        wheel = next(folder.glob("*.whl"))
+        say(f"installing {wheel}")
+        run([*PIP, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)], "install the wheel")
+    INSTALLED.write_text(key)
+
+
+def build_flags() -> dict[str, str]:
+    """The HOROVOD_* of the build: the caller's, and the defaults that they do not contradict."""
+    flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL|CPU)", name)}
+    for name, value in DEFAULTS.items():
+        opposite = name.replace("_WITHOUT_", "_WITH_") if "_WITHOUT_" in name else name.replace("_WITH_", "_WITHOUT_")
+        if opposite not in flags:
+            flags.setdefault(name, value)
+    return flags
+
+
+def build(folder: Path, flags: dict[str, str], torch_version: str) -> None:
+    """Make the wheel in ``folder``, which exists whole or not at all; progress on stderr, everything in a log."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    for tool, package in ((compiler, "g++"), ("make", "make")):
+        if shutil.which(tool) is None:
+            fail(f"building Horovod needs {tool}, which was not found: install it (Debian: apt-get install {package})")
+    say(f"building Horovod {VERSION} for torch {torch_version}, once on this machine; this takes some minutes")
+    log = CACHE / "build.log"
+    with tempfile.TemporaryDirectory(prefix="samestep-horovod-") as name:
+        work = Path(name)
+        source = unpack(download(work), work)
+        for file, (old, new) in CHANGES.items():
+            text = (source / file).read_text()
+            if text.count(old) != 1:
+                fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: this is another source")
+            (source / file).write_text(text.replace(old, new))
+            say(f"changed {file}: {old} to {new}")
+        tools = work / "tools"
+        run([*PIP, "install", "--quiet", "--target", str(tools), *TOOLS], "fetch the build tools")
+        environ = {
+            **os.environ,
+            **flags,
+            "HOROVOD_CMAKE": str(tools / "bin" / "cmake"),
+            "PYTHONPATH": str(tools),
+            "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
+        }
+        # Without isolation, because the build looks into the very PyTorch that the wheel is for.
+        command = [*PIP, "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out")]
+        if run_showing_progress([*command, str(source)], environ, log) != 0:
+            fail(f"building Horovod failed; the compiler's messages are in {log}: {first_error(log)}")
+        made = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.copytree(work / "out", made)
+        made.rename(folder)
+
+
+def download(work: Path) -> Path:
+    """Horovod's source archive as published, checked."""
+    run(
+        [*PIP, "download", "--quiet", "--no-binary=:all:", "--no-deps", "--dest", str(work), f"horovod=={VERSION}"],
+        f"download the source of Horovod {VERSION}",
+    )
+    archive = next(work.glob("horovod-*.tar.gz"))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SHA256:
+        fail(f"{archive.name} has SHA-256 {digest}, expected {SHA256}: it is not what was published")
+    return archive
+
+
+def unpack(archive: Path, work: Path) -> Path:
+    with tarfile.open(archive) as content:
+        content.extractall(work, filter="data")
+    return work / f"horovod-{VERSION}"
+
+
+def run_showing_progress(command: list[str], environ: dict[str, str], log: Path) -> int:
+    """Run the build; make's percentages go to stderr, on one line where that is a terminal."""
+    shown = -10
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    with log.open("wb") as file:
+        for line in process.stdout:
+            file.write(line)
+            percent = re.match(rb"\s*\[ *(\d+)%\]", line)
+            if percent and sys.stderr.isatty():
+                print(f"\rbuilding Horovod: {int(percent[1])} %", end="", file=sys.stderr, flush=True)
+            elif percent and int(percent[1]) >= shown + 10:
+                shown = int(percent[1])
+                say(f"building Horovod: {shown} %")
+    if sys.stderr.isatty():
+        say("")
+    return process.wait()
+
+
+def first_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line.strip() for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), "no reason given")
+
+
+def run(command: list[str], what: str) -> None:
+    # pip talks on stdout; a launch script's stdout belongs to the result.
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+        fail(f"could not {what}: `{' '.join(command)}` failed, as it says above")
+
+
+def is_installed() -> bool:
+    try:
+        return version("horovod") == VERSION
+    except PackageNotFoundError:
+        return False
+
+
+def processors() -> int:
+    """As many compilers as processors this job may use, and no more than the memory takes (about 1.2 GB each)."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(count, int(memory / 1.2e9)))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def fail(text: str) -> NoReturn:
+    say(f"error: {text}")
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""One loss curve: three torch programs take the same steps, and start from each other's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import APPS, Harness, losses, relative_difference
+
+NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
+# A global batch of 125 is no multiple of 2 or 3.
+EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"]
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
+    made = {}
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        made[name] = Harness(APPS[name], "cpu", tmp_path / name)
+    yield made
+    for harness in made.values():
+        harness.check_nothing_left()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(["--model=net", "--optimizer=sgd"], id="net-sgd"),
+        pytest.param(["--model=lenet", "--optimizer=adam"], id="lenet-adam", marks=pytest.mark.soak),
+    ],
+)
+def test_the_same_losses(family: dict[str, Harness], variant: list[str], n: int) -> None:
+    curves = {}
+    for name, harness in family.items():
+        harness.train(n, *EXACT, *variant, "--global-batch-size=125", "--max-steps=100")
+        curves[name] = losses(harness.folder / "run")
+        assert len(curves[name]) == 100
+    for name in NAMES[1:]:
+        assert relative_difference(curves["mnist_ddp"], curves[name]) < 1e-7, name
+
+
+def test_weights_travel(family: dict[str, Harness]) -> None:
+    """Trained by each in turn, from the one before; all three count the same correct digits."""
+    weights: list[str] = []
+    for harness in family.values():
+        result = harness.train(2, *harness.app.small, "--max-steps=8", *weights)
+        weights = [f"--init-from={Path(result['run_dir']) / 'model.safetensors'}"]
+    for harness in family.values():
+        again = harness.train(2, *harness.app.small, "--max-steps=0", *weights, run_dir=harness.folder / "again")
+        assert again["weights_sha256"] == result["weights_sha256"]
+        assert again["test_accuracy"] == result["test_accuracy"]

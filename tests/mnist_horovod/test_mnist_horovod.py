@@ -1,0 +1,225 @@
+"""What is particular to this app: Horovod's build, its launcher, and the same steps as mnist_ddp."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import APPS, ROOT, Harness, Outcome, losses, relative_difference
+
+TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
+SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
+HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
+
+
+def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
+    return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
+
+
+@pytest.fixture
+def ddp(harness: Harness) -> Iterator[Harness]:
+    """The same Python runs mnist_ddp: Horovod's environment has torch, and torch needs no more for DDP."""
+    folder = harness.folder / "ddp"
+    folder.mkdir()
+    made = Harness(APPS["mnist_ddp"], harness.device, folder)
+    yield made
+    made.check_nothing_left()
+
+
+# --- the same program ----------------------------------------------------------------------------------------------
+
+
+def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
+    apps = ROOT / "apps"
+    command = ["diff", str(apps / "mnist_ddp" / "train.py"), str(apps / "mnist_horovod" / "train.py")]
+    diff = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    changed = [line for line in diff.splitlines() if line.startswith(("<", ">"))]
+    assert 0 < len(changed) < 60
+    for name in ("model.py", "data.py"):
+        assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
+
+
+@pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2 or 3; 1333 leaves a last batch of one sample
+def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int) -> None:
+    for variant in harness.app.variants[:2]:
+        options = [*harness.app.exact, *variant, f"--global-batch-size={batch}"]
+        steps = 100 if batch == 125 and variant == harness.app.variants[0] else 12
+        ddp.train(1, *options, f"--max-steps={steps}", run_dir=ddp.folder / f"{variant}")
+        expected = losses(ddp.folder / f"{variant}")
+        assert len(expected) == steps
+        for n in (1, 2, 3):
+            run_dir = harness.folder / f"{variant}-{n}"
+            harness.train(n, *options, f"--max-steps={steps}", run_dir=run_dir)
+            assert relative_difference(expected, losses(run_dir)) < 1e-9, (variant, n)
+
+
+def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
+    """With dropout, in float32, at 3 ranks: rounding is all that differs."""
+    options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
+    one, other = harness.train(3, *options), ddp.train(3, *options)
+    assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-5
+
+
+def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness) -> None:
+    trained = ddp.train(2, "--dataset=mnist-5k", "--epochs=2")
+    weights = Path(trained["run_dir"]) / "model.safetensors"
+    evaluate = ["--dataset=mnist-5k", "--max-steps=0"]
+    taken = harness.train(3, *evaluate, f"--init-from={weights}", run_dir=harness.folder / "taken")
+    assert taken["weights_sha256"] == trained["weights_sha256"]
+    assert taken["test_accuracy"] == trained["test_accuracy"]
+    back = ddp.train(1, *evaluate, f"--init-from={taken['run_dir']}/model.safetensors", run_dir=ddp.folder / "back")
+    assert back["test_accuracy"] == trained["test_accuracy"]
+
+
+def test_a_rank_without_samples_takes_part(harness: Harness, ddp: Harness) -> None:
+    options = [*harness.app.exact, "--global-batch-size=2", "--max-steps=10"]
+    one, other = harness.train(3, *options), ddp.train(1, *options)
+    assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-9
+
+
+def test_gradients_may_be_sent_in_half_precision(harness: Harness) -> None:
+    plain = harness.train(2, *SMALL, run_dir=harness.folder / "plain")
+    small = harness.train(2, *SMALL, "--compression=fp16", run_dir=harness.folder / "small")
+    assert small["weights_sha256"] != plain["weights_sha256"]
+    curves = [losses(harness.folder / name) for name in ("plain", "small")]
+    assert curves[0][0] == curves[1][0]
+    assert relative_difference(*curves) < 1e-2
+    outcome = harness.run(2, *SMALL, "--max-steps=7", run_dir=harness.folder / "small")
+    assert outcome.code == 2
+    assert "--compression" in outcome.errors[0]
+
+
+# --- its launcher --------------------------------------------------------------------------------------------------
+
+
+def test_horovodrun_alone_takes_the_same_steps(harness: Harness) -> None:
+    harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
+    command = [*HOROVODRUN, "-np", "2", sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+    outcome = bare(harness, command, OMP_NUM_THREADS="1")
+    assert outcome.code == 0, outcome
+    assert losses(harness.folder / "run") == losses(harness.folder / "by-script")
+    assert "[0]<stdout>:RESULT {" in outcome.stdout.splitlines()[-1]
+
+
+def test_one_process_by_plain_python(harness: Harness) -> None:
+    result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL], OMP_NUM_THREADS="1"), 1)
+    assert result["launcher"] == "none"
+
+
+def test_ranks_end_when_horovodrun_is_killed(harness: Harness) -> None:
+    command = [*HOROVODRUN, "-np", "2", sys.executable, TRAIN, "--dataset=mnist-5k", "--epochs=1000"]
+    job = harness.start_command([*command, "--run-dir=run", "--log-every=1"], harness.folder / "run")
+    job.wait_for_step(5)
+    job.process.kill()
+    job.process.communicate()
+    harness.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"HOROVOD_HOSTS": "server1"}, "HOROVOD_HOSTS='server1'"),
+        ({"HOROVOD_HOSTS": "server1:0"}, "host:ranks"),
+        ({"HOROVOD_HOSTS": "server1:4,"}, "host:ranks"),
+        ({"HOROVOD_HOSTS": "server1:4;touch x:1"}, "host:ranks"),
+        ({"HOROVOD_HOSTS": "{python}:4"}, "host:ranks"),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "HOROVOD_HOSTS",
+        ),
+    ],
+    ids=str,
+)
+def test_a_mistake_about_machines_is_one_line(harness: Harness, environ: dict[str, str], words: str) -> None:
+    outcome = harness.run(2, *SMALL, **environ)
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+    assert words in outcome.stderr
+    assert outcome.stdout == ""
+
+
+def test_hosts_reach_horovodrun(harness: Harness) -> None:
+    shown = harness.run(8, "--dry-run", HOROVOD_HOSTS="server1:4,10.0.0.2:4").stdout
+    assert "horovod.runner.launch --gloo -np 8 -H server1:4,10.0.0.2:4 " in shown
+    here = harness.train(2, *SMALL, HOROVOD_HOSTS="127.0.0.1:2")
+    assert here["launcher"] == "horovodrun"
+
+
+def test_ranks_that_horovod_did_not_start_are_refused(harness: Harness) -> None:
+    outcome = bare(harness, [sys.executable, TRAIN, *SMALL], RANK="0", WORLD_SIZE="2")
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+    assert "HOROVOD_HOSTS" in outcome.stderr
+
+
+# --- the installation ----------------------------------------------------------------------------------------------
+
+
+def verify(harness: Harness, *arguments: str) -> Outcome:
+    return bare(harness, ["bash", str(ROOT / "scripts" / "verify_horovod.sh"), *arguments])
+
+
+def test_the_installation_is_verified(harness: Harness) -> None:
+    outcome = verify(harness, "3")
+    assert outcome.code == 0, outcome
+    rows = outcome.stdout.splitlines()
+    assert len(rows) >= 10
+    assert all(row.startswith("ok ") for row in rows)
+    assert "FAILED" not in outcome.stdout
+
+
+def test_a_failed_check_is_told(harness: Harness) -> None:
+    """More ranks than the hosts have places for: horovodrun starts none."""
+    outcome = bare(harness, ["bash", str(ROOT / "scripts" / "verify_horovod.sh"), "3"], HOROVOD_HOSTS="localhost:1")
+    assert outcome.code == 1, outcome
+    assert "FAILED" in outcome.stdout
+
+
+def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
+    """With an empty cache and nothing but Python on PATH."""
+    script = str(ROOT / "scripts" / "build_horovod.py")
+    environ = {"PATH": str(harness.folder), "XDG_CACHE_HOME": str(harness.folder / "cache")}
+    outcome = bare(harness, [sys.executable, script, "--rebuild"], **environ)
+    assert outcome.code == 1
+    assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+    assert outcome.stderr.startswith("error: building Horovod needs c++")
+
+
+def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
+    """A new environment gets the wheel from the cache, without a compiler."""
+    environ = {"PATH": os.pathsep.join([str(harness.folder), "/nowhere"])}
+    script = str(ROOT / "scripts" / "build_horovod.py")
+    venv = harness.folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    # What this environment has, but for Horovod; its packages are not copied.
+    packages = next((venv / "lib").glob("python*")) / "site-packages"
+    for found in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
+        for item in found.iterdir():
+            if not item.name.lower().startswith("horovod") and not (packages / item.name).exists():
+                (packages / item.name).symlink_to(item)
+    outcome = bare(harness, [str(venv / "bin" / "python"), script], **environ)
+    assert outcome.code == 0, outcome
+    assert "building" not in outcome.stderr
+    assert (packages / "horovod").is_dir()
+    check = [str(venv / "bin" / "python"), "-c", "import horovod.torch as hvd; hvd.init(); print(hvd.size())"]
+    assert bare(harness, check).stdout == "1\n"
+
+
+def test_a_damaged_source_is_refused(harness: Harness) -> None:
+    """The published archive's SHA-256 is checked before anything of it runs."""
+    source = harness.folder / "source"
+    source.mkdir()
+    (source / "horovod-0.28.1").mkdir()
+    setup = "from setuptools import setup; setup(name='horovod', version='0.28.1')"
+    (source / "horovod-0.28.1" / "setup.py").write_text(setup)
+    shutil.make_archive(str(source / "horovod-0.28.1"), "gztar", source, "horovod-0.28.1")
+    environ = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(source), "PIP_NO_BUILD_ISOLATION": "0"}
+    environ |= {"XDG_CACHE_HOME": str(harness.folder / "cache"), "PIP_CONFIG_FILE": os.devnull}
+    outcome = bare(harness, [sys.executable, str(ROOT / "scripts" / "build_horovod.py"), "--rebuild"], **environ)
+    assert outcome.code == 1, outcome
+    assert "SHA-256" in outcome.stderr

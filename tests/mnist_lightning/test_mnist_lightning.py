@@ -1,0 +1,169 @@
+"""What is particular to this app: mnist_ddp's steps to the bit; Lightning's loggers, signals and launchers."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import APPS, ROOT, Harness, Job, Outcome, losses, relative_difference
+
+TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
+SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def ddp(harness: Harness) -> Iterator[Harness]:
+    """Runs mnist_ddp beside this app, in the same environment."""
+    folder = harness.folder / "ddp"
+    folder.mkdir()
+    made = Harness(APPS["mnist_ddp"], harness.device, folder)
+    yield made
+    made.check_nothing_left()
+
+
+def start_bare(harness: Harness, command: list[str], **environ: str) -> Job:
+    return harness.start_command(command, harness.folder / "run", OMP_NUM_THREADS="1", **environ)
+
+
+def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
+    return start_bare(harness, command, **environ).finish(limit=120)
+
+
+@pytest.fixture
+def by_script(harness: Harness) -> list[float]:
+    harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
+    return losses(harness.folder / "by-script")
+
+
+# --- the same step as mnist_ddp's ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
+    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
+    ours, theirs = harness.train(n, *options), ddp.train(n, *options)
+    assert ours["steps"] == theirs["steps"] == 100
+    assert relative_difference(losses(ddp.folder / "run"), losses(harness.folder / "run")) < 1e-12
+    assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("options", [[], ["--model=lenet", "--optimizer=adam"]], ids=["defaults", "lenet adam"])
+def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
+    """In float32 and with dropout: Lightning adds nothing to the arithmetic."""
+    options = ["--dataset=mnist-5k", "--global-batch-size=250", "--max-steps=20", *options]
+    ours, theirs = harness.train(n, *options), ddp.train(n, *options)
+    assert ours["weights_sha256"] == theirs["weights_sha256"]
+    assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
+
+
+def test_weights_move_between_the_apps(harness: Harness, ddp: Harness) -> None:
+    for source, target in ((ddp, harness), (harness, ddp)):
+        trained = source.train(2, "--dataset=mnist-5k", "--max-steps=20", run_dir=source.folder / "trained")
+        weights = Path(trained["run_dir"]) / "model.safetensors"
+        options = ["--dataset=mnist-5k", "--max-steps=0", f"--init-from={weights}"]
+        started = target.train(2, *options, run_dir=target.folder / "started")
+        assert started["weights_sha256"] == trained["weights_sha256"]
+        assert started["test_accuracy"] == trained["test_accuracy"]
+
+
+# --- what Lightning would do otherwise -----------------------------------------------------------------------------
+
+
+def test_the_csv_logger_begins_a_new_version_at_each_start(harness: Harness) -> None:
+    harness.train(2, *SMALL)
+    harness.train(2, *SMALL, "--max-steps=9")
+    folder = harness.folder / "run" / "log" / "lightning"
+    steps, curve = [], []
+    for version in ("version_0", "version_1"):
+        with (folder / version / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        steps.append([int(row["step"]) for row in rows])
+        curve += [float(row["loss"]) for row in rows]
+    assert steps == [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    assert curve == losses(harness.folder / "run")
+
+
+def test_the_other_loggers(harness: Harness) -> None:
+    for logger, count in (("tensorboard", 1), ("none", 0)):
+        run_dir = harness.folder / logger
+        harness.train(2, *SMALL, f"--logger={logger}", run_dir=run_dir)
+        assert len(list(run_dir.glob("log/lightning/version_0/events.*"))) == count
+        assert (run_dir / "log" / "lightning").exists() == (count > 0)
+
+
+def test_the_run_dir_holds_no_pickle_and_the_console_no_chatter(harness: Harness) -> None:
+    outcome = harness.run(2, *harness.app.small)
+    files = [path for path in (harness.folder / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if path.suffix in (".ckpt", ".pt", ".pth", ".pkl")]
+    # A pickle starts with its protocol, torch's own files with a zip's signature.
+    assert not [path for path in files if path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")]
+    assert not [path.name for path in harness.folder.iterdir() if path.name != "run"], "Lightning's default folders"
+    lines = outcome.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["net", *["epoch"] * 3, "RESULT"]
+    assert outcome.stderr == ""
+
+
+def test_a_terminated_rank_ends_at_once(harness: Harness) -> None:
+    """Lightning's handler of SIGTERM would talk to the other ranks from within it."""
+    job = harness.start(2, *harness.app.small)
+    job.wait_for_step(5)
+    os.kill(job.ranks()[1], signal.SIGTERM)
+    assert harness.checked(job.finish(), 2)["restarts"] == 1
+
+
+def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
+    command = [sys.executable, TRAIN, "--dataset=mnist-5k", "--epochs=1000", "--run-dir=run", "--log-every=1"]
+    job = start_bare(harness, command)
+    job.wait_for_step(5)
+    job.process.send_signal(signal.SIGINT)
+    outcome = job.finish(limit=20)
+    assert outcome.code == 130
+    assert outcome.stderr == ""
+
+
+# --- its launchers -------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_alone_takes_the_same_steps(harness: Harness, by_script: list[float]) -> None:
+    result = harness.checked(bare(harness, [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, *SMALL]), 2)
+    assert result["launcher"] == "torchrun"
+    assert losses(Path(result["run_dir"])) == by_script
+
+
+def test_one_process_by_plain_python(harness: Harness) -> None:
+    """Lightning's own way with devices=N would start N - 1 children of itself."""
+    outcome = bare(harness, [sys.executable, TRAIN, *SMALL])
+    assert harness.checked(outcome, 1)["launcher"] == "none"
+    assert outcome.stderr == ""
+    assert len(outcome.stdout.splitlines()) == 2
+
+
+def test_plain_rank_and_world_size(harness: Harness, by_script: list[float]) -> None:
+    """As DLC and a person at two terminals set them: one process each, no launcher."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    jobs = [start_bare(harness, command, **common, RANK=str(rank)) for rank in range(2)]
+    first, second = (job.finish(limit=120) for job in jobs)
+    assert harness.checked(first, 2)["launcher"] == "env"
+    assert second.code == 0
+    assert second.stdout == ""
+    assert losses(harness.folder / "run") == by_script
+
+
+def test_a_wrong_environment_is_one_line(harness: Harness) -> None:
+    for environ, words in (({"RANK": "0"}, "WORLD_SIZE"), ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR")):
+        outcome = bare(harness, [sys.executable, TRAIN, *SMALL], **environ)
+        assert outcome.code == 2, outcome
+        assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+        assert words in outcome.stderr
