@@ -381,9 +381,10 @@ def _check_requirements(app: str) -> None:
         try:
             found = version(name)
         except PackageNotFoundError:
+            install = f"{sys.executable} -m pip install -r apps/{app}/requirements.txt"
+            install += f", then bash {setup} {sys.executable}" if setup.exists() else ""
             raise UserError(
-                f"{sys.executable} lacks {name}: {sys.executable} -m pip install -r apps/{app}/requirements.txt"
-                f"{f', then bash {setup} {sys.executable}' if setup.exists() else ''}, or unset PYTHON to have .venvs/{app} made"
+                f"{sys.executable} lacks {name}: {install}; or unset PYTHON to have .venvs/{app} made"
             ) from None
         if found.partition("+")[0] != pin:
             _say(f"warning: {name} {found} is installed; this app was tested with {pin}")
