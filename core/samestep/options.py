@@ -18,7 +18,7 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout quiet requested_dataset default_dataset".split()
+    "max_restarts timeout quiet requested_dataset default_dataset logger".split()
 )
 
 

@@ -173,6 +173,8 @@ class Harness:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Tests that were started in the background ignore INT, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         job = Job(process, run_dir)
         self._jobs.append(job)

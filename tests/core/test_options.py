@@ -186,6 +186,7 @@ CHANGED: dict[str, Any] = {
     "dataset": "mnist",
     "requested_dataset": "mnist",
     "default_dataset": "mnist",
+    "logger": "csv",
     "data_dir": Path("x"),
     "run_dir": Path("x"),
     "resume": False,
