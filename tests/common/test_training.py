@@ -75,14 +75,15 @@ def test_losses_are_the_same_at_any_number_of_ranks(harness: Harness, soak: bool
             continue
         steps = 100 if soak or i == 0 else 12
         curves = {}
-        for n in (1, 2, 3, 4):
+        counts = (1, 2, 3, 4) if soak or batch == 125 else (1, 3)
+        for n in counts:
             run_dir = harness.folder / f"{i}-{n}"
             options = [*harness.app.exact, *variant, f"--global-batch-size={batch}", f"--max-steps={steps}"]
             harness.train(n, *options, run_dir=run_dir)
             curves[n] = losses(run_dir)
             assert len(curves[n]) == steps
         assert curves[1][-1] < curves[1][0]
-        for n in (2, 3, 4):
+        for n in counts[1:]:
             assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
 
 

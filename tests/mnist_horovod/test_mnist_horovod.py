@@ -44,6 +44,7 @@ def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
         assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
 
 
+@pytest.mark.soak  # in the matrix tests/conformance shows it
 @pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2 or 3; 1333 leaves a last batch of one sample
 def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int) -> None:
     for variant in harness.app.variants[:2]:
@@ -65,6 +66,7 @@ def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, 
     assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-5
 
 
+@pytest.mark.soak  # in the matrix tests/conformance shows it
 def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness) -> None:
     trained = ddp.train(2, "--dataset=mnist-5k", "--epochs=2")
     weights = Path(trained["run_dir"]) / "model.safetensors"

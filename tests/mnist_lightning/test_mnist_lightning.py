@@ -45,6 +45,7 @@ def by_script(harness: Harness) -> list[float]:
 # --- the same step as mnist_ddp's ----------------------------------------------------------------------------------
 
 
+@pytest.mark.soak  # in the matrix tests/conformance shows it
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
     options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
@@ -55,7 +56,13 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("options", [[], ["--model=lenet", "--optimizer=adam"]], ids=["defaults", "lenet adam"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="defaults"),
+        pytest.param(["--model=lenet", "--optimizer=adam"], id="lenet adam", marks=pytest.mark.soak),
+    ],
+)
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
     """In float32 and with dropout: Lightning adds nothing to the arithmetic."""
     options = ["--dataset=mnist-5k", "--global-batch-size=250", "--max-steps=20", *options]
@@ -64,6 +71,7 @@ def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
 
 
+@pytest.mark.soak  # in the matrix tests/conformance shows it
 def test_weights_move_between_the_apps(harness: Harness, ddp: Harness) -> None:
     for source, target in ((ddp, harness), (harness, ddp)):
         trained = source.train(2, "--dataset=mnist-5k", "--max-steps=20", run_dir=source.folder / "trained")
