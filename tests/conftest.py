@@ -20,12 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "soak: runs in `tox -e soak` alone")
+    config.addinivalue_line("markers", "soak: runs with --soak alone")
+    config.addinivalue_line("markers", "once: of core alone, so in the matrix one app shows it; with --soak every app")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--soak"):
-        left_out = [item for item in items if item.get_closest_marker("soak")]
+        marks = ["soak"] if config.getoption("--app") == "mnist_ddp" else ["soak", "once"]
+        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 

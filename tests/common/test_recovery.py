@@ -183,6 +183,7 @@ def test_a_stopped_rank_is_named(harness: Harness) -> None:
     assert f"rank 1 ({os.uname().nodename}, pid {stopped}) last alive at step" in outcome.errors[0]
 
 
+@pytest.mark.once
 def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -208,6 +209,7 @@ def test_a_stopped_rank_is_replaced(harness: Harness, undisturbed: Callable[...,
     assert result["restarts"] == 1
 
 
+@pytest.mark.once
 def test_two_jobs_at_once_do_not_disturb_each_other(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_resume_that_would_take_other_steps_is_refused(harness: Harness) -> No
     assert snapshot(harness.folder / "run") == kept
 
 
+@pytest.mark.once
 def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     harness.train(2, *harness.app.small, "--max-steps=7", "--epochs=1")
     outcome = harness.run(2, *harness.app.small, "--checkpoint-every=3", "--keep-checkpoints=1", "--timeout=60")
@@ -265,6 +268,7 @@ def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     assert "another_app" in outcome.errors[0]
 
 
+@pytest.mark.once
 def test_no_resume_starts_anew_and_keeps_the_old_run(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -291,6 +295,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str
@@ -314,6 +319,7 @@ def test_a_damaged_checkpoint_is_skipped(
     _table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
 
 
+@pytest.mark.once
 def test_when_no_checkpoint_is_good_nothing_is_overwritten(harness: Harness) -> None:
     harness.train(1, *harness.app.small, "--max-steps=15")
     run_dir = harness.folder / "run"

@@ -103,6 +103,7 @@ def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
         harness.train(2, *harness.app.small, "--max-steps=2", "--max-restarts=0", run_dir=harness.folder / str(i))
 
 
+@pytest.mark.once
 def test_it_works_from_any_directory_and_chooses_a_run_dir(harness: Harness) -> None:
     script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")
     command = ["bash", script, "2", *harness.app.small, "--max-steps=1"]
@@ -112,6 +113,7 @@ def test_it_works_from_any_directory_and_chooses_a_run_dir(harness: Harness) -> 
     assert all(folder.parent == harness.folder / "runs" / harness.app.name for folder in folders)
 
 
+@pytest.mark.once
 def test_quiet_shows_the_result_alone(harness: Harness) -> None:
     outcome = harness.run(2, *harness.app.small, "--max-steps=2", "--quiet")
     assert len(outcome.stdout.splitlines()) == 1
