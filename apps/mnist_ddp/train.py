@@ -154,9 +154,10 @@ def train(options: Namespace, world: env.World, device: torch.device) -> dict[st
 
     tested = tested or evaluate(model, test, dtype, watchdog)
     seconds, samples = time.monotonic() - begun, batches.samples_seen(max(total, start or 0))
-    sha256 = agree_on_weights(model_arrays(model), device)
+    weights = model_arrays(model)
+    sha256 = agree_on_weights(weights, device)
     if rank == 0:
-        checkpoint.save_weights(options.run_dir / "model.safetensors", model_arrays(model))
+        checkpoint.save_weights(options.run_dir / "model.safetensors", weights)
     return {
         "framework": "torch",
         "framework_version": torch.__version__,

@@ -188,9 +188,10 @@ def train(options: Namespace, world: env.World, device: torch.device) -> dict[st
 
     tested = tested or evaluate(model, test, dtype, watchdog)
     seconds, samples = time.monotonic() - begun, batches.samples_seen(max(total, start or 0))
-    sha256 = agree_on_weights(model_arrays(model), device)
+    weights = model_arrays(model)
+    sha256 = agree_on_weights(weights, device)
     if rank == 0:
-        checkpoint.save_weights(options.run_dir / "model.safetensors", model_arrays(model))
+        checkpoint.save_weights(options.run_dir / "model.safetensors", weights)
     return {
         "framework": "pytorch-lightning",
         "framework_version": version("pytorch-lightning"),
@@ -213,7 +214,7 @@ def agree_on_start(
     """Rank 0 settles run dir and data set and reads the checkpoint or --init-from; all ranks take them over.
 
     Returns the step to go on from (None: a new run) and the checkpoint's state. Only the optimizer's state is sent
-    here: the weights follow when DDP is built, which broadcasts rank 0's.
+    here: the weights follow when the model is distributed.
     """
     said: dict[str, Any] = {}
     problem: Exception | None = None
@@ -273,7 +274,7 @@ def agree_on_weights(weights: Arrays, device: torch.device) -> str:
 
 
 def broadcast_json(value: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Rank 0's ``value`` on every rank; as JSON, because torch's own broadcast of objects would unpickle them."""
+    """Rank 0's ``value`` on every rank; as JSON, because a broadcast of objects would unpickle them."""
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     length = torch.tensor([len(content)], device=device)
     dist.broadcast(length, src=0)  # ranks talk

@@ -81,7 +81,7 @@ def save(
         temporary.mkdir(parents=True)
         files = {}
         for group, arrays in groups.items():
-            content = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+            content = _as_safetensors(arrays)
             _write_synced(temporary / f"{group}.safetensors", content)
             files[f"{group}.safetensors"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         body = {
@@ -226,9 +226,7 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 def save_weights(path: Path, weights: Arrays) -> None:
     """Write a safetensors file whole or not at all. Raises FatalError."""
     try:
-        write_atomic(
-            path, safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in weights.items()})
-        )
+        write_atomic(path, _as_safetensors(weights))
     except OSError as error:
         raise FatalError(f"cannot write {path}: {_reason(error)}") from error
 
@@ -267,6 +265,10 @@ def write_atomic(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _as_safetensors(arrays: Arrays) -> bytes:
+    return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def _folders(run_dir: Path) -> list[Path]:
