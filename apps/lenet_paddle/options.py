@@ -1,0 +1,74 @@
+"""The options of this app: those every app has, and its own. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from samestep import UserError
+from samestep.options import Parser, add_common, real, whole
+
+LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
+
+
+def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage=usage,
+        description="Train LeNet on MNIST with PaddlePaddle, by any of its three APIs: the same global batches at any "
+        "number of ranks, exact evaluation, and a run that can be killed and resumed.",
+    )
+    add_common(
+        parser,
+        epochs=20,
+        global_batch_size=64,
+        lr="0.001 with adam, 0.02 with sgd",
+        datasets=("mnist", "fashion-mnist", "mnist-5k"),
+        devices=("auto", "cpu", "gpu"),
+        may_change_at_resume=("gpus", "launcher", "nprocs", "visualdl"),
+    )
+    add = parser.add_argument_group("model and optimizer").add_argument
+    add("--optimizer", choices=("sgd", "adam"), default="adam", help="(default: %(default)s)")
+    add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add = parser.add_argument_group("paddle").add_argument
+    add(
+        "--api",
+        choices=("basic", "fleet", "highlevel"),
+        default="basic",
+        help="basic: DataParallel in a loop of our own (the default); fleet: distributed_model and "
+        "distributed_optimizer in the same loop; highlevel: paddle.Model's fit and evaluate",
+    )
+    add(
+        "--launcher",
+        choices=("launch", "spawn"),
+        default="launch",
+        help="who starts the ranks: paddle.distributed.launch (the default), or train.py by paddle.distributed.spawn",
+    )
+    add("--nprocs", type=whole(1), metavar="N", help="ranks that --launcher spawn starts; the launch script sets it")
+    add("--gpus", type=gpu_list, metavar="I,J", help="the GPUs to use, such as 0,1 (default: the first N)")
+    add("--visualdl", type=Path, metavar="DIR", help="write loss and accuracy there, for the visualdl command")
+    return parser
+
+
+def gpu_list(text: str) -> str:
+    """An option's type: numbers of GPUs, each once."""
+    numbers = text.split(",")
+    if not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII) or len(set(numbers)) < len(numbers):
+        raise ArgumentTypeError(f"{text!r} is not a list of GPUs such as 0,1")
+    return text
+
+
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+    """Parse and complete the options; raises UserError for a mistake."""
+    options = build_parser(prog, usage).parse(argv)
+    if options.lr is None:
+        options.lr = LEARNING_RATES[options.optimizer]
+    if options.launcher == "spawn" and os.environ.get("NNODES", "1") != "1":
+        raise UserError("--launcher spawn starts ranks on one machine: use --launcher launch for several")
+    if options.gpus and options.device == "cpu":
+        raise UserError(f"--gpus {options.gpus} contradicts --device cpu: leave one of them out")
+    return options

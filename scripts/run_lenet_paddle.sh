@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Train LeNet on MNIST with PaddlePaddle on N ranks:  bash scripts/run_lenet_paddle.sh N [options]   (--help explains)
+# paddle.distributed.launch starts the ranks, or train.py itself by paddle.distributed.spawn. Neither ever restarts them.
+command=({python} -m paddle.distributed.launch --nnodes={nnodes} --rank={node_rank} --nproc_per_node={nproc}
+  --master={master_addr}:{master_port} --host={host} --devices={gpus} --log_dir={log_dir} {train} {options})
+case " $* " in
+*" --launcher=spawn "* | *" --launcher spawn "*) command=({python} {train} --nprocs={nproc} {options}) ;;
+esac
+export PYTHONWARNINGS=ignore:"No ccache found":UserWarning  # Paddle's, of no use to who only trains
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" lenet_paddle "${command[@]}" -- "$@"

@@ -1,0 +1,44 @@
+"""Across frameworks: LeNet in Paddle and in PyTorch, from the same weights, takes the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Harness, losses, relative_difference
+
+EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--global-batch-size=125", "--epochs=100"]
+TORCH = ["--model=lenet", "--dropout=0"]
+
+
+# Paddle's Momentum holds its coefficient in single precision, which knows 0.875 but not 0.9.
+OPTIMIZERS = {"sgd": ["--lr=0.01", "--momentum=0.875"], "adam": ["--lr=0.001"]}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
+    options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
+    start = ddp.train(2, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
+    options += [f"--init-from={start['run_dir']}/model.safetensors", "--max-steps=100"]
+    theirs = ddp.train(2, *options, *TORCH)
+    expected = losses(ddp.folder / "run")
+    assert len(expected) == 100
+    assert expected[-1] < expected[0] / 2
+    for api in ("basic", "fleet", "highlevel") if soak else ("basic",):
+        ours = harness.train(2, *options, f"--api={api}", run_dir=harness.folder / api)
+        assert relative_difference(expected, losses(harness.folder / api)) < 1e-7, api
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+def test_weights_travel(harness: Harness, ddp: Harness) -> None:
+    """Each evaluates what the other trained, and counts the same digits; in float32 one score may tip over."""
+    trained = {
+        "paddle": harness.train(2, "--dataset=mnist-5k", "--epochs=2"),
+        "torch": ddp.train(2, "--dataset=mnist-5k", "--epochs=2", "--optimizer=adam", *TORCH),
+    }
+    for name, other, options in (("paddle", ddp, TORCH), ("torch", harness, [])):
+        weights = Path(trained[name]["run_dir"]) / "model.safetensors"
+        evaluate = ["--dataset=mnist-5k", "--max-steps=0", f"--init-from={weights}", *options]
+        evaluated = other.train(2, *evaluate, run_dir=other.folder / "other")
+        assert evaluated["weights_sha256"] == trained[name]["weights_sha256"]
+        assert abs(evaluated["test_accuracy"] - trained[name]["test_accuracy"]) * 1000 <= 2

@@ -1,0 +1,191 @@
+"""What is particular to this app: three APIs, two launchers, two counts of right answers, and VisualDL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference, write_fashion
+from samestep import checkpoint
+
+TRAIN = str(ROOT / "apps" / "lenet_paddle" / "train.py")
+SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
+LAUNCH = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node=2", "--log_dir=paddle-log"]
+FLEETRUN = [str(Path(sys.executable).parent / "fleetrun"), *LAUNCH[3:]]
+
+WAYS = [
+    (api, launcher, n) for api in ("basic", "fleet", "highlevel") for launcher in ("launch", "spawn") for n in (1, 2, 3)
+]
+IN_MATRIX = [
+    ("basic", "launch", 3),
+    ("fleet", "launch", 2),
+    ("highlevel", "launch", 3),
+    ("basic", "spawn", 3),
+    ("highlevel", "spawn", 1),
+]
+
+
+def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool) -> None:
+    """A global batch of 125 is no multiple of 2 or 3."""
+    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]
+    expected = harness.train(1, *options, run_dir=harness.folder / "expected")
+    curve = losses(harness.folder / "expected")
+    assert len(curve) == 100
+    for api, launcher, n in WAYS if soak else IN_MATRIX:
+        run_dir = harness.folder / f"{api}-{launcher}-{n}"
+        result = harness.train(n, *options, f"--api={api}", f"--launcher={launcher}", run_dir=run_dir)
+        assert result["api"] == api
+        assert relative_difference(curve, losses(run_dir)) < 1e-9, run_dir.name
+        for name in ("test_accuracy", "test_accuracy_top2", "test_examples"):
+            assert result[name] == expected[name], run_dir.name
+        assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-9)
+
+
+def test_top_1_and_top_2_have_names_of_their_own(harness: Harness) -> None:
+    result = harness.train(2, "--dataset=mnist-5k", "--epochs=1", "--api=highlevel")
+    assert 0.5 < result["test_accuracy"] < result["test_accuracy_top2"] < 1
+    assert metrics(harness.folder / "run")[-1]["test_accuracy_top2"] == result["test_accuracy_top2"]
+
+
+def test_the_weights_have_pytorchs_names_and_layouts(harness: Harness) -> None:
+    result = harness.train(1, "--dataset=mnist-5k", "--max-steps=0")
+    weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
+    shapes = {name: array.shape for name, array in weights.items() if name.endswith("weight")}
+    assert shapes == {
+        "features.0.weight": (6, 1, 3, 3),
+        "features.3.weight": (16, 6, 5, 5),
+        "fc.0.weight": (120, 400),
+        "fc.1.weight": (84, 120),
+        "fc.2.weight": (10, 84),
+    }
+    assert sum(array.size for array in weights.values()) == 61_610
+
+
+# --- recovery by every API and launcher ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("api", "launcher", "n"),
+    [("highlevel", "launch", 3), ("fleet", "launch", 3), ("basic", "spawn", 2), ("highlevel", "spawn", 2)],
+)
+def test_a_killed_rank_changes_nothing(harness: Harness, soak: bool, api: str, launcher: str, n: int) -> None:
+    options = [*harness.app.small, f"--api={api}", f"--launcher={launcher}"]
+    expected = harness.train(n, *options, run_dir=harness.folder / "expected")
+    for i in range(5 if soak else 1):
+        job = harness.start(n, *options, run_dir=harness.folder / str(i))
+        job.wait_for_step(10 + i)
+        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # spawn shows no rank in its environment
+        result = harness.checked(job.finish(), n)
+        assert result["restarts"] == 1
+        assert result["weights_sha256"] == expected["weights_sha256"]
+
+
+# --- launchers without the script ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [LAUNCH, FLEETRUN], ids=["paddle.distributed.launch", "fleetrun"])
+def test_paddles_launcher_alone_takes_the_same_steps(harness: Harness, command: list[str]) -> None:
+    expected = harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
+    outcome = bare(harness, [*command, TRAIN, *SMALL, "--run-dir=run"])
+    assert outcome.code == 0, outcome
+    result = json.loads((harness.folder / "run" / "result.json").read_text())
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["launcher"] == "paddle"
+
+
+def test_spawn_alone(harness: Harness) -> None:
+    outcome = bare(harness, [sys.executable, TRAIN, *SMALL, "--launcher=spawn", "--nprocs=2", "--run-dir=run"])
+    harness.checked(outcome, 2)
+
+
+def test_plain_rank_and_world_size(harness: Harness) -> None:
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+    jobs = [
+        harness.start_command(command, harness.folder / "run", **common, RANK=rank, LOCAL_RANK=rank)
+        for rank in ("0", "1")
+    ]
+    first, second = (job.finish(limit=120) for job in jobs)
+    assert harness.checked(first, 2)["launcher"] == "env"
+    assert second.code == 0, second
+
+
+# --- its mistakes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        (["--gpus=0,0"], {}, "--gpus: '0,0'"),
+        (["--gpus=a"], {}, "--gpus: 'a'"),
+        (["--api=static"], {}, "--api"),
+        (["--nprocs=0"], {}, "--nprocs"),
+        (["--gpus=0,1"], {}, "--gpus 0,1 contradicts --device cpu"),
+        (
+            ["--launcher=spawn"],
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "--launcher launch",
+        ),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: dict[str, str], words: str) -> None:
+    outcome = harness.run(2, *options, **environ)
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1
+    assert words in outcome.stderr
+
+
+@pytest.mark.parametrize("launcher", ["launch", "spawn"])
+def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) -> None:
+    outcome = harness.run(2, *SMALL, "--device=gpu", f"--launcher={launcher}")
+    assert outcome.code == 2, outcome
+    assert len(outcome.errors) == 1
+    assert "--device gpu" in outcome.errors[0]
+
+
+# --- what it writes ------------------------------------------------------------------------------------------------
+
+
+def test_visualdl_gets_every_step_once(harness: Harness) -> None:
+    from visualdl import LogReader
+
+    folder = harness.folder / "scalars"
+    options = [*SMALL, "--global-batch-size=1000", f"--visualdl={folder}"]  # 4 steps an epoch
+    harness.train(2, *options, "--max-steps=5")
+    result = harness.train(2, *options, "--max-steps=9")
+    assert result["resumed_from_step"] == 5
+    (file,) = folder.iterdir()
+    reader = LogReader(file_path=str(file))
+    read = {tag: [(record.id, record.value) for record in reader.get_data("scalar", tag)] for tag in SCALARS}
+    assert [step for step, _ in read["train/loss"]] == list(range(1, 10))
+    assert [value for _, value in read["train/loss"]] == pytest.approx(losses(harness.folder / "run"), rel=1e-6)
+    assert [step for step, _ in read["test/accuracy_top1"]] == [4, 8]
+    assert all(one <= two for (_, one), (_, two) in zip(read["test/accuracy_top1"], read["test/accuracy_top2"]))
+
+
+SCALARS = ("train/loss", "test/accuracy_top1", "test/accuracy_top2")
+
+
+def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
+    write_fashion(harness.folder / "data" / "fashion-mnist")
+    options = ["--dataset=fashion-mnist", "--epochs=1", "--global-batch-size=500", "--api=highlevel"]
+    outcome = harness.run(3, *options, f"--data-dir={harness.folder / 'data'}")
+    assert outcome.code == 0, outcome
+    assert outcome.result["test_examples"] == 10_000
+    assert outcome.result["steps"] == 120
+    assert outcome.result["test_accuracy"] > 0.7
+
+
+def test_the_run_dir_holds_no_pickle_and_the_console_no_chatter(harness: Harness) -> None:
+    """Paddle's launcher repeats on the console what rank 0 says, were it not for the launch script."""
+    outcome = harness.run(1, *SMALL, OMP_NUM_THREADS="2")
+    harness.checked(outcome, 1)
+    assert len(outcome.stdout.splitlines()) == 2
+    assert outcome.stderr == ""
+    suffixes = {path.suffix for path in (harness.folder / "run").rglob("*") if path.is_file()}
+    assert not suffixes & {".pdparams", ".pdopt", ".pkl", ".pt"}
