@@ -1,0 +1,110 @@
+"""The data: all images in memory; crop and flip of a whole batch in numpy, the rest by MindSpore's compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mindspore.dataset as ds
+import numpy as np
+from mindspore.dataset import vision
+from numpy.typing import NDArray
+from samestep import datasets
+from samestep.sharding import GlobalBatches, step_seed
+
+# Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2023, 0.1994, 0.2010)
+PADDING = 4  # pixels on each side, of which a random crop takes its choice
+
+Batch = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images uint8 [n, 32, 32, 3] and labels int32 [n]."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int32]
+
+    def training(self, batches: GlobalBatches, steps: Iterable[int], image_size: int) -> ds.Dataset:
+        """This rank's part of each of ``steps``: images float32 [rows, 3, s, s], labels int32 [rows], weights [rows].
+
+        Every rank has ceil(global batch / ranks) rows at every step, because MindSpore compiles again for another
+        shape and refuses an empty one. Rows that the rank's part does not fill repeat samples of the batch, with
+        weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
+        """
+        rows = -(-batches.global_batch_size // batches.world_size)
+
+        def make() -> Iterator[Batch]:
+            for step in steps:
+                mine = batches.indices(step)
+                repeated = mine if len(mine) else replace(batches, rank=0, world_size=1).indices(step)
+                indices = np.concatenate([mine, np.resize(repeated, rows - len(mine))])
+                weights = np.zeros(rows, np.float32)
+                weights[: len(mine)] = rows * batches.world_size / batches.size(step)
+                images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
+                yield images, self.labels[indices], weights
+
+        return pipeline(make, rows, image_size)
+
+    def evaluation(self, first: int, last: int, rows: int, image_size: int) -> ds.Dataset:
+        """The samples from ``first`` to before ``last`` as they are, ``rows`` at a time; weight 1, or 0 if repeated."""
+
+        def make() -> Iterator[Batch]:
+            for begin in range(first, last, rows):
+                indices = np.arange(begin, begin + rows)
+                weights = (indices < last).astype(np.float32)
+                indices = np.minimum(indices, last - 1)
+                yield self.images[indices], self.labels[indices], weights
+
+        return pipeline(make, rows, image_size)
+
+
+def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
+    """Crop at random from the padded images [m, 32, 32, 3], and flip half of them; samples ``indices`` of an epoch.
+
+    A function of (seed, epoch, index) alone, whatever rank or batch an image is in: a resumed run sees the same.
+    """
+    # SplitMix64, as samestep.sharding explains it, seeded by the epoch and run to the sample's place.
+    z = np.uint64(step_seed(seed, epoch)) + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    choices = np.uint64(2 * PADDING + 1)
+    top, left = (z % choices).astype(np.int64), ((z >> np.uint64(20)) % choices).astype(np.int64)
+    flipped = (z >> np.uint64(40)) % np.uint64(2) == 1
+
+    side = images.shape[1]
+    padded = np.pad(images, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
+    along = np.arange(side)
+    rows = top[:, None] + along
+    columns = left[:, None] + np.where(flipped[:, None], along[::-1], along)
+    cropped: NDArray[np.uint8] = padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return cropped
+
+
+def pipeline(make: Any, rows: int, image_size: int) -> ds.Dataset:
+    """MindSpore's compiled transforms over the images of ``make``, put together again by ``rows``."""
+
+    def samples() -> Iterator[tuple[NDArray[Any], ...]]:
+        for images, labels, weights in make():
+            # Arrays of no dimension, not numpy's scalars: those MindSpore cannot take with numpy 2.
+            yield from zip(images, map(np.asarray, labels), map(np.asarray, weights))
+
+    transforms = [vision.Resize((image_size, image_size))] if image_size != 32 else []
+    transforms += [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
+    dataset = ds.GeneratorDataset(samples, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
+    dataset = dataset.map(transforms, "image", num_parallel_workers=1).batch(rows, num_parallel_workers=1)
+    return dataset
+
+
+def load(name: str, data_dir: Path) -> tuple[Split, Split]:
+    """The training and the test set. Raises UserError for a missing or damaged file."""
+    found = datasets.load(name, data_dir)
+    return (
+        Split(found.train_images, found.train_labels.astype(np.int32)),
+        Split(found.test_images, found.test_labels.astype(np.int32)),
+    )

@@ -1,0 +1,184 @@
+"""ResNet as torchvision builds it (its "v1.5": a bottleneck strides in its 3x3 convolution), and the losses.
+
+Weights go in and out under torchvision's names. The layouts are the same in both: convolutions OIHW, linear layers
+[out, in]; so are the running statistics (unbiased variance, new = 0.9 old + 0.1 batch).
+"""
+
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
+from samestep.checkpoint import Arrays, mismatch
+
+# A layer's parameters, under MindSpore's names and under torch's.
+BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
+BUFFERS = ("running_mean", "running_var")
+
+
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride, pad_mode="pad", padding=size // 2, has_bias=False)
+
+
+class Block(nn.Cell):  # type: ignore[misc]
+    """Convolutions of (size, outputs, stride), and what came in added to what comes out."""
+
+    def __init__(self, inputs: int, convolutions: tuple[tuple[int, int, int], ...], statistics: bool | None) -> None:
+        super().__init__()
+        width, self.count = inputs, len(convolutions)
+        for i, (size, outputs, stride) in enumerate(convolutions, 1):
+            setattr(self, f"conv{i}", convolution(width, outputs, size, stride))
+            setattr(self, f"bn{i}", nn.BatchNorm2d(outputs, use_batch_statistics=statistics))
+            width = outputs
+        self.relu = nn.ReLU()
+        self.downsample = None
+        stride = math.prod(stride for _, _, stride in convolutions)
+        if stride > 1 or inputs != width:
+            norm = nn.BatchNorm2d(width, use_batch_statistics=statistics)
+            self.downsample = nn.SequentialCell([convolution(inputs, width, 1, stride), norm])
+
+    def construct(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.count == 3:
+            out = self.bn3(self.conv3(self.relu(out)))
+        if self.downsample is not None:
+            x = self.downsample(x)
+        return self.relu(out + x)
+
+
+class ResNet(nn.Cell):  # type: ignore[misc]
+    """Images [m, 3, s, s] to logits [m, 10]. Depth 18 has 11,181,642 parameters, depth 50 has 23,528,522."""
+
+    def __init__(self, depth: int, freeze_bn: bool) -> None:
+        super().__init__()
+        statistics = False if freeze_bn else None  # None: those of the batch in training, the stored ones otherwise
+        self.conv1 = convolution(3, 64, 7, 2)
+        self.bn1 = nn.BatchNorm2d(64, use_batch_statistics=statistics)
+        self.relu = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, 2, pad_mode="pad", padding=1)
+        inputs = 64
+        for i, count in enumerate((2, 2, 2, 2) if depth == 18 else (3, 4, 6, 3)):
+            width, blocks = 64 * 2**i, []
+            for j in range(count):
+                stride = 2 if i > 0 and j == 0 else 1
+                if depth == 18:
+                    layout: tuple[tuple[int, int, int], ...] = ((3, width, stride), (3, width, 1))
+                else:
+                    layout = ((1, width, 1), (3, width, stride), (1, 4 * width, 1))
+                blocks.append(Block(inputs, layout, statistics))
+                inputs = layout[-1][1]
+            setattr(self, f"layer{i + 1}", nn.SequentialCell(blocks))
+        self.fc = nn.Dense(inputs, 10)
+        self.batches_tracked = 0  # torch counts them in every layer; a frozen layer does not count
+
+    def construct(self, images: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
+    """Cross entropy of logits [m, 10] and labels int32 [m], one value a row [m], written out in small operators.
+
+    Automatic parallelisation cuts operators, so it can cut this one along any axis. The logarithm is taken of the sum
+    and not of the quotient, which may be 0.
+    """
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        log_sum = ops.log(ops.exp(shifted).sum(-1, keepdims=True))
+        wanted = ops.one_hot(labels, 10, Tensor(1.0, ms.float32), Tensor(0.0, ms.float32))
+        return ((log_sum - shifted) * wanted).sum(-1)
+
+
+def build_loss(name: str) -> nn.Cell:
+    """Logits [m, 10] and labels int32 [m] to one loss a row [m]."""
+    return SoftmaxCrossEntropyExpand() if name == "expand" else nn.CrossEntropyLoss(reduction="none")
+
+
+def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:
+    """The model with the initial weights that ``seed`` decides; torchvision's distributions.
+
+    He et al., "Delving deep into rectifiers", ICCV 2015: normal, variance 2 / fan_out, for convolutions.
+    """
+    model = ResNet(depth, freeze_bn)
+    random = np.random.default_rng(seed)
+    initial = {}
+    for name, array in model_arrays(model).items():
+        if array.ndim == 4:
+            fan_out = array.shape[0] * array.shape[2] * array.shape[3]
+            array = random.standard_normal(array.shape, np.float32) * np.float32(math.sqrt(2 / fan_out))
+        elif name.startswith("fc."):
+            bound = 1 / math.sqrt(model.fc.in_channels)
+            array = random.uniform(-bound, bound, array.shape).astype(np.float32)
+        initial[name] = array
+    load_model(model, initial)
+    return model
+
+
+def torch_name(name: str) -> str:
+    """``layer1.0.bn1.gamma`` is ``layer1.0.bn1.weight`` in torch."""
+    layer, _, last = name.rpartition(".")
+    return f"{layer}.{BATCH_NORM.get(last, last)}"
+
+
+def parameters(model: ResNet) -> dict[str, ms.Parameter]:
+    """All parameters and running statistics, by torch's names."""
+    return {torch_name(name): parameter for name, parameter in model.parameters_and_names()}
+
+
+def model_arrays(model: ResNet) -> Arrays:
+    """The weights under their canonical names, as arrays on the CPU: what checkpoints and model.safetensors hold."""
+    arrays: Arrays = {}
+    for name, parameter in parameters(model).items():
+        arrays[name] = np.array(parameter.asnumpy())
+        if name.endswith("running_var"):
+            counter = name.replace("running_var", "num_batches_tracked")
+            arrays[counter] = np.array(model.batches_tracked, np.int64)
+    return arrays
+
+
+def optimizer_arrays(model: ResNet, optimizer: nn.Momentum) -> Arrays:
+    """The optimizer's state as ``<parameter>.momentum_buffer``."""
+    return {
+        f"{torch_name(parameter.name)}.momentum_buffer": np.array(moment.asnumpy())
+        for parameter, moment in zip(optimizer.parameters, optimizer.moments)
+    }
+
+
+def load_model(model: ResNet, arrays: Arrays) -> None:
+    """The reverse of `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
+    difference = mismatch(arrays, model_arrays(model))
+    if difference:
+        raise ValueError(difference)
+    for name, parameter in parameters(model).items():
+        parameter.set_data(Tensor(arrays[name]))
+    model.batches_tracked = int(arrays["bn1.num_batches_tracked"])
+
+
+def load_optimizer(model: ResNet, optimizer: nn.Momentum, arrays: Arrays) -> None:
+    """The reverse of `optimizer_arrays`. Raises ValueError unless names, shapes and dtypes are the optimizer's."""
+    difference = mismatch(arrays, optimizer_arrays(model, optimizer))
+    if difference:
+        raise ValueError(difference)
+    for parameter, moment in zip(optimizer.parameters, optimizer.moments):
+        moment.set_data(Tensor(arrays[f"{torch_name(parameter.name)}.momentum_buffer"]))
+
+
+def buffers(model: ResNet) -> NDArray[np.float32]:
+    """All running statistics in one row [k]."""
+    rows = [parameter.asnumpy().ravel() for name, parameter in parameters(model).items() if name.endswith(BUFFERS)]
+    return np.concatenate(rows)
+
+
+def load_buffers(model: ResNet, row: NDArray[np.float32]) -> None:
+    """The reverse of `buffers`."""
+    begin = 0
+    for name, parameter in parameters(model).items():
+        if name.endswith(BUFFERS):
+            parameter.set_data(Tensor(row[begin : begin + parameter.size].reshape(parameter.shape)))
+            begin += parameter.size

@@ -1,0 +1,180 @@
+"""ResNet-50's training step on CPU: MindSpore at several settings beside torchvision, from the same weights.
+
+It prints a table in Markdown, and what MindSpore's step spends its time on. MindSpore and torch each have an
+environment:
+
+    bash scripts/run_resnet50_mindspore.sh 1 --max-steps 0        # makes .venvs/resnet50_mindspore
+    python3.11 -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 torchvision==0.28.0
+    .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
+
+Each setting is a process of its own, one after another, `--rounds` times over, so that what else the machine does is
+spread over all. The processor time of all threads is shown beside the elapsed time: it is the steadier of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def measure(step: Any, steps: int) -> dict[str, Any]:
+    """The first loss; then, of the further steps, the median of seconds and of processor seconds."""
+    begun = time.monotonic()
+    first = step()
+    compiled = time.monotonic() - begun
+    wall, cpu = [], []
+    for _ in range(steps):
+        at, used = time.monotonic(), time.process_time()
+        step()
+        wall.append(time.monotonic() - at)
+        cpu.append(time.process_time() - used)
+    return {"loss": first, "first": compiled, "wall": sorted(wall)[steps // 2], "cpu": sorted(cpu)[steps // 2]}
+
+
+def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path, mode: str) -> dict[str, Any]:
+    """The app's own train step on one process; rank 0 of 1."""
+    sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor
+    from model import build_model, load_model, model_arrays
+    from options import parse
+    from samestep import checkpoint
+    from train import build_optimizer, build_step, choose_device
+
+    if os.environ["ONEDNN_MAX_CPU_ISA"] == "app":
+        del os.environ["ONEDNN_MAX_CPU_ISA"]  # what the app sets
+    choose_device("cpu")
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    options = parse([f"--depth={depth}"])
+    model = build_model(depth, False, seed=1)
+    if weights.exists():
+        load_model(model, checkpoint.load_weights(weights))
+    else:
+        checkpoint.save_weights(weights, model_arrays(model))
+    model.set_train(True)
+    step = build_step(options, model, build_optimizer(options, model), 1)
+    images, labels = data(batch, size)
+    given = Tensor(images), Tensor(labels.astype(np.int32)), Tensor(np.ones(batch, np.float32))
+    return measure(lambda: float(step(*given).asnumpy()), steps)
+
+
+def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> dict[str, Any]:
+    """torchvision's model with torch's SGD, as the app's options say."""
+    sys.path.insert(0, str(ROOT / "core"))
+    import torch
+
+    # The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered.
+    library = torch.library.Library("torchvision", "DEF")
+    try:
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except RuntimeError:
+        pass  # a torchvision that fits this torch has registered them
+    import safetensors.torch
+    import torchvision
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    model = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
+    model.load_state_dict(safetensors.torch.load_file(weights))  # strict: all names and shapes are torchvision's
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    images, labels = (torch.from_numpy(array) for array in data(batch, size))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return measure(step, steps)
+
+
+def data(batch: int, size: int) -> Any:
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    return random.standard_normal((batch, 3, size, size), np.float32), random.integers(0, 10, batch)
+
+
+def kernels(verbose: str) -> list[str]:
+    """oneDNN's own account of one step: milliseconds by kind of primitive and implementation, the largest first."""
+    spent: dict[str, float] = defaultdict(float)
+    for line in verbose.splitlines():
+        fields = line.split(",")
+        if line.startswith("onednn_verbose,v1,primitive,exec"):
+            spent[f"{fields[5]}, {fields[7].replace('undef', 'forward')}: {fields[6]}"] += float(fields[-1])
+    ordered = sorted(spent.items(), key=lambda item: -item[1])
+    return [f"{milliseconds:10.1f} ms  {name}" for name, milliseconds in ordered[:8]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", help="a Python that has torch, torchvision, numpy and safetensors")
+    parser.add_argument("--depth", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--weights", type=Path, default=Path(f"/tmp/resnet50_step-{os.getpid()}.safetensors"))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    given = options.depth, options.batch, options.size, options.steps, options.weights
+    if options.one:
+        answer = torch_step(*given) if options.one == "torch" else mindspore_step(*given, options.one)
+        print("ANSWER", json.dumps(answer), flush=True)
+        os._exit(0)
+
+    # What it is called, how it is run, oneDNN's instruction set, threads.
+    settings = [
+        ("MindSpore, graph (the app's default)", "graph", "app", 1),
+        ("MindSpore, graph, 2 threads", "graph", "app", 2),
+        ("MindSpore, graph, AVX", "graph", "AVX", 1),
+        ("MindSpore, graph, oneDNN's own choice", "graph", "DEFAULT", 1),
+        ("MindSpore, PyNative", "pynative", "app", 1),
+    ]
+    if options.torch:
+        settings += [
+            ("torchvision, 1 thread", "torch", "DEFAULT", 1),
+            ("torchvision, 2 threads", "torch", "DEFAULT", 2),
+        ]
+    answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    accounts = {}
+    for turn in range(options.rounds):
+        for name, mode, isa, threads in settings:
+            environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "ONEDNN_MAX_CPU_ISA": isa, "GLOG_v": "3"}
+            if turn == 0 and mode == "graph":
+                environ["ONEDNN_VERBOSE"] = "1"
+            arguments = [f"--{key}={getattr(options, key)}" for key in ("depth", "batch", "size", "steps", "weights")]
+            python = options.torch if mode == "torch" else sys.executable
+            command = [python, __file__, f"--one={mode}", *arguments]
+            ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+            told = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+            if not told:
+                sys.exit(f"error: {name} failed: {ran.stderr[-2000:]}")
+            answers[name].append(json.loads(told[0][7:]))
+            accounts.setdefault(name, kernels(ran.stdout))
+    options.weights.unlink()
+
+    images = f"{options.batch} images of {options.size} x {options.size}"
+    print(f"ResNet-{options.depth}, {images}, {os.cpu_count()} processors\n")
+    print("| | first step, s | step, s | processor s a step | first loss |\n|---|---|---|---|---|")
+    for name, found in answers.items():
+        least = {key: min(one[key] for one in found) for key in ("first", "wall", "cpu", "loss")}
+        print(f"| {name} | {least['first']:.1f} | {least['wall']:.2f} | {least['cpu']:.2f} | {least['loss']:.5f} |")
+    for name in (settings[0][0], settings[3][0]):
+        print(f"\n{name}: oneDNN's time over {options.steps + 1} steps")
+        print("\n".join(accounts[name]))
+
+
+if __name__ == "__main__":
+    main()

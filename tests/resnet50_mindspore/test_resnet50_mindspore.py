@@ -1,0 +1,366 @@
+"""What is particular to this app: its model and losses, its images, its launchers, batch normalisation over ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import ROOT, Harness, Outcome, losses, relative_difference
+from samestep import checkpoint, datasets
+
+APP = ROOT / "apps" / "resnet50_mindspore"
+TRAIN = str(APP / "train.py")
+# 1,024 samples by 10 at 2 ranks: 5 rows each.
+TINY = ["--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--global-batch-size=10", "--log-every=1"]
+
+
+def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
+    return harness.start_command(command, harness.folder / "run", **environ).finish()
+
+
+def ask(folder: Path, program: str) -> dict[str, Any]:
+    """What a program prints as JSON that imports the app's own files: in a process, as apps share file names.
+
+    It is a file, because MindSpore compiles from the source.
+    """
+    (folder / "program.py").write_text(program)
+    answer = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2", "GLOG_v": "3"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+# --- model and losses ----------------------------------------------------------------------------------------------
+
+MODELS = """
+import json, os
+import numpy as np
+from model import build_model, load_model, model_arrays
+told = {}
+for depth in (18, 50):
+    model = build_model(depth, False, seed=1)
+    arrays = model_arrays(model)
+    trainable = [array.size for name, array in arrays.items() if not name.endswith(("mean", "var", "tracked"))]
+    told[depth] = {"parameters": sum(trainable), "shapes": {name: list(array.shape) for name, array in arrays.items()}}
+    other = model_arrays(build_model(depth, False, seed=2))
+    told[depth]["seeds differ"] = not np.array_equal(arrays["fc.weight"], other["fc.weight"])
+    load_model(model, other)
+    told[depth]["loads"] = all(np.array_equal(array, other[name]) for name, array in model_arrays(model).items())
+print(json.dumps(told), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_models_are_torchvisions(tmp_path: Path) -> None:
+    told = ask(tmp_path, MODELS)
+    assert told["18"]["parameters"] == 11_181_642
+    assert told["50"]["parameters"] == 23_528_522
+    for depth, arrays in (("18", 122), ("50", 320)):  # what torchvision's state_dict has
+        shapes = told[depth]["shapes"]
+        assert len(shapes) == arrays
+        assert shapes["conv1.weight"] == [64, 3, 7, 7]
+        assert shapes["bn1.running_var"] == [64]
+        assert shapes["bn1.num_batches_tracked"] == []
+        assert told[depth]["seeds differ"]
+        assert told[depth]["loads"]
+    assert told["18"]["shapes"]["fc.weight"] == [10, 512]
+    assert told["18"]["shapes"]["layer2.0.downsample.0.weight"] == [128, 64, 1, 1]
+    assert "layer1.0.downsample.0.weight" not in told["18"]["shapes"]
+    assert told["50"]["shapes"]["layer1.0.downsample.1.running_mean"] == [256]
+    assert told["50"]["shapes"]["layer4.2.conv3.weight"] == [2048, 512, 1, 1]
+
+
+LOSSES = """
+import json, os
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from model import build_loss
+ms.set_context(mode=ms.GRAPH_MODE)
+random = np.random.default_rng(1)
+logits = random.standard_normal((40, 10)).astype(np.float32) * np.logspace(-3, 2.5, 40, dtype=np.float32)[:, None]
+labels = random.integers(0, 10, 40).astype(np.int32)
+exact = logits.astype(np.float64)
+exact -= exact.max(1, keepdims=True)
+exact = np.log(np.exp(exact).sum(1)) - exact[np.arange(40), labels]
+told = {}
+for name in ("expand", "builtin"):
+    loss = build_loss(name)
+    rows = loss(Tensor(logits), Tensor(labels)).asnumpy()
+    def total(x, y):
+        return loss(x, y).sum()
+    gradient = ms.grad(total)(Tensor(logits), Tensor(labels)).asnumpy()
+    told[name] = {"rows": rows.tolist(), "gradient": gradient.tolist()}
+print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_losses_are_equal(tmp_path: Path) -> None:
+    """Also where an exponential is too large or too small for float32, and their gradients."""
+    told = ask(tmp_path, LOSSES)
+    exact = np.array(told["exact"])
+    for name in ("expand", "builtin"):
+        assert np.allclose(told[name]["rows"], exact, rtol=1e-6, atol=1e-6), name
+    assert np.allclose(told["expand"]["rows"], told["builtin"]["rows"], rtol=1e-6, atol=1e-6)
+    assert np.allclose(told["expand"]["gradient"], told["builtin"]["gradient"], rtol=1e-6, atol=1e-6)
+
+
+# --- images --------------------------------------------------------------------------------------------------------
+
+IMAGES = """
+import json, os
+from pathlib import Path
+import numpy as np
+from data import MEAN, STD, augment, load
+from samestep.sharding import GlobalBatches
+
+training, test = load("synthetic-cifar10", Path("nowhere"))
+told = {}
+
+everything = np.arange(len(training.labels))
+whole = augment(training.images, everything, 1, 3)
+some = np.array([700, 3, 3, 41])
+told["of the sample alone"] = np.array_equal(augment(training.images[some], some, 1, 3), whole[some])
+told["other epochs and seeds"] = [
+    float((augment(training.images, everything, seed, epoch) != whole).any((1, 2, 3)).mean())
+    for seed, epoch in ((1, 4), (2, 3))
+]
+
+padded = np.pad(training.images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+found = np.zeros((9, 9, 2), int)  # how often each crop was taken: each image is looked for among all 162
+for image, source in zip(whole, padded):
+    matches = [
+        (top, left, flip)
+        for top in range(9)
+        for left in range(9)
+        for flip in (0, 1)
+        if np.array_equal(image, source[top : top + 32, left : left + 32][:, :: 1 - 2 * flip])
+    ]
+    assert len(matches) == 1
+    found[matches[0]] += 1
+told["crops"] = [int(found.min()), int(found.max()), found.sum((0, 1)).tolist()]
+
+def batches(n, steps, size=16):
+    parts = []
+    for rank in range(n):
+        pipeline = training.training(GlobalBatches(1024, 10, 1, rank, n), steps, size)
+        rows = pipeline.create_tuple_iterator(num_epochs=1)
+        parts.append([tuple(column.asnumpy() for column in row) for row in rows])
+    return list(zip(*parts))
+
+alone = [step[0] for step in batches(1, range(98, 108))]  # over the end of an epoch, whose last batch has 4 samples
+told["shapes"] = sorted({str([column.shape for column in row]) for row in alone})
+told["a resume sees the same"] = all(
+    np.array_equal(column, other) for step, row in zip(batches(1, range(103, 108)), alone[5:])
+    for column, other in zip(step[0], row)
+)
+told["weights"] = []
+for n in (2, 3, 4):
+    same = True
+    for step, row in zip(batches(n, range(98, 108)), alone):
+        kept = [images[weights > 0] for images, labels, weights in step]
+        same &= np.array_equal(np.concatenate(kept), row[0][row[2] > 0])
+        mean = np.mean([(weights * labels).mean() for images, labels, weights in step])  # a "loss" that is the label
+        told["weights"].append(abs(float(mean - row[1][row[2] > 0].mean())))
+    told[f"{n} ranks see the same"] = bool(same)
+
+plain = next(training.evaluation(0, 8, 8, 32).create_tuple_iterator(num_epochs=1))[0].asnumpy()
+expected = ((training.images[:8] / 255 - MEAN) / STD).transpose(0, 3, 1, 2)
+told["normalised"] = float(abs(plain - expected).max())
+rows = test.evaluation(3, 140, 64, 16).create_tuple_iterator(num_epochs=1)
+told["counted"] = [int((weights.asnumpy() > 0).sum()) for _, _, weights in rows]
+print(json.dumps(told), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_images(tmp_path: Path) -> None:
+    """Crop and flip depend on (seed, epoch, sample) alone, so any rank, batch and resume sees the same."""
+    told = ask(tmp_path, IMAGES)
+    assert told["of the sample alone"]
+    assert all(share > 0.98 for share in told["other epochs and seeds"])
+    fewest, most, flips = told["crops"]
+    assert fewest >= 0
+    assert most < 25  # 1,024 over 162 choices
+    assert abs(flips[0] - flips[1]) < 150
+    assert told["shapes"] == ["[(10, 3, 16, 16), (10,), (10,)]"]
+    assert told["a resume sees the same"]
+    for n in (2, 3, 4):
+        assert told[f"{n} ranks see the same"]
+    assert max(told["weights"]) < 1e-6
+    assert told["normalised"] < 1e-5
+    assert told["counted"] == [64, 64, 9]
+
+
+# --- the run -------------------------------------------------------------------------------------------------------
+
+
+def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(harness: Harness) -> None:
+    result = harness.train(2, *TINY, "--max-steps=3", "--checkpoint-every=2")
+    run_dir = Path(result["run_dir"])
+    assert (result["launcher"], result["backend"], result["framework"]) == ("msrun", "mccl", "mindspore")
+    found = checkpoint.newest(run_dir, pytest.fail)
+    assert found
+    model, each = found.arrays("model"), found.arrays("buffers")["each"]
+    assert each.shape[0] == 2
+    assert not np.array_equal(each[0], each[1]), "each rank has the statistics of its own images"
+    averaged = [model[name].ravel() for name in model if name.endswith(("running_mean", "running_var"))]
+    expected = each.mean(axis=0, dtype=np.float64).astype(np.float32)
+    assert np.array_equal(np.sort(expected), np.sort(np.concatenate(averaged)))
+    assert all(model[name] == 3 for name in model if name.endswith("num_batches_tracked"))
+
+    logs = {path.name for path in (run_dir / "log").iterdir()}
+    assert logs == {
+        *("rank-0.log", "rank-1.log", "alive-0", "alive-1", "launcher.log"),
+        *("scheduler.log", "worker_0.log", "worker_1.log"),
+    }
+    assert "RESULT" not in (run_dir / "log" / "scheduler.log").read_text()
+
+
+@pytest.mark.soak  # common cases kill workers too; this one says how long it took
+def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
+    """Five times: msrun's scheduler alone would hold the job up for 44 s."""
+    for i in range(5):
+        job = harness.start(2, *TINY, "--epochs=100", "--max-restarts=0", run_dir=harness.folder / str(i))
+        job.wait_for_step(2)
+        begun = time.monotonic()
+        os.kill(job.ranks()[i % 2], signal.SIGKILL)
+        assert job.finish().code == 1
+        print(f"a killed worker ended the job after {time.monotonic() - begun:.1f} s")
+
+
+@pytest.mark.soak
+def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
+    options = [*TINY, "--freeze-bn", "--lr=1e-3", "--global-batch-size=2", "--max-steps=4"]
+    harness.train(1, *options, run_dir=harness.folder / "1")
+    harness.train(3, *options, run_dir=harness.folder / "3")
+    assert relative_difference(losses(harness.folder / "1"), losses(harness.folder / "3")) < 1e-4
+
+
+def test_one_process_by_plain_python(harness: Harness) -> None:
+    command = [sys.executable, TRAIN, *TINY, "--max-steps=2"]
+    result = harness.checked(bare(harness, command, OMP_NUM_THREADS="1"), 1)
+    assert result["launcher"] == "none"
+
+
+@pytest.mark.soak
+def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
+    options = [*TINY, "--max-steps=3"]
+    by_script = harness.train(2, *options, run_dir=harness.folder / "by-script")
+    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2"]
+    command += ["--join=True", "--master_port=18118", "--log_dir=msrun", TRAIN, *options, "--run-dir=run"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    outcome = bare(harness, command, OMP_NUM_THREADS="1", PATH=path)
+    assert outcome.code == 0, outcome
+    result = json.loads((harness.folder / "run" / "result.json").read_text())
+    assert result["weights_sha256"] == by_script["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        (["--parallel=auto"], {}, "--parallel auto needs Ascend"),
+        (["--parallel=semi-auto"], {}, "--parallel semi-auto needs Ascend"),
+        (["--device=ascend"], {}, "/dev/davinci_manager"),
+        ([], {"RANK_TABLE_FILE": "/some/rank_table.json"}, "RANK_TABLE_FILE=/some/rank_table.json is for Ascend"),
+    ],
+    ids=str,
+)
+def test_what_needs_ascend_is_refused_at_once(
+    harness: Harness, options: list[str], environ: dict[str, str], words: str
+) -> None:
+    script = str(ROOT / "scripts" / "run_resnet50_mindspore.sh")
+    outcome = harness.start_command(["bash", script, "2", *options], harness.folder, **environ).finish(limit=20)
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+    assert words in outcome.stderr
+    assert outcome.stdout == ""
+
+
+def test_ranks_that_msrun_did_not_start_are_refused(harness: Harness) -> None:
+    outcome = bare(harness, [sys.executable, TRAIN, *TINY], RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    assert outcome.code == 2, outcome
+    assert "use msrun" in outcome.stderr.splitlines()[-1]
+
+
+# --- Ascend with a rank table: what of it is shell -----------------------------------------------------------------
+
+RANK = """
+import os, sys, time
+print("this is rank", os.environ["RANK_ID"], "of", os.environ["RANK_SIZE"], sys.argv[1:], flush=True)
+if os.environ["RANK_ID"] == sys.argv[1]:
+    sys.exit(7)
+if sys.argv[1] != "none":
+    time.sleep(100)
+"""
+
+
+def each_device(harness: Harness, failing: str) -> tuple[Outcome, Path]:
+    program, run_dir = harness.folder / "rank.py", harness.folder / "a run"
+    program.write_text(RANK)
+    (run_dir / "device0").mkdir(parents=True)
+    (run_dir / "device0" / "kept").write_text("not of this run")
+    command = ["bash", str(APP / "each_device.sh"), str(run_dir), "2", "1", "2", sys.executable, str(program), failing]
+    return bare(harness, command, RANK_TABLE_FILE="/some/rank_table.json"), run_dir
+
+
+def test_each_device_has_its_folder(harness: Harness) -> None:
+    outcome, run_dir = each_device(harness, "none")
+    assert outcome.code == 0, outcome
+    for device, rank in ((0, 2), (1, 3)):  # the second of two machines
+        folder = run_dir / f"device{device}"
+        assert f"this is rank {rank} of 4" in (folder / "train.log").read_text()
+        environ = (folder / "env.log").read_text().splitlines()
+        assert {f"DEVICE_ID={device}", f"RANK_ID={rank}", "RANK_SIZE=4"} <= set(environ)
+        assert "RANK_TABLE_FILE=/some/rank_table.json" in environ
+        assert (folder / "env.log").stat().st_mode & 0o077 == 0, "an environment may hold secrets"
+    assert (run_dir / "device0" / "kept").exists()
+
+
+def test_a_failed_device_ends_the_others_and_its_code_is_kept(harness: Harness) -> None:
+    outcome, _ = each_device(harness, "3")
+    assert outcome.code == 7, outcome
+    assert outcome.seconds < 100
+    harness.check_nothing_left()
+
+
+def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
+    """What a dry run prints; on a machine without Ascend the options are refused before that, so bash is asked."""
+    script = (ROOT / "scripts" / "run_resnet50_mindspore.sh").read_text()
+    shown = subprocess.run(
+        ["bash", "-c", script.replace("exec bash", "echo"), "run", "8", "--epochs=1"],
+        env={**os.environ, "RANK_TABLE_FILE": "/some/rank_table.json"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "{app}/each_device.sh" in shown
+    assert shown.endswith("-- 8 --epochs=1\n")
+    dry = harness.run(2, *TINY, "--dry-run").stdout
+    assert "mindspore.parallel.cluster.run --join=True" in dry
+    assert "--worker_num=2 --local_worker_num=2" in dry
+
+
+def test_the_made_up_images_are_in_the_binary_format() -> None:
+    """What the ranks read is what CIFAR-10's own files look like: a label, then three planes."""
+    folder = datasets.resolve("synthetic-cifar10", Path("nowhere")).folder
+    first = (folder / "data_batch_1.bin").read_bytes()
+    assert len(first) == 205 * 3073
+    assert [first[i * 3073] for i in range(10)] == list(range(10))
