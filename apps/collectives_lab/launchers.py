@@ -1,0 +1,169 @@
+"""The same small job by torchrun, multiprocessing.spawn, Process and DataParallel: what each sets, how each fails.
+
+    bash scripts/run_collectives_lab.sh 2 launchers
+
+Each runs the job twice: once to its end, and once with its last rank killed halfway. small_job.py is the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import write_json
+from samestep import FatalError, log
+from show import Picture, Table, duration, ranks_of
+
+JOB = Path(__file__).resolve().parent / "small_job.py"
+LIMIT = 300  # seconds for one job
+WAYS = {
+    "torchrun": "starts processes; gives them places and a meeting point by the environment",
+    "multiprocessing.spawn": "starts processes; gives each its number as an argument, no more",
+    "Process": "one process each; nobody watches them, exit codes are the caller's to read",
+    "DataParallel": "one process, a thread a device; no ranks",
+}
+
+
+def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
+    job = [str(JOB), {"torchrun": "rank", "multiprocessing.spawn": "spawn"}.get(way, way.lower())]
+    job += [str(n), str(run_dir), str(steps), str(dying)]
+    if way != "torchrun":
+        return [sys.executable, *job]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={n}"]
+    return [*torchrun, "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", *job]
+
+
+def try_one(way: str, n: int, folder: Path, steps: int, dying: int) -> dict[str, Any]:
+    """Run the job; how it ended, in figures and in its own words."""
+    run_dir = folder / f"{way}-{'killed' if dying >= 0 else 'whole'}"
+    (run_dir / "log").mkdir(parents=True, exist_ok=True)
+    for old in run_dir.glob("*.json"):
+        old.unlink()
+    mark = uuid.uuid4().hex
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SAMESTEP_LAB": mark}
+    environ.pop("SAMESTEP_ERRORS", None)  # what these ranks say is to be read here, not by the launch script
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        command(way, n, run_dir, steps, dying),
+        env=environ,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        _, stderr = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        raise FatalError(f"the job by {way} was not done after {LIMIT} s") from None
+    ended = time.monotonic()
+    (run_dir / "log" / "stderr.log").write_text(stderr)
+    ranks = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rank-*.json"))]
+    set_by_it = {
+        name: value
+        for path in sorted(run_dir.glob("environ-*.json"))[-1:]
+        for name, value in json.loads(path.read_text()).items()
+        if name not in environ
+    }
+    died = run_dir / "died.json"
+    return {
+        "code": process.returncode,
+        "seconds": ended - begun,
+        "seconds_after_death": ended - json.loads(died.read_text()) if died.exists() else None,
+        "ranks_done": len(ranks),
+        "weights_sha256": sorted({rank["weights_sha256"] for rank in ranks if "weights_sha256" in rank}),
+        "sets": set_by_it,
+        "left_running": len(marked(mark)),
+        "said": [line for line in stderr.splitlines() if line.startswith("error: ")],
+        "traceback_lines": max(0, len(stderr.splitlines()) - len(re.findall("^error: ", stderr, re.MULTILINE))),
+    }
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that carry this mark in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"SAMESTEP_LAB={mark}".encode() in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def compare(n: int, options: Namespace) -> None:
+    """Each way, whole and with a rank killed; writes launchers.json."""
+    found: dict[str, Any] = {"facts": {"torch": torch.__version__, "world_size": n}, "ways": {}}
+    for way in WAYS:
+        log.info(f"the small job by {way} on {ranks_of(n)}")
+        whole = try_one(way, n, options.run_dir / "launchers", options.steps, -1)
+        if way == "DataParallel":  # one process: there is no rank that could die alone
+            found["ways"][way] = {"whole": whole, "killed": None}
+            continue
+        if whole["code"] != 0 or whole["ranks_done"] != n or len(whole["weights_sha256"]) != 1:
+            raise FatalError(f"the small job by {way} failed: {whole['said']}")
+        killed = try_one(way, n, options.run_dir / "launchers", options.steps, n - 1)
+        found["ways"][way] = {"whole": whole, "killed": killed}
+    weights = {sha256 for way in found["ways"].values() for sha256 in way["whole"]["weights_sha256"]}
+    if len(weights) > 1:
+        raise FatalError("the same job ended with different weights under different launchers")
+    write_json(options.run_dir, "launchers", found)
+    for table in tables([found]):
+        log.info("\n" + table.text())
+
+
+# --- as tables -----------------------------------------------------------------------------------------------------
+
+
+def tables(results: list[dict[str, Any]]) -> list[Table]:
+    made = []
+    for found in results:
+        n = found["facts"]["world_size"]
+        rows, failures = [], []
+        for way, runs in found["ways"].items():
+            whole, killed = runs["whole"], runs["killed"]
+            names = sorted(name for name in whole["sets"] if not name.startswith("TORCHELASTIC_"))
+            elastic = len(whole["sets"]) - len(names)
+            sets = ", ".join(names) + (f", {elastic} TORCHELASTIC_*" if elastic else "")
+            done = f"{whole['ranks_done']} of {n} ranks in {duration(whole['seconds'])}"
+            if whole["code"]:
+                done = "; ".join(line.removeprefix("error: ") for line in whole["said"]) or f"code {whole['code']}"
+            rows.append([way, WAYS[way], sets or "nothing", done])
+            if killed:
+                others = [line for line in killed["said"] if line.startswith("error: rank ")]
+                failures.append(
+                    [
+                        way,
+                        str(killed["code"]),
+                        duration(killed["seconds_after_death"]) if killed["seconds_after_death"] else "",
+                        str(killed["left_running"]),
+                        str(killed["traceback_lines"]),
+                        others[0].removeprefix("error: ") if others else "nothing",
+                    ]
+                )
+        note = "Variables that a rank found and its launcher did not have."
+        header = ["launcher", "how", "sets", "the job"]
+        made.append(Table(f"What each launcher does, {ranks_of(n)}", note, header, rows))
+        note = "Time is from the kill to the launcher's end; lines are those on stderr beside the ranks' own."
+        header = ["launcher", "exit code", "after", "left running", "lines", "what a surviving rank says"]
+        made.append(Table("When the last rank is killed halfway", note, header, failures))
+    return made
+
+
+def pictures(results: list[dict[str, Any]]) -> list[Picture]:
+    return []

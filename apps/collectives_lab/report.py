@@ -1,0 +1,96 @@
+"""Everything that a run dir holds as one page: tables and pictures, nothing to fetch, no script.
+
+bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+import aggregate
+import launchers
+import predict
+import primitives
+import straggler
+from samestep import UserError, log
+from samestep.checkpoint import write_atomic
+
+SECTIONS = {  # command: its module, and what its section begins with
+    "primitives": (
+        primitives,
+        "What each collective does, checked on every rank against its definition, and how long it takes: from the last "
+        "rank's entry to the last rank's exit, medians.",
+    ),
+    "aggregate": (
+        aggregate,
+        "The same training, its gradients averaged in every way. Bytes sent by hand are counted at every send; "
+        "those of the library are read off the loopback interface.",
+    ),
+    "straggler": (
+        straggler,
+        "What one slow rank costs all. Everything is measured: each rank notes when it enters and leaves each "
+        "collective; in it, it waits until the last has come.",
+    ),
+    "launchers": (launchers, "One small job, started in every way that PyTorch offers on one machine."),
+    "predict": (
+        predict,
+        "What latency and bandwidth, as fitted here, would mean elsewhere: formulas, no measurements.",
+    ),
+}
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
+h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 3rem; border-bottom: 1px solid #ccc; padding-bottom: .3rem; }
+h3 { margin: 1.6rem 0 .3rem; font-size: 1rem; } p { margin: .3rem 0; color: #444; max-width: 62rem; }
+table { border-collapse: collapse; font-size: 13px; margin: .5rem 0; display: block; overflow-x: auto; }
+th, td { padding: .2rem .7rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e4e4; }
+th { font-weight: 600; white-space: nowrap; } td { font-variant-numeric: tabular-nums; }
+td:first-child { white-space: nowrap; }
+figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption { color: #444; font-size: 13px; }
+summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
+"""
+
+
+def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
+    """A command's JSON: one file, or one for each number of ranks, fewest first."""
+    files = sorted(run_dir.glob(f"{command}-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    single = run_dir / f"{command}.json"
+    return [json.loads(path.read_text()) for path in [*files, *([single] if single.exists() else [])]]
+
+
+def draw(run_dir: Path, command: str) -> None:
+    """A command's pictures as SVG files in the run dir."""
+    found = results(run_dir, command)
+    for each in SECTIONS[command][0].pictures(found) if found else []:
+        write_atomic(run_dir / f"{each.name}.svg", each.svg.encode())
+
+
+def write(run_dir: Path) -> None:
+    """``report.html``. Raises UserError where the run dir has no results."""
+    parts, links = [], []
+    machine: dict[str, Any] = {}
+    for command, (module, says) in SECTIONS.items():
+        found = results(run_dir, command)
+        if not found:
+            continue
+        machine = machine or found[0]["facts"]
+        links.append(f'<a href="#{command}">{command}</a>')
+        parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(says)}</p>')
+        for picture in module.pictures(found):
+            caption = html.escape(picture.caption)
+            parts.append(f"<figure>{picture.svg}<figcaption>{caption}</figcaption></figure>")
+        parts += [table.html() for table in module.tables(found)]
+    if not parts:
+        raise UserError(f"{run_dir} has no results: run another command with the same --run-dir first")
+    told = ("time", "machine", "processors", "python", "torch", "backend", "threads")
+    where = html.escape(", ".join(f"{name} {machine[name]}" for name in told if name in machine))
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>collectives_lab</title>'
+        f"<style>{STYLE}</style></head><body><h1>collectives_lab</h1><p>{where}</p><nav>{''.join(links)}</nav>"
+        f"{''.join(parts)}</body></html>\n"
+    )
+    write_atomic(run_dir / "report.html", page.encode())
+    log.info(f"wrote {run_dir / 'report.html'}")

@@ -1,0 +1,366 @@
+"""The laboratory, driven through its launch script and as bare ranks: real processes, real collectives."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, App, Harness, Job, Outcome
+
+APP = ROOT / "apps" / "collectives_lab"
+PRIMITIVES = (
+    "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all barrier send_recv isend_irecv"
+).split()
+LIMIT = 900  # seconds for a command, of which several start a dozen jobs
+POINT_TO_POINT = {"send_recv", "isend_irecv"}
+
+
+class Lab(Harness):
+    def command(self, n: int, command: str, *options: str, run_dir: Path | None = None, **environ: str) -> Job:
+        """``scripts/run_collectives_lab.sh n command options``."""
+        run_dir = run_dir or self.folder / "run"
+        script = str(ROOT / "scripts" / "run_collectives_lab.sh")
+        words = ["bash", script, str(n), command, f"--run-dir={run_dir}", f"--device={self.device}", *options]
+        return self.start_command(words, run_dir, **environ)
+
+    def measure(self, n: int, command: str, *options: str, run_dir: Path | None = None) -> Outcome:
+        outcome = self.command(n, command, *options, run_dir=run_dir).finish(limit=LIMIT)
+        assert outcome.code == 0, outcome
+        assert outcome.result["command"] == command
+        assert "Traceback" not in outcome.stderr
+        return outcome
+
+    def bare(self, n: int, program: str, *options: str, name: str = "run") -> list[Job]:
+        """The ranks of a program as a person starts them at n terminals: nobody stops one when another fails."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        run_dir = self.folder / name
+        words = [sys.executable, str(APP / f"{program}.py"), f"--run-dir={run_dir}", *options]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(n)}
+        return [self.start_command(words, run_dir, **where, RANK=str(rank)) for rank in range(n)]
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+    app = App("collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=())
+    made = Lab(app, request.config.getoption("--device"), tmp_path)
+    yield made
+    made.check_nothing_left()
+
+
+def read(run_dir: Path, name: str) -> Any:
+    return json.loads((run_dir / f"{name}.json").read_text())
+
+
+# --- primitives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_primitive_does_what_its_definition_says(lab: Lab, n: int) -> None:
+    lab.measure(n, "primitives", "--quick", "--max-bytes=4096", "--repeats=3")
+    found = read(lab.folder / "run", f"primitives-{n}")
+    expected = [name for name in PRIMITIVES if n > 1 or name not in POINT_TO_POINT]
+    cases = {(case["primitive"], case["dtype"], case["layout"]): case for case in found["checks"]}
+    assert set(cases) == {
+        (name, dtype, layout)
+        for name in expected
+        for dtype in ("float32", "float64", "int64")
+        for layout in ("contiguous", "strided", "empty")
+    }
+    assert all(case["wrong"] == {} and case["roots"] == n for case in cases.values())
+    assert [each["primitive"] for each in found["values"]] == expected
+    assert all(len(each["ranks"]) == n for each in found["values"])
+    timed = {(t["primitive"], t["bytes"]) for t in found["timings"]}
+    assert len(timed) == 2 * (len(expected) - 1) + 1  # the barrier has no size
+    assert all(len(t["seconds"]) == 3 and min(t["seconds"]) > 0 for t in found["timings"])
+    if n == 2:
+        check_values_by_hand({each["primitive"]: each["ranks"] for each in found["values"]})
+
+
+def check_values_by_hand(shown: dict[str, list[dict[str, Any]]]) -> None:
+    """2 ranks that hold [10, 11] and [20, 21], or 10 and 20."""
+    assert [rank["before"] for rank in shown["broadcast"]] == [[10, 11], [20, 21]]
+    after = {name: [rank["after"] for rank in ranks] for name, ranks in shown.items()}
+    assert after["broadcast"] == [[10, 11], [10, 11]]
+    assert after["reduce"] == [[30, 32], None]
+    assert after["all_reduce"] == [[30, 32], [30, 32]]
+    assert after["gather"] == [[10, 20], None]
+    assert after["all_gather"] == [[10, 20], [10, 20]]
+    assert after["scatter"] == [[10], [11]]
+    assert after["reduce_scatter"] == [[30], [32]]
+    assert after["all_to_all"] == [[10, 20], [11, 21]]
+    assert after["send_recv"] == after["isend_irecv"] == [[20, 21], [10, 11]]
+
+
+def ends(jobs: list[Job]) -> list[Outcome]:
+    return [job.finish() for job in jobs]
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "missing", "shapes"])
+def test_a_rank_that_fails_in_the_middle_of_a_collective_is_told_by_the_others(
+    lab: Lab, fault: str, soak: bool
+) -> None:
+    """All primitives at the same time, each among ranks that nobody watches over."""
+    n = 4 if soak else 2
+    names = [name for name in PRIMITIVES if (fault, name) != ("shapes", "barrier")]
+    started = {
+        name: lab.bare(n, "primitives", f"--fault={fault}", f"--only={name}", "--timeout=8", name=name)
+        for name in names
+    }
+    for name, jobs in started.items():
+        for rank, outcome in enumerate(ends(jobs[:-1])):
+            assert outcome.code == 1, (name, outcome)
+            (error,) = outcome.errors
+            assert name in error, outcome
+            assert fault == "shapes" or f"rank {rank}: " in error
+            assert "Traceback" not in outcome.stderr
+        if fault == "stopped":
+            jobs[-1].process.kill()
+        faulty = jobs[-1].finish()
+        assert faulty.code == {"killed": -9, "stopped": -9, "shapes": 1}.get(fault, faulty.code)
+
+
+def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab) -> None:
+    """torchrun stops the others as soon as one rank has died, often before they have noticed."""
+    job = lab.command(3, "primitives", "--only=all_reduce", "--fault=killed", "--timeout=20")
+    outcome = job.finish()
+    assert outcome.code == 1
+    told = [line for line in outcome.errors if "all_reduce" in line]
+    assert {line.split(":")[1] for line in told} == {" rank 0", " rank 1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["2"], "COMMAND"),
+        (["2", "primitivs"], "invalid choice: 'primitivs'"),
+        (["2", "--quick", "all"], "options stand after the command"),
+        (["2", "primitives", "--quik"], "did you mean --quick?"),
+        (["2", "primitives", "--only=sum"], "--only"),
+        (["2", "primitives", "--fault=killed"], "--fault needs --only"),
+        (["2", "straggler", "--delays=x"], "--delays: 'x'"),
+        (["2", "aggregate", "--strategies=ring,star"], "'star' is not one of ddp, "),
+        (["0", "all"], "N=0"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(lab: Lab, words: list[str], said: str) -> None:
+    script = str(ROOT / "scripts" / "run_collectives_lab.sh")
+    outcome = lab.start_command(["bash", script, *words], lab.folder / "run").finish(limit=60)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert len(outcome.stderr.splitlines()) == 1
+    assert outcome.stderr.startswith("error: ")
+    assert said in outcome.stderr
+    assert list(lab.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["primitives", "aggregate", "straggler", "launchers", "predict", "report", "all"])
+def test_the_help_of_every_command_teaches(lab: Lab, command: str) -> None:
+    script = str(ROOT / "scripts" / "run_collectives_lab.sh")
+    outcome = lab.start_command(["bash", script, "2", command, "--help"], lab.folder / "run").finish(limit=60)
+    assert outcome.code == 0
+    assert f"run_collectives_lab.sh N {command} [options]" in outcome.stdout
+    assert "--run-dir" in outcome.stdout
+
+
+def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
+    outcome = lab.command(1, "primitives", "--only=send_recv").finish()
+    assert outcome.code == 2
+    assert len(outcome.errors) == 1
+    assert "needs 2 ranks" in outcome.errors[0]
+
+
+# --- aggregate -----------------------------------------------------------------------------------------------------
+
+SYNCHRONOUS = "ddp overlap per_parameter all_reduce reduce_broadcast gather_scatter all_gather ring local_1".split()
+
+
+def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say(lab: Lab) -> None:
+    """50 steps in float64, batches that 3 ranks do not divide evenly and a smaller last one, dropout included."""
+    options = ["--dtype=float64", "--epochs=2", "--max-steps=50", "--rounds=2", "--bytes=33554432"]
+    lab.measure(4, "aggregate", *options, "--ranks=1,2,4")
+    found = {n: read(lab.folder / "run", f"aggregate-{n}") for n in (1, 2, 4)}
+    reference = found[1]["training"][0]["losses"]
+    assert len(reference) == 50
+    assert reference[-1] < reference[0] / 1.5
+    for n, of in found.items():
+        by_name = {each["strategy"]: each for each in of["training"]}
+        assert [name for name, each in by_name.items() if each["synchronous"]] == SYNCHRONOUS
+        for name in SYNCHRONOUS:
+            assert by_name[name]["weights_difference"] < 1e-12, (n, name)
+            # Also at other numbers of ranks: nothing is averaged twice, no sample is seen twice.
+            assert max(abs(a / b - 1) for a, b in zip(by_name[name]["losses"], reference)) < 1e-12, (n, name)
+        assert {f"local_{k}" for k in (4, 16)} < set(by_name)
+        assert all(each["curve"][-1]["test_accuracy"] > 0.5 for each in by_name.values())
+        ring = by_name["ring"]
+        assert ring["sent_bytes_per_step"] == ring["formula_bytes_per_step"] == 2 * (n - 1) * 21_840 * 8
+        assert ring["sent_messages_per_step"] == 2 * n * (n - 1)
+
+        large = of["large"]
+        assert large["bytes"] == 2**25
+        ring = large["schemes"]["ring"]
+        assert sum(ring["sent_bytes"]) == ring["formula_bytes"] == 2 * (n - 1) * 2**25
+        assert sum(ring["sent_messages"]) == ring["formula_messages"] == 2 * n * (n - 1)
+        for name, scheme in large["schemes"].items():
+            assert len(scheme["seconds"]) == len(scheme["loopback_bytes"]) == 2
+            least = min(scheme["loopback_bytes"])  # where others share loopback, the round that they disturbed less
+            assert least >= 0.95 * scheme["formula_bytes"], (n, name)
+            if large["alone_on_loopback"]:
+                assert least <= 1.05 * scheme["formula_bytes"] + 10_000, (n, name)
+
+
+def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab) -> None:
+    options = ["--dtype=float64", "--global-batch-size=10", "--max-steps=6", "--rounds=1", "--bytes=1000"]
+    lab.measure(3, "aggregate", *options, "--ranks=1,3", "--strategies=ddp,overlap,ring,gather_scatter")
+    one, three = (read(lab.folder / "run", f"aggregate-{n}")["training"] for n in (1, 3))
+    for each in (*one, *three):
+        assert max(abs(a / b - 1) for a, b in zip(each["losses"], one[0]["losses"])) < 1e-12
+        assert each["weights_difference"] < 1e-12
+
+
+# --- straggler -----------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
+    lab.measure(2, "straggler", "--delays=0,30", "--steps=16", "--quick")
+    found = read(lab.folder / "run", "straggler-2")
+    assert found["slow_rank"] == 1
+    conditions = {condition["name"]: condition for condition in found["conditions"]}
+    slow = conditions["all_reduce, one rank sleeps 30 ms in aggregation"]
+    for condition in conditions.values():
+        (block,) = condition["blocks"]
+        for rank in block["ranks"]:
+            parts = [rank[part] for part in ("computed", "slept", "waited", "communicated")]
+            assert min(parts) > -1e-9
+            assert abs(sum(parts) - rank["seconds"]) < 1e-9
+            assert len(rank["step_seconds"]) == 16
+        per_step = {"all_reduce": 16, "overlap": 48, "local_4": 4, "local_16": 1}[condition["strategy"]]
+        assert len(block["waited_for"]) == per_step
+    (block,) = slow["blocks"]
+    assert block["ranks"][1]["slept"] >= 16 * 0.030  # sleep never returns early
+    assert block["ranks"][0]["slept"] == 0
+    # Whoever sleeps 30 ms before entering is waited for, at least most of the time, on any machine.
+    assert block["waited_for"].count(1) > 8
+    # What one rank waits, another was late: it can be no more than all that the others did outside.
+    assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
+    assert set(found["timelines"]) == set(conditions)
+    assert list((lab.folder / "run").glob("straggler-*.svg"))
+
+
+# --- launchers -----------------------------------------------------------------------------------------------------
+
+
+def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab) -> None:
+    lab.measure(2, "launchers", "--steps=6")
+    ways = read(lab.folder / "run", "launchers")["ways"]
+    assert list(ways) == ["torchrun", "multiprocessing.spawn", "Process", "DataParallel"]
+    shas = set()
+    for way in ("torchrun", "multiprocessing.spawn", "Process"):
+        whole, killed = ways[way]["whole"], ways[way]["killed"]
+        assert (whole["code"], whole["ranks_done"], len(whole["weights_sha256"])) == (0, 2, 1)
+        shas.add(whole["weights_sha256"][0])
+        assert killed["code"] != 0
+        assert killed["left_running"] == 0
+        assert any("rank 0: all_reduce" in line for line in killed["said"]), killed
+    assert len(shas) == 1
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} <= set(ways["torchrun"]["whole"]["sets"])
+    assert "RANK" not in ways["multiprocessing.spawn"]["whole"]["sets"]
+
+
+# --- predict and report --------------------------------------------------------------------------------------------
+
+LATENCY, BYTE, REDUCE = 5e-5, 1e-9, 2e-10  # seconds, seconds a byte, seconds a byte summed
+
+
+def measurements(noise: float = 0.0) -> dict[str, Any]:
+    """What primitives would leave on 2 ranks whose times are exactly the formulas'."""
+    timings = []
+    for index, count in enumerate(2**k for k in range(10, 28, 2)):
+        factor = 1 + noise * (-1) ** index
+        line = LATENCY + count * BYTE
+        ring = 2 * LATENCY + count * BYTE + count / 2 * REDUCE  # p = 2
+        timings.append({"primitive": "isend_irecv", "bytes": count, "seconds": [factor * line] * 3})
+        timings.append({"primitive": "all_reduce", "bytes": count, "seconds": [factor * ring] * 3})
+    facts = {"world_size": 2, "torch": "2.13.0", "backend": "gloo"}
+    return {"facts": facts, "values": [], "checks": [], "timings": timings}
+
+
+def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) -> None:
+    run_dir = lab.folder / "run"
+    run_dir.mkdir()
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements()))
+    outcome = lab.measure(2, "predict")
+    assert "Fitted" in outcome.stdout
+    found = read(run_dir, "predict")
+    link = found["link"]
+    assert abs(link["latency"] / LATENCY - 1) < 1e-9
+    assert abs(link["byte"] / BYTE - 1) < 1e-9
+    assert abs(link["reduce"] / REDUCE - 1) < 1e-6
+    lines = found["fits"][0]["lines"]
+    assert len(lines["all_reduce"]["errors"]) == 4  # held out: every second of 9 sizes
+    assert max(abs(error) for line in lines.values() for error in line["errors"]) < 1e-9
+
+    # By hand, for 4 ranks and 1 GB.
+    row = next(row for row in found["times"] if row["ranks"] == 4 and row["bytes"] == 10**9)
+    n, c = 10**9, REDUCE
+    assert abs(row["ring"] - (6 * LATENCY + 1.5 * n * BYTE + 0.75 * n * c)) < 1e-6
+    assert abs(row["halving-doubling"] - (4 * LATENCY + 1.5 * n * BYTE + 0.75 * n * c)) < 1e-6
+    assert abs(row["tree"] - (4 * (LATENCY + n * BYTE) + 2 * n * c)) < 1e-6
+    assert abs(row["parameter server"] - (8 * (LATENCY + n * BYTE) + 4 * n * c)) < 1e-6
+    assert {row["ranks"] for row in found["times"]} == {2**k for k in range(1, 17)}
+    assert {min(row["bytes"] for row in found["times"]), max(row["bytes"] for row in found["times"])} == {
+        87_360,
+        10**11,
+    }
+
+    # The longest of p exponential delays is on average mean (1 + 1/2 + ... + 1/p).
+    rows = found["simulation"]["rows"]
+    assert rows[-1]["ranks"] == 65_536
+    assert all(abs(row["longest_delay"] / row["expected_longest_delay"] - 1) < 0.2 for row in rows)
+    assert all(row["local_16"] < row["local_4"] < row["synchronous"] for row in rows)
+
+
+def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
+    run_dir = lab.folder / "run"
+    run_dir.mkdir()
+    (run_dir / "primitives-2.json").write_text(json.dumps(measurements(noise=0.5)))  # held out: 0.5, fitted: 1.5
+    outcome = lab.measure(2, "predict")
+    errors = read(run_dir, "predict")["fits"][0]["lines"]["all_reduce"]["errors"]
+    assert all(abs(error - 2.0) < 0.01 for error in errors)
+    assert "200%" in outcome.stdout
+
+    page_of(lab)
+
+
+def page_of(lab: Lab) -> str:
+    """The report on a run dir, which must stand alone."""
+    lab.measure(2, "report")
+    page = (lab.folder / "run" / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert page.count("<svg") >= 2
+    assert "<table>" in page
+    for outside in ("<script", "<link", "<img", "@import", 'src="', 'href="http'):
+        assert outside not in page.replace('xlink:href="#', "")
+    return page
+
+
+def test_a_report_on_nothing_is_one_line(lab: Lab) -> None:
+    outcome = lab.command(1, "report").finish()
+    assert outcome.code == 2
+    assert len(outcome.errors) == 1
+    assert "has no results" in outcome.errors[0]
+
+
+@pytest.mark.soak
+def test_everything_in_turn(lab: Lab) -> None:
+    outcome = lab.command(2, "all", "--quick").finish(limit=2 * LIMIT)
+    assert outcome.code == 0, outcome
+    page = page_of(lab)
+    for section in ("primitives", "aggregate", "straggler", "launchers", "predict"):
+        assert f'<h2 id="{section}">' in page
