@@ -21,13 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: runs with --soak alone")
-    config.addinivalue_line("markers", "once: of core alone, so in the matrix one app shows it; with --soak every app")
+    config.addinivalue_line("markers", "once: in the matrix one app shows it, mnist_ddp; with --soak every app")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--soak"):
-        marks = ["soak"] if config.getoption("--app") == "mnist_ddp" else ["soak", "once"]
-        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+        app = APPS[config.getoption("--app")]
+        marks = ["soak"] if app.name == "mnist_ddp" else ["soak", "once"]
+        left_out = [
+            item for item in items if any(item.get_closest_marker(mark) for mark in marks) or item.name in app.soak
+        ]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
@@ -43,3 +46,13 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 @pytest.fixture
 def soak(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--soak"))
+
+
+@pytest.fixture
+def ddp(harness: Harness) -> Iterator[Harness]:
+    """Runs mnist_ddp beside the app under test, in the same Python."""
+    folder = harness.folder / "ddp"
+    folder.mkdir()
+    made = Harness(APPS["mnist_ddp"], harness.device, folder)
+    yield made
+    made.check_nothing_left()

@@ -25,6 +25,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu", "cuda"),
+        may_change_at_resume=("logger",),
     )
     add = parser.add_argument_group("model and optimizer").add_argument
     add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")

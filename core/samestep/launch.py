@@ -4,6 +4,9 @@
 
     launch.py <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
 
+An app whose options.py declares ``COMMANDS`` (name: what it does) takes one of them after N. An app without
+``--resume`` does not train: it has no data set and no checkpoints to settle, and is not started again.
+
 It works in two stages. The first runs on the system's Python with the standard library alone: it tells every mistake
 that can be told without the framework, makes ``.venvs/<app>``, and continues in that environment. The second settles
 data, run dir and checkpoint, then starts the launcher, again and again if need be, and leaves no process behind.
@@ -33,6 +36,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":  # started as a file: make the package importable, not its folder
@@ -49,9 +53,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL
 
 HELP = """\
-N is the number of ranks on this machine. The first start makes .venvs/{app} and prepares the data; the next ones start
-at once. A job that fails is started again and resumes from its newest checkpoint.
-
+N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
+{recovers}
   --dry-run             print the launcher's command and stop
 
 environment:
@@ -114,21 +117,24 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(app: str, template: Sequence[str], arguments: list[str], second_stage: bool) -> int:
     module = _app_options(app)
-    usage = f"bash scripts/run_{app}.sh N [options]"
+    usage = f"bash scripts/run_{app}.sh N{' COMMAND' if hasattr(module, 'COMMANDS') else ''} [options]"
     if "--help" in arguments or "-h" in arguments:
-        print(module.build_parser(usage=usage).format_help() + "\n" + HELP.format(app=app), end="")
+        parser = module.build_parser(usage=usage)
+        print(parser.help_for(arguments) + "\n" + _help(app, parser.get_default("resume") is not None), end="")
         return 0
     nproc, arguments = _ranks_per_node(arguments, usage)
     nodes = read_nodes(os.environ)
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
+    trains = hasattr(options, "resume")
     _check_paths(options)
 
     if dry_run:
         python = os.environ.get("PYTHON") or str(_venv(app) / "bin" / "python")
         port = nodes.master_port or 29500
-        print(shlex.join(_command(template, app, python, nproc, nodes, port, arguments)))
+        logs = (options.run_dir or Path("runs", app, "UTC-TIME")) / "log"
+        print(shlex.join(_command(template, app, python, nproc, nodes, port, logs, arguments, options)))
         return 0
     if not second_stage:
         python = _given_python() or _ensure_venv(app)
@@ -146,15 +152,24 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     made = None if options.run_dir else _new_run_dir(app)
     options.run_dir = options.run_dir or made
     try:
-        settled = settle(app, options)
+        settled = settle(app, options) if trains else None
+        run_dir = settled.run_dir if settled else _settle_run_dir(app, options.run_dir)
     except BaseException:
         if made:  # nothing has begun: leave nothing
             shutil.rmtree(made, ignore_errors=True)
         raise
     log.unlock(log.WRITER_BYTE)  # rank 0's from here on
-    arguments += [f"--run-dir={settled.run_dir}", "--resume"]
-    arguments += [f"--dataset={settled.dataset}", f"--requested-dataset={settled.requested_dataset}"]
-    return _supervise(template, app, nproc, nodes, arguments, options, settled.run_dir)
+    arguments.append(f"--run-dir={run_dir}")
+    if settled:
+        arguments += ["--resume", f"--dataset={settled.dataset}", f"--requested-dataset={settled.requested_dataset}"]
+    return _supervise(template, app, nproc, nodes, arguments, options, run_dir)
+
+
+def _help(app: str, trains: bool) -> str:
+    recovers = "A job that fails is started again and resumes from its newest checkpoint.\n"
+    return HELP.format(
+        app=app, prepares=" and prepares the data" if trains else "", recovers=recovers if trains else ""
+    )
 
 
 def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
@@ -166,11 +181,7 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
     from samestep import checkpoint, datasets, log
     from samestep.options import arithmetic
 
-    run_dir = (options.run_dir or _run_dir_of_this_job(app)).resolve()
-    _make_folder(run_dir / "log")
-    under_script = "SAMESTEP_LAUNCHER" in os.environ
-    for byte in (log.WRITER_BYTE,) if under_script else (log.LAUNCHER_BYTE, log.WRITER_BYTE):
-        log.lock(run_dir, byte, f"{app}, started by {Path(sys.argv[0]).name}")
+    run_dir = _settle_run_dir(app, options.run_dir or _run_dir_of_this_job(app))
     found = None
     if options.resume or not fresh:
         found = checkpoint.newest(run_dir, log.warning)
@@ -189,6 +200,18 @@ def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
     if source.notice:
         log.warning(source.notice)
     return Settled(run_dir, source.name, asked or options.default_dataset, None)
+
+
+def _settle_run_dir(app: str, run_dir: Path) -> Path:
+    """Make the run dir and lock it; returns it as an absolute path."""
+    from samestep import log
+
+    run_dir = run_dir.resolve()
+    _make_folder(run_dir / "log")
+    under_script = "SAMESTEP_LAUNCHER" in os.environ
+    for byte in (log.WRITER_BYTE,) if under_script else (log.LAUNCHER_BYTE, log.WRITER_BYTE):
+        log.lock(run_dir, byte, f"{app}, started by {Path(sys.argv[0]).name}")
+    return run_dir
 
 
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -246,9 +269,8 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
         name = next((n for n in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if os.environ.get(n)), "")
         text, rest = os.environ.get(name, ""), arguments
         if not text:
-            raise UserError(
-                f"N, the number of ranks, is missing: {usage}, for example: {usage.replace('N [options]', '4')}"
-            )
+            example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
+            raise UserError(f"N, the number of ranks, is missing: {usage}, for example: {example}")
     return _integer(name, text, least=1), rest
 
 
@@ -269,10 +291,10 @@ def _app_options(app: str) -> Any:
 
 def _check_paths(options: Namespace) -> None:
     for name in ("data_dir", "run_dir"):
-        path = getattr(options, name)
+        path = getattr(options, name, None)
         if path is not None and path.exists() and not path.is_dir():
             raise UserError(f"--{name.replace('_', '-')} {path} is not a directory: name a directory")
-    path = options.init_from
+    path = getattr(options, "init_from", None)
     if path is None:
         return
     if not path.is_file():
@@ -286,20 +308,37 @@ def _check_paths(options: Namespace) -> None:
 
 
 def _command(
-    template: Sequence[str], app: str, python: str, nproc: int, nodes: Nodes, port: int, options: Sequence[str]
+    template: Sequence[str],
+    app: str,
+    python: str,
+    nproc: int,
+    nodes: Nodes,
+    port: int,
+    logs: Path,
+    arguments: Sequence[str],
+    options: Namespace,
 ) -> list[str]:
+    """The launcher's command. A word of the template that names what is not given is left out."""
     values = {
+        **vars(options),
         "python": python,
         "nproc": nproc,
         "nnodes": nodes.count,
         "node_rank": nodes.rank,
+        "host": None if nodes.count > 1 else "127.0.0.1",  # several machines have names of their own
         "master_addr": nodes.master_addr or "127.0.0.1",
         "master_port": port,
+        "world_size": nproc * nodes.count,
+        "log_dir": logs,
+        "app": ROOT / "apps" / app,
         "train": ROOT / "apps" / app / "train.py",
     }
-    command = []
+    command: list[str] = []
     for word in template:
-        command += list(options) if word == "{options}" else [word.format(**values)]
+        if word == "{options}":
+            command += arguments
+        elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
+            command.append(word.format(**values))
     return command
 
 
@@ -438,58 +477,74 @@ def _supervise(
 ) -> int:
     """Start the launcher, and again after a failure; return the script's exit code."""
     logs = run_dir / "log"
-    for attempt in range(options.max_restarts + 1):
+    max_restarts = getattr(options, "max_restarts", 0)
+    for attempt in range(max_restarts + 1):
         (logs / "no-restart").unlink(missing_ok=True)
         with _reserved_port(nodes) as port:
-            command = _command(template, app, sys.executable, nproc, nodes, port, arguments)
-            code = _run_once(command, nproc, nodes, attempt, logs / "launcher.log")
+            command = _command(template, app, sys.executable, nproc, nodes, port, logs, arguments, options)
+            resumes = f"; --run-dir={run_dir} resumes" if hasattr(options, "resume") else ""
+            code = _run_once(command, nproc, nodes, attempt, logs / "launcher.log", resumes)
         if code == 0:
             return 0
         verdict = _read(logs / "no-restart")
         if verdict is not None:
             return int(json.loads(verdict)["code"])
-        if attempt < options.max_restarts:
-            again = f"starting it again ({attempt + 1} of {options.max_restarts})"
+        if attempt < max_restarts:
+            again = f"starting it again ({attempt + 1} of {max_restarts})"
             _say(f"warning: the job ended with code {code}; {again}, logs in {logs}")
-    after = f" after {options.max_restarts} restarts" if options.max_restarts else ""
+    after = f" after {max_restarts} restarts" if max_restarts else ""
     _say(f"error: the job ended with code {code}{after}: see {logs}/launcher.log and rank-*.log")
     return 1
 
 
-def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, log_file: Path) -> int:
-    """One start of the launcher; returns its exit code when all of the job's processes have ended."""
+def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, log_file: Path, resumes: str) -> int:
+    """One start of the launcher; returns its exit code when all of the job's processes have ended.
+
+    ``resumes`` is said to who stops it.
+    """
     job = uuid.uuid4().hex
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     launcher = f"{os.getpid()}@{socket.gethostname()}"
     environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER=launcher, SAMESTEP_RESTARTS=str(attempt))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    # Some launchers call `python` by name: as in an activated environment, that is this one.
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     if nodes.count == 1:  # gloo would listen on the address of the host's name
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
     with log_file.open("ab") as log:
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
-    # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
-    process = pump = None
+    # What the launcher says comes through this pipe; ranks whose launcher keeps their output in files open it too, and
+    # this process's stdout. Such a launcher (its command names log_file's folder) then repeats on its own stdout what
+    # it finds in those files: that is for the log.
+    messages, errors = os.pipe()
+    keeps_files = any(str(log_file.parent) in word for word in command) and _can_be_opened(1)
+    environ["SAMESTEP_ERRORS"] = str(errors)
+    pump = threading.Thread(target=_pump, args=(os.fdopen(messages, "rb"), log_file, job), daemon=True)
+    pump.start()
+    process = None
     try:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=errors if keeps_files else None,
+            stderr=errors,
+            start_new_session=True,
         )
-        assert process.stderr is not None
-        pump = threading.Thread(target=_pump, args=(process.stderr, log_file, job), daemon=True)
-        pump.start()
         code = process.wait()
     except Stopped as stopped:
         after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-        _say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}); --run-dir={log_file.parents[1]} resumes")
+        _say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){resumes}")
         _stop_all(job, process)
         raise
     finally:
         _kill_all(job)
         if process:
             process.wait()
-        if pump and pump.is_alive():
-            pump.join(timeout=5)
-        with contextlib.suppress(OSError):  # rank 0 may have written to the same file through an offset of its own
-            os.lseek(1, 0, os.SEEK_END)
+        os.close(errors)
+        pump.join(timeout=5)
+        _to_the_end(1)
     return code
 
 
@@ -500,7 +555,7 @@ def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
     stopped to answer its TERM.
     """
     told = set()
-    with log_file.open("ab", buffering=0) as log:
+    with stream, log_file.open("ab", buffering=0) as log:
         for line in stream:
             with contextlib.suppress(OSError):
                 log.write(line)
@@ -510,6 +565,15 @@ def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
                 _say(line.decode(errors="replace").rstrip())
             if line.startswith(b"error: no progress"):
                 _kill(_processes_of(job), signal.SIGKILL)
+
+
+def _can_be_opened(descriptor: int) -> bool:
+    """Whether other processes can open this one's file, as `log.start` does: a socket, say, they cannot."""
+    try:
+        os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _stop_all(job: str, process: subprocess.Popen[bytes] | None) -> None:
@@ -589,8 +653,15 @@ def _read(path: Path) -> str | None:
 
 
 def _say(text: str) -> None:
+    _to_the_end(2)
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def _to_the_end(descriptor: int) -> None:
+    """Where output goes to a file, rank 0 writes to it through an offset of its own: go on behind what it wrote."""
+    with contextlib.suppress(OSError):  # a terminal or a pipe has no offset
+        os.lseek(descriptor, 0, os.SEEK_END)
 
 
 def _raise_stopped(number: int, frame: object) -> NoReturn:

@@ -55,8 +55,11 @@ def start(run_dir: Path, rank: int, quiet: bool) -> None:
     if _folder is not None:
         return
     _rank, _quiet, _folder = rank, quiet, run_dir.resolve() / "log"
-    _console = os.fdopen(_launch_scripts_stdout() or os.dup(1), "w", buffering=1)
-    _console_errors = os.fdopen(os.dup(2), "w", buffering=1)
+    # The launch script's own stdout, and the pipe by which it takes in what goes wrong: launchers put a pipe or a file
+    # between (horovodrun prefixes each line; Paddle and msrun keep it all in files of theirs). With these a terminal
+    # stays one, the last line is the result, and errors are told at once.
+    _console = os.fdopen(_launch_scripts_file(1, 1), "w", buffering=1)
+    _console_errors = os.fdopen(_launch_scripts_file(os.environ.get("SAMESTEP_ERRORS"), 2), "w", buffering=1)
     _folder.mkdir(parents=True, exist_ok=True)
     file = os.open(_folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     if isinstance(sys.stdout, io.TextIOWrapper):  # what is printed must not be lost in a buffer when the process ends
@@ -67,16 +70,15 @@ def start(run_dir: Path, rank: int, quiet: bool) -> None:
     _to_file(f"rank {rank} on {socket.gethostname()}, pid {os.getpid()}: {' '.join(sys.argv)}")
 
 
-def _launch_scripts_stdout() -> int | None:
-    """The launch script's own stdout, where a launcher put a pipe between (horovodrun prefixes each line, Paddle and
-    msrun write it to a file): a terminal stays one, and the last line is the result. None: this process has it."""
+def _launch_scripts_file(its: int | str | None, mine: int) -> int:
+    """File descriptor ``its`` of the launch script, opened; a copy of ``mine`` where that cannot be had."""
     try:
-        path = f"/proc/{launch_script(os.environ)}/fd/1"
-        if os.path.samestat(os.stat(path), os.fstat(1)):
-            return None
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+        path = f"/proc/{launch_script(os.environ)}/fd/{its}"
+        if not os.path.samestat(os.stat(path), os.fstat(mine)):
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
     except OSError:  # no launch script, another machine, or not Linux
-        return None
+        pass
+    return os.dup(mine)
 
 
 def info(text: str) -> None:

@@ -18,7 +18,7 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout quiet requested_dataset default_dataset logger".split()
+    "max_restarts timeout quiet requested_dataset default_dataset may_change_at_resume".split()
 )
 
 
@@ -31,13 +31,26 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
 
+    def help_for(self, argv: Sequence[str]) -> str:
+        """The help text; where the app has commands and ``argv`` names one, that command's."""
+        commands = {name: each for name, each in self.commands().items() if name in argv}
+        return next(iter(commands.values()), self).format_help()
+
+    def commands(self) -> dict[str, argparse.ArgumentParser]:
+        """The parsers of the app's commands (``add_subparsers``), by name; empty where it has none."""
+        found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return dict(found[0]) if found else {}
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line. Raises UserError; for an unknown one it names the nearest."""
         options, unknown = self.parse_known_args(argv)
         if unknown:
-            known = [name for action in self._actions for name in action.option_strings]
+            parsers = [self, *self.commands().values()]
+            known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
             near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
+            if near == [unknown[0].split("=")[0]]:  # known to a command, but before its name, or of another one
+                hint = "options stand after the command that has them (see COMMAND --help)"
             raise UserError(f"unknown argument {unknown[0]}: {hint}")
         return options
 
@@ -83,8 +96,12 @@ def add_common(
     lr: str,
     datasets: Sequence[str],
     devices: Sequence[str],
+    may_change_at_resume: Sequence[str] = (),
 ) -> None:
-    """Add the options that every app has. ``lr`` says in words what the app chooses when none is given."""
+    """Add the options that every app has. ``lr`` says in words what the app chooses when none is given.
+
+    ``may_change_at_resume`` names options of the app's own that do not alter a step.
+    """
     default = "(default: %(default)s)"
     training = parser.add_argument_group("training (the same steps on every number of ranks)")
     add = training.add_argument
@@ -105,7 +122,7 @@ def add_common(
     add("--dataset", choices=datasets, help=f"(default: {datasets[0]}, or the checkpoint's)")
     # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
-    parser.set_defaults(default_dataset=datasets[0])
+    parser.set_defaults(default_dataset=datasets[0], may_change_at_resume=list(may_change_at_resume))
     add(
         "--data-dir",
         type=Path,
@@ -147,7 +164,8 @@ def add_common(
 
 def arithmetic(options: argparse.Namespace) -> dict[str, Any]:
     """The options that decide a run's numbers, as JSON values: those a resume must repeat."""
-    return {name: value for name, value in sorted(vars(options).items()) if name not in MAY_CHANGE_AT_RESUME}
+    free = MAY_CHANGE_AT_RESUME.union(options.may_change_at_resume)
+    return {name: value for name, value in sorted(vars(options).items()) if name not in free}
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from samestep import checkpoint, env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,11 +35,23 @@ class App:
     accuracy: float  # the least that its defaults must reach on its embedded data set
     dataset: str  # the embedded one
     test_examples: int
-    small: Sequence[str]  # options of a run of some tens of steps that takes seconds
-    exact: Sequence[str]  # options under which losses are comparable to 1e-9 ...
+    small: Sequence[str]  # options of a run of some steps that takes seconds, --checkpoint-every=<every> among them
+    exact: Sequence[str]  # options under which losses are comparable to ``tolerance`` ...
     variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
     tolerance: float = 1e-9
     arithmetic: Sequence[Sequence[str]] = ()  # changes that a resume must refuse, and what it says of both values
+    epoch: int = 16  # steps in an epoch of a small run, which has two epochs or more
+    every: int = 5
+    defaults: Sequence[str] = ()  # what a test changes of the defaults, so that they take minutes
+    batches: Sequence[int] = (125, 1333)  # no multiples of 2, 3, 4; the second leaves a last batch of one sample
+    exact_steps: Sequence[int] = (100, 12)  # of the first variant and of the others
+    first_steps: Sequence[str] = ()  # options under which the first losses are the same at any number of ranks ...
+    first_tolerance: float = 1e-5  # ... but for rounding in float32
+    # Batch size, and ranks and last step of each of the jobs of one run.
+    relay: tuple[int, Sequence[tuple[int, int]]] = (250, ((2, 7), (3, 21), (1, 30), (4, 40)))
+    diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
+    patience: int = 12  # a --timeout, in seconds, that only a stopped rank exceeds
+    soak: Sequence[str] = ()  # tests that run with --soak alone, because each start of this app takes long
 
 
 APPS = {
@@ -65,8 +82,67 @@ APPS = {
     ),
 }
 # The same models with the same options.
-APPS["mnist_horovod"] = replace(APPS["mnist_ddp"], name="mnist_horovod")
-APPS["mnist_lightning"] = replace(APPS["mnist_ddp"], name="mnist_lightning")
+# The first is in the matrix by tests/conformance, the second by mnist_ddp.
+ELSEWHERE = ("test_losses_are_the_same_at_any_number_of_ranks[1]", "test_a_stopped_rank_is_replaced")
+APPS["mnist_horovod"] = replace(APPS["mnist_ddp"], name="mnist_horovod", soak=ELSEWHERE)
+APPS["mnist_lightning"] = replace(APPS["mnist_ddp"], name="mnist_lightning", soak=ELSEWHERE)
+APPS["lenet_paddle"] = replace(
+    APPS["mnist_ddp"],
+    name="lenet_paddle",
+    exact=("--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--epochs=100"),
+    variants=[("--optimizer=sgd",), ("--optimizer=adam",), ("--api=fleet",), ("--api=highlevel",)],
+    arithmetic=[
+        ("--api=fleet", "--api basic", "fleet"),
+        ("--global-batch-size=251", "--global-batch-size 250", "251"),
+        ("--optimizer=sgd", "--optimizer adam", "sgd"),
+        ("--dtype=float64", "--dtype float32", "float64"),
+    ],
+)
+APPS["resnet50_mindspore"] = App(
+    name="resnet50_mindspore",
+    accuracy=0.8,
+    dataset="synthetic-cifar10",
+    test_examples=256,
+    # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.
+    small=(
+        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--epochs=2", "--max-steps=8"),
+        *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
+    ),
+    # MindSpore on CPU knows float32 alone, so rounding must be kept from growing.
+    exact=(
+        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
+        *("--log-every=1", "--epochs=100"),
+    ),
+    variants=[("--loss=expand",), ("--loss=builtin",)],
+    tolerance=1e-4,
+    arithmetic=[
+        ("--depth=50", "--depth 18", "50"),
+        ("--global-batch-size=255", "--global-batch-size 256", "255"),
+        ("--seed=7", "--seed 1", "7"),
+        ("--lr=0.5", "--lr 0.01", "0.5"),
+        ("--momentum=0.5", "--momentum 0.9", "0.5"),
+        ("--freeze-bn", "--freeze-bn False", "True"),
+        ("--image-size=32", "--image-size 16", "32"),
+        ("--loss=builtin", "--loss expand", "builtin"),
+        ("--dataset=cifar10", "--dataset synthetic-cifar10", "cifar10"),
+    ],
+    epoch=4,
+    every=2,
+    defaults=("--depth=18", "--epochs=3", "--log-every=1"),
+    batches=(10, 341),
+    exact_steps=(6, 4),
+    first_steps=("--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
+    first_tolerance=1e-4,
+    relay=(256, ((2, 2), (3, 5), (1, 6), (4, 8))),
+    diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
+    patience=40,
+    soak=(
+        "test_a_rank_is_killed_at_a_random_step[3]",
+        "test_a_rank_is_killed_at_an_exact_moment[exactly at an epoch's end]",
+        "test_a_stopped_job_resumes[3-15-143]",
+        "test_a_checkpoint_made_by_hand_must_fit_the_model",
+    ),
+)
 
 
 @dataclass
@@ -135,7 +211,7 @@ class Job:
         for pid, environ in processes():
             if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
                 world = env.detect(environ)
-                if world.launcher != "none":  # the launcher itself has no rank
+                if world.launcher != "none" and world.role == "worker":  # launchers and schedulers have no rank
                     found[world.rank] = pid
         return found
 
@@ -264,3 +340,39 @@ def losses(run_dir: Path) -> list[float]:
 def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
     assert len(one) == len(other)
     return max(abs(a - b) / max(abs(a), 1e-300) for a, b in zip(one, other))
+
+
+# --- for the tests of one app --------------------------------------------------------------------------------------
+
+
+def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
+    """Run a command of one's own instead of the launch script; its run dir is ``run`` in the test's folder."""
+    return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def write_fashion(folder: Path) -> None:
+    """Fashion-MNIST's files in its own sizes: Debian's where they are installed, else generated ones."""
+    folder.mkdir(parents=True)
+    installed = Path("/usr/share/datasets/fashion-mnist")
+    if installed.is_dir():
+        for file in installed.glob("*.gz"):
+            shutil.copy(file, folder)
+        return
+    random = np.random.default_rng(0)
+    patterns = random.integers(0, 256, (10, 28, 28))
+    for split, count in (("train", 60_000), ("t10k", 10_000)):
+        labels = random.integers(0, 10, count).astype(np.uint8)
+        images = (patterns[labels] + random.integers(0, 128, (count, 1, 1))) // 2
+        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images.astype(np.uint8))
+        write_idx(folder / f"{split}-labels-idx1-ubyte.gz", labels)
+
+
+def write_idx(path: Path, array: NDArray[np.uint8]) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes(), compresslevel=1, mtime=0))

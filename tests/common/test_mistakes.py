@@ -42,6 +42,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("n", "options", "environ", "words"), MISTAKES, ids=lambda value: str(value)[:40])
 def test_a_mistake_is_one_line(
     harness: Harness, n: str, options: list[str], environ: dict[str, str], words: str
@@ -72,6 +73,7 @@ def test_the_first_stage_needs_no_packages(harness: Harness) -> None:
     assert "--epochs: 'x'" in outcome.stderr
 
 
+@pytest.mark.once
 def test_a_taken_port_is_named(harness: Harness) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -115,7 +117,7 @@ def test_help_teaches(harness: Harness) -> None:
 
 
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
-    outcome = harness.run(2, *harness.app.small, "--lr=1e30", "--log-every=1")
+    outcome = harness.run(2, *harness.app.small, *harness.app.diverges, "--log-every=1")
     assert outcome.code == 1
     assert len(outcome.errors) == 1, outcome.stderr
     assert "lower --lr" in outcome.errors[0]

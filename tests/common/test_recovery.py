@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, losses, relative_difference
+from harness import App, Harness, last_step, losses, relative_difference
 from samestep import checkpoint
 from samestep.sharding import GlobalBatches
 
@@ -62,23 +62,30 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
 # --- kills at random steps -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.once), 3])
 def test_a_rank_is_killed_at_a_random_step(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
     reference = undisturbed(n)
     chance = random.Random(n)
-    runs = 20 if soak else 2 if n == 3 else 1
+    runs = 20 if soak else 1
     for i in range(runs):
         job = harness.start(n, *harness.app.small, run_dir=harness.folder / str(i))
-        landed = job.wait_for_step(chance.randrange(1, reference["steps"] - 6))
+        landed = job.wait_for_step(chance.randrange(1, reference["steps"] - harness.app.every - 1))
         os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
         result = check_same_end(harness, job.finish(), n, reference)
         assert result["restarts"] == 1, f"killed at step {landed}"
     _table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
 
 
-@pytest.mark.parametrize("victim", ["the launcher", "the script", "all processes"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "the launcher",
+        pytest.param("the script", marks=pytest.mark.once),
+        pytest.param("all processes", marks=pytest.mark.once),
+    ],
+)
 def test_what_started_the_ranks_is_killed(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str
 ) -> None:
@@ -88,7 +95,7 @@ def test_what_started_the_ranks_is_killed(
     for i in range(runs):
         run_dir = harness.folder / str(i)
         job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        job.wait_for_step(chance.randrange(1, reference["steps"] - 6))
+        job.wait_for_step(chance.randrange(1, reference["steps"] - harness.app.every - 1))
         if victim == "the launcher":
             os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
         elif victim == "the script":
@@ -114,35 +121,57 @@ def parent(pid: int) -> int:
 @dataclass(frozen=True)
 class Moment:
     name: str
-    fault: dict[str, Any]
+    rank: int
+    fault: Callable[[App], dict[str, Any]]
     matrix: bool = False  # in every test run, not only in a soak
+    once: bool = False  # in the matrix by one app
 
 
-STEP_TMP = r"/\.step-00000020\.tmp"
+def written(app: App, path: str = "") -> str:
+    """What a file or folder of the second epoch's first checkpoint is called while it is written."""
+    return rf"/\.step-{first_of_second_epoch(app):08d}\.tmp{path}"
+
+
+def first_of_second_epoch(app: App) -> int:
+    return (app.epoch // app.every + 1) * app.every
+
+
 MOMENTS = [
-    Moment("in the first step", {"rank": 1, "step": 0}, matrix=True),
-    Moment("in mid-epoch, before any checkpoint of it", {"rank": 0, "updates": 19}),
-    Moment("exactly at an epoch's end", {"rank": 0, "updates": 16}, matrix=True),
-    Moment("in an evaluation", {"rank": 1, "evaluating": 2}, matrix=True),
-    Moment("before a checkpoint's files", {"rank": 0, "audit": "os.mkdir", "match": STEP_TMP}),
-    Moment("between a checkpoint's files", {"rank": 0, "audit": "open", "match": STEP_TMP + "/optimizer"}, matrix=True),
-    Moment("before its manifest", {"rank": 0, "audit": "open", "match": STEP_TMP + "/manifest"}),
-    Moment("before its rename", {"rank": 0, "audit": "os.rename", "match": STEP_TMP}, matrix=True),
-    Moment("after its rename", {"rank": 0, "updates": 21}),
-    Moment("before the final weights", {"rank": 0, "audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
-    Moment("before the result", {"rank": 0, "audit": "open", "match": r"\.result\.json\.tmp$"}),
+    Moment("in the first step", 1, lambda app: {"step": 0}, matrix=True, once=True),
+    Moment("in mid-epoch, before any checkpoint of it", 0, lambda app: {"updates": first_of_second_epoch(app) - 1}),
+    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, matrix=True),
+    Moment("in an evaluation", 1, lambda app: {"evaluating": 2}, matrix=True, once=True),
+    Moment("before a checkpoint's files", 0, lambda app: {"audit": "os.mkdir", "match": written(app)}),
+    Moment(
+        *("between a checkpoint's files", 0),
+        lambda app: {"audit": "open", "match": written(app, "/optimizer")},
+        matrix=True,
+        once=True,
+    ),
+    Moment("before its manifest", 0, lambda app: {"audit": "open", "match": written(app, "/manifest")}),
+    Moment("before its rename", 0, lambda app: {"audit": "os.rename", "match": written(app)}, matrix=True),
+    Moment("after its rename", 0, lambda app: {"updates": first_of_second_epoch(app) + 1}),
+    Moment("before the final weights", 0, lambda app: {"audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
+    Moment("before the result", 0, lambda app: {"audit": "open", "match": r"\.result\.json\.tmp$"}),
 ]
 
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(moment, id=moment.name, marks=() if moment.matrix else pytest.mark.soak) for moment in MOMENTS],
+    [
+        pytest.param(
+            moment,
+            id=moment.name,
+            marks=pytest.mark.soak if not moment.matrix else pytest.mark.once if moment.once else (),
+        )
+        for moment in MOMENTS
+    ],
 )
 def test_a_rank_is_killed_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment
 ) -> None:
     reference = undisturbed(2)
-    fault = json.dumps({**moment.fault, "signal": signal.SIGKILL})
+    fault = json.dumps({"rank": moment.rank, **moment.fault(harness.app), "signal": signal.SIGKILL})
     path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
     outcome = harness.run(2, *harness.app.small, SAMESTEP_FAULT=fault, PYTHONPATH=path)
     result = check_same_end(harness, outcome, 2, reference)
@@ -154,7 +183,10 @@ def test_a_rank_is_killed_at_an_exact_moment(
 # --- stops ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "number", "code"), [(2, signal.SIGINT, 130), (3, signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("n", "number", "code"),
+    [pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.once), (3, signal.SIGTERM, 143)],
+)
 def test_a_stopped_job_resumes(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], n: int, number: int, code: int
 ) -> None:
@@ -172,13 +204,14 @@ def test_a_stopped_job_resumes(
     assert finished["resumed_from_step"] == finished["steps"]
 
 
+@pytest.mark.once
 def test_a_stopped_rank_is_named(harness: Harness) -> None:
     """SIGSTOP is what a hanging or swapping machine looks like: alive, and holding all others up."""
-    job = harness.start(2, *harness.app.small, "--timeout=12", "--max-restarts=0")
+    job = harness.start(2, *harness.app.small, f"--timeout={harness.app.patience}", "--max-restarts=0")
     job.wait_for_step(5)
     stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
-    outcome = job.finish(limit=12 + 45)
+    outcome = job.finish(limit=harness.app.patience + 45)
     assert outcome.code == 1
     assert f"rank 1 ({os.uname().nodename}, pid {stopped}) last alive at step" in outcome.errors[0]
 
@@ -187,22 +220,26 @@ def test_a_stopped_rank_is_named(harness: Harness) -> None:
 def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The first is held up for longer than the second waits, but not for longer than its --timeout."""
-    job = harness.start(2, *harness.app.small)
-    job.wait_for_step(5)
-    rank = job.ranks()[1]
-    os.kill(rank, signal.SIGSTOP)
+    """The first runs for longer than the second waits, and is not disturbed by it."""
+    reference = undisturbed(2)
+    job = harness.start(2, *harness.app.small, "--epochs=10000", "--max-steps=10000000")
+    job.wait_for_step(reference["steps"])
     second = harness.run(2, *harness.app.small)
     assert second.code == 2, second
     assert len(second.errors) == 1
     assert any(f"pid {pid}" in second.errors[0] for pid in (job.process.pid, job.alive(0)["pid"]))
-    os.kill(rank, signal.SIGCONT)
-    result = check_same_end(harness, job.finish(), 2, undisturbed(2))
-    assert result["restarts"] == 0
+    last = last_step(job.run_dir)
+    job.wait_for_step(last + 1)
+    os.kill(job.process.pid, signal.SIGINT)
+    outcome = job.finish(limit=20)
+    assert outcome.code == 130
+    assert "starting it again" not in outcome.stderr
+    curve, expected = losses(job.run_dir), losses(Path(reference["run_dir"]))
+    assert relative_difference(curve[: len(expected)], expected) < 1e-6
 
 
 def test_a_stopped_rank_is_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    job = harness.start(2, *harness.app.small, "--timeout=12")
+    job = harness.start(2, *harness.app.small, f"--timeout={harness.app.patience}")
     job.wait_for_step(5)
     os.kill(job.ranks()[0], signal.SIGSTOP)
     result = check_same_end(harness, job.finish(), 2, undisturbed(2))
@@ -222,25 +259,29 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 # --- resuming as another job ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_resume_at_other_numbers_of_ranks(harness: Harness) -> None:
     """2, then 3, 1 and 4 ranks, changing in mid-epoch: the same losses, and no sample twice or missed."""
-    options = [*harness.app.exact, *harness.app.variants[0], "--global-batch-size=250", "--checkpoint-every=5"]
-    harness.train(2, *options, "--max-steps=40", run_dir=harness.folder / "undisturbed")
+    batch, plan = harness.app.relay
+    steps = plan[-1][1]
+    options = [*harness.app.exact, *harness.app.variants[0], f"--global-batch-size={batch}"]
+    options.append(f"--checkpoint-every={harness.app.every}")
+    harness.train(2, *options, f"--max-steps={steps}", run_dir=harness.folder / "undisturbed")
     expected = losses(harness.folder / "undisturbed")
-    plan = [(2, 7), (3, 21), (1, 30), (4, 40)]
     for n, stop in plan:
         result = harness.train(n, *options, f"--max-steps={stop}")
     assert relative_difference(expected, losses(harness.folder / "run")) < harness.app.tolerance
     seed, samples = result["seed"], result["train_examples"]
-    per_epoch = GlobalBatches(samples, 250, seed).steps_per_epoch
-    for epoch in range(40 // per_epoch):
+    per_epoch = GlobalBatches(samples, batch, seed).steps_per_epoch
+    for epoch in range(steps // per_epoch):
         taken = []
         for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
             n = next(n for n, stop in plan if step < stop)
-            taken += [GlobalBatches(samples, 250, seed, rank, n).indices(step) for rank in range(n)]
+            taken += [GlobalBatches(samples, batch, seed, rank, n).indices(step) for rank in range(n)]
         assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(samples))
 
 
+@pytest.mark.once
 def test_a_resume_that_would_take_other_steps_is_refused(harness: Harness) -> None:
     harness.train(1, *harness.app.small, "--max-steps=1")
     kept = snapshot(harness.folder / "run")
@@ -260,6 +301,7 @@ def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: C
     check_same_end(harness, outcome, 2, undisturbed(2))
 
 
+@pytest.mark.once
 def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     run_dir = harness.folder / "run"
     checkpoint.save(run_dir, "another_app", 3, {"model": {"w": np.ones(3)}}, {}, {}, 3)
@@ -301,27 +343,29 @@ def test_a_damaged_checkpoint_is_skipped(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str
 ) -> None:
     template = harness.folder / "template"
-    harness.train(2, *harness.app.small, "--max-steps=15", run_dir=template)
-    files = sorted(path.name for path in (template / "checkpoints" / "step-00000015").iterdir())
+    last = 3 * harness.app.every
+    harness.train(2, *harness.app.small, f"--max-steps={last}", run_dir=template)
+    newest, before = f"step-{last:08d}", last - harness.app.every
+    files = sorted(path.name for path in (template / "checkpoints" / newest).iterdir())
     assert "manifest.json" in files
     if not soak:  # one file each in the matrix, all of them in a soak
         files = [files[list(DAMAGES).index(damage) % len(files)]]
     for name in files:
         run_dir = harness.folder / name
         shutil.copytree(template, run_dir)
-        DAMAGES[damage](run_dir / "checkpoints" / "step-00000015" / name)
+        DAMAGES[damage](run_dir / "checkpoints" / newest / name)
         outcome = harness.run(2, *harness.app.small, run_dir=run_dir)
         result = check_same_end(harness, outcome, 2, undisturbed(2))
-        assert result["resumed_from_step"] == 10
-        assert "step-00000015" in outcome.stderr
+        assert result["resumed_from_step"] == before
+        assert newest in outcome.stderr
         assert "skipped" in outcome.stderr
-        assert (run_dir / "checkpoints" / "damaged-step-00000015").is_dir()
+        assert (run_dir / "checkpoints" / f"damaged-{newest}").is_dir()
     _table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
 
 
 @pytest.mark.once
 def test_when_no_checkpoint_is_good_nothing_is_overwritten(harness: Harness) -> None:
-    harness.train(1, *harness.app.small, "--max-steps=15")
+    harness.train(1, *harness.app.small, f"--max-steps={3 * harness.app.every}")
     run_dir = harness.folder / "run"
     for folder in (run_dir / "checkpoints").iterdir():
         flip(folder / "model.safetensors")
@@ -329,7 +373,7 @@ def test_when_no_checkpoint_is_good_nothing_is_overwritten(harness: Harness) -> 
     outcome = harness.run(1, *harness.app.small)
     assert outcome.code == 1, outcome
     assert len(outcome.errors) == 1
-    assert all(name in outcome.errors[0] for name in ("step-00000005", "step-00000010", "step-00000015"))
+    assert all(f"step-{i * harness.app.every:08d}" in outcome.errors[0] for i in (1, 2, 3))
     assert snapshot(run_dir) == kept
 
 
@@ -373,17 +417,17 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.once
 def test_a_full_disk_is_told_and_nothing_is_lost(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Needs the right to mount a tmpfs (root)."""
     reference = undisturbed(2)
-    one = sum(path.stat().st_size for path in Path(reference["run_dir"]).glob("checkpoints/step-*15/*"))
-    one = one or sum(path.stat().st_size for path in max(Path(reference["run_dir"]).glob("checkpoints/*")).iterdir())
+    one = sum(path.stat().st_size for path in max(Path(reference["run_dir"]).glob("checkpoints/step-*")).iterdir())
     with small_disk(harness.folder / "disk", str(int(2.6 * one) + 100_000)) as disk:
         outcome = harness.run(2, *harness.app.small, run_dir=disk / "run")
         assert outcome.code == 1, outcome
         assert "no space left" in outcome.errors[0].lower()
         assert "starting it again" not in outcome.stderr
         assert checkpoint.newest(disk / "run", pytest.fail)
-        subprocess.run(["mount", "-o", "remount,size=256m", str(disk)], check=True)
+        subprocess.run(["mount", "-o", f"remount,size={10 * one + 2**26}", str(disk)], check=True)
         result = check_same_end(harness, harness.run(2, *harness.app.small, run_dir=disk / "run"), 2, reference)
         assert result["resumed_from_step"] > 0

@@ -12,9 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -448,3 +449,135 @@ def test_cache_that_cannot_be_made(tmp_path: Path, server: Server) -> None:
     with pytest.raises(UserError, match=r"cannot look into .*: Not a directory"):
         resolve("mnist", tmp_path)
     assert server.asked == []
+
+
+# CIFAR-10
+
+
+RECORDS = (3, 2, 2, 2, 2, 4)
+
+
+@pytest.fixture
+def small_cifar(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """CIFAR-10's six files, with few images: the pixel at row r, column c of plane p of image i is i + 40 p + r + c."""
+    monkeypatch.setattr(datasets, "CIFAR_RECORDS", {**datasets.CIFAR_RECORDS, "cifar10": RECORDS})
+    files = {}
+    for file, count in zip(datasets.CIFAR_FILES, RECORDS):
+        records = b""
+        for i in range(count):
+            planes = [[i + 40 * p + r + c for r in range(32) for c in range(32)] for p in range(3)]
+            records += bytes([i % 10]) + b"".join(bytes(plane) for plane in planes)
+        files[file] = records
+    return files
+
+
+def put_cifar(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("place", ["cifar10", "cifar-10-batches-bin"])
+def test_cifar_is_read_from_local_files(place: str, tmp_path: Path, small_cifar: dict[str, bytes]) -> None:
+    folder = put_cifar(tmp_path / place, small_cifar)
+    assert resolve("cifar10", tmp_path) == datasets.Found("cifar10", folder, None)
+    data = load("cifar10", tmp_path)
+    assert data.train_images.shape == (11, 32, 32, 3)
+    assert data.test_images.shape == (4, 32, 32, 3)
+    assert data.train_labels.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert data.test_labels.tolist() == [0, 1, 2, 3]
+    i, r, c, p = np.indices(data.test_images.shape)[[0, 1, 2, 3]]
+    assert np.array_equal(data.test_images, i + 40 * p + r + c)
+    assert data.train_images.flags.c_contiguous
+    assert cached("cifar10") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[:-1], "truncated, 1 bytes are missing for 2 images"),
+        (lambda content: content[:3073], "truncated, 3073 bytes are missing"),
+        (lambda content: content + b"x", "1 bytes too many"),
+        (lambda content: b"", "truncated, 6146 bytes"),
+        (lambda content: b"\x0a" + content[1:], "label 10, expected 0 to 9"),
+    ],
+)
+def test_a_damaged_cifar_file_is_named(
+    change: Callable[[bytes], bytes], message: str, tmp_path: Path, small_cifar: dict[str, bytes]
+) -> None:
+    file = "data_batch_3.bin"
+    put_cifar(tmp_path / "cifar10", {**small_cifar, file: change(small_cifar[file])})
+    for call in (resolve, load):
+        with pytest.raises(UserError, match=message) as caught:
+            call("cifar10", tmp_path)
+        assert str(tmp_path / "cifar10" / file) in str(caught.value)
+
+
+def test_a_missing_cifar_file_is_named(tmp_path: Path, small_cifar: dict[str, bytes]) -> None:
+    folder = put_cifar(tmp_path / "cifar10", small_cifar)
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(UserError, match=rf"{folder} lacks test_batch.bin; add what is missing"):
+        resolve("cifar10", tmp_path)
+
+
+def test_cifar_is_downloaded_once(
+    tmp_path: Path, small_cifar: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a real server, as the archive that it is published as, whose checksum is known."""
+    www = tmp_path / "www"
+    put_cifar(www / "cifar-10-batches-bin", {**small_cifar, "batches.meta.txt": b"airplane\n", "readme.html": b"<p>"})
+    archive = www / datasets.CIFAR_ARCHIVE
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(www / "cifar-10-batches-bin", "cifar-10-batches-bin")
+    with Server(www) as server:
+        monkeypatch.setattr(datasets, "MIRRORS", {"cifar10": (server.url,)})
+        monkeypatch.setattr(datasets, "SHA256", {"cifar10": ("0" * 64,)})
+        with pytest.raises(UserError, match="its SHA-256 is"):
+            resolve("cifar10", tmp_path)
+        assert cached("cifar10") == []
+        monkeypatch.setattr(datasets, "SHA256", {"cifar10": (hashlib.sha256(archive.read_bytes()).hexdigest(),)})
+        found = resolve("cifar10", tmp_path)
+        assert found == datasets.Found("cifar10", tmp_path / "cache" / "samestep" / "cifar10", None)
+        assert cached("cifar10") == sorted(datasets.CIFAR_FILES)
+        asked = len(server.asked)
+        assert load("cifar10", tmp_path).train_labels.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 1]
+        assert len(server.asked) == asked
+        server.shutdown()
+
+
+def test_cifar_falls_back_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "MIRRORS", {"cifar10": datasets.MIRRORS["mnist"]})
+    found = resolve("cifar10", tmp_path)
+    assert found.name == "synthetic-cifar10"
+    for words in ("CIFAR-10 could not be downloaded", "refused", "synthetic-cifar10 instead", "made up", str(tmp_path)):
+        assert words in (found.notice or "")
+    for call in (functools.partial(resolve, fallback=False), load):
+        with pytest.raises(UserError, match=r"cannot download cifar10 \(.*refused\); choose synthetic-cifar10"):
+            call("cifar10", tmp_path)
+
+
+def test_the_made_up_images_are_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load("synthetic-cifar10", tmp_path)
+    assert data.train_images.shape == (1024, 32, 32, 3)
+    assert data.test_images.shape == (256, 32, 32, 3)
+    assert all(100 <= count <= 105 for count in np.bincount(data.train_labels, minlength=10))
+    assert data.fingerprint == "cfb81253a4cada27122dd387b9604f4261b9798c78a3c76fecd48aaf91ffed5c"
+    assert cached("synthetic-cifar10") == sorted(datasets.CIFAR_FILES)
+    kept = {path.name: path.stat().st_mtime_ns for path in resolve("synthetic-cifar10", tmp_path).folder.iterdir()}
+    load("synthetic-cifar10", tmp_path)
+    again = {path.name: path.stat().st_mtime_ns for path in resolve("synthetic-cifar10", tmp_path).folder.iterdir()}
+    assert again == kept, "it is generated once"
+    # Its classes can be told apart: the nearest of the training images' class means is right for most test images.
+    means = np.stack([data.train_images[data.train_labels == label].mean(0) for label in range(10)])
+    distances = ((data.test_images[:, None].astype(float) - means) ** 2).sum((2, 3, 4))
+    assert (distances.argmin(1) == data.test_labels).mean() > 0.95
+
+
+def test_a_damaged_made_up_file_is_named(tmp_path: Path) -> None:
+    file = resolve("synthetic-cifar10", tmp_path).folder / "test_batch.bin"
+    os.truncate(file, 1000)
+    with pytest.raises(UserError, match=f"{file} is damaged"):
+        load("synthetic-cifar10", tmp_path)
+    file.unlink()
+    assert load("synthetic-cifar10", tmp_path).name == "synthetic-cifar10"

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,25 @@ from samestep.options import Parser, add_common
 def build_parser(prog=None, usage=None):
     parser = Parser(prog=prog, usage=usage)
     add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k",), devices=("auto", "cpu"))
+    return parser
+
+def parse(argv, prog=None, usage=None):
+    return build_parser(prog, usage).parse(argv)
+"""
+# Of an app that measures: commands, and neither a data set nor checkpoints.
+BENCH_OPTIONS = """
+from pathlib import Path
+from samestep.options import Parser
+
+COMMANDS = {"weigh": "a thing", "count": "many"}
+
+def build_parser(prog=None, usage=None):
+    parser = Parser(prog=prog, usage=usage)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("--run-dir", type=Path)
+    command.add_argument("--up-to", type=int)
     return parser
 
 def parse(argv, prog=None, usage=None):
@@ -164,6 +184,9 @@ def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "apps" / "toy").mkdir(parents=True)
     (root / "apps" / "toy" / "options.py").write_text(OPTIONS)
     (root / "apps" / "toy" / "requirements.txt").write_text("# the toy needs nothing\n")
+    (root / "apps" / "bench").mkdir()
+    (root / "apps" / "bench" / "options.py").write_text(BENCH_OPTIONS)
+    (root / "apps" / "bench" / "requirements.txt").write_text("# the bench needs nothing\n")
     for name, constant, seconds in (("launch.py", "STOP_SECONDS", "1.5"), ("log.py", "LOCK_SECONDS", "0.5")):
         path = root / "core" / "samestep" / name
         text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
@@ -297,10 +320,11 @@ def test_a_bad_number_of_ranks_is_named(
 
 
 def test_a_command_is_its_template_with_the_blanks_filled() -> None:
-    names = "python nproc nnodes node_rank master_addr master_port"
-    template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}", "{options}x"]
+    names = "python nproc nnodes node_rank master_addr master_port log_dir host gpus sort"
+    template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}"]
     options = ["--data-dir={python}", "a b", "{}", "--epochs=1"]
-    command = launch._command(template[:-1], "toy", "/py", 4, Nodes(2, 1, "10.0.0.1", 5), 29400, options)
+    given, nodes, logs = Namespace(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
+    command = launch._command(template, "toy", "/py", 4, nodes, 29400, logs, options, given)
     assert command == [
         "--python=/py",
         "--nproc=4",
@@ -308,10 +332,13 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         "--node_rank=1",
         "--master_addr=10.0.0.1",
         "--master_port=29400",
+        "--log_dir=r/log",
+        "--sort=x",  # no --host, as there are two machines, and no --gpus, as none are given
         str(launch.ROOT / "apps" / "toy" / "train.py"),
         *options,  # as they are, whatever is in them
     ]
-    assert launch._command(["{master_addr}"], "toy", "/py", 1, Nodes(1, 0, None, None), 1, []) == ["127.0.0.1"]
+    one, words = Nodes(1, 0, None, None), ["{master_addr}", "--host={host}"]
+    assert launch._command(words, "toy", "/py", 1, one, 1, logs, [], given) == ["127.0.0.1", "--host=127.0.0.1"]
 
 
 # --- the script of a real app ------------------------------------------------------------------------------------
@@ -660,6 +687,58 @@ def test_a_signal_as_the_launcher_starts_leaves_nothing_either(house: House) -> 
     assert process.wait(timeout=LIMIT) == 143
     assert gone(house.processes)
     end_of(process)
+
+
+# --- apps that measure -------------------------------------------------------------------------------------------
+
+
+def bench(house: House, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "import json, os, sys; print(json.dumps(sys.argv[1:]));" + code
+    template = ["{python}", "-c", program, "{app}", "{options}"]
+    return end_of(house.script("bench", *template, "--", *arguments))
+
+
+def test_an_app_without_resume_has_its_run_dir_settled_and_nothing_else(house: House) -> None:
+    done = bench(house, "pass", "2", "count", "--up-to=3", f"--run-dir={house.run_dir}")
+    assert done.returncode == 0, done.stderr
+    app = str(house.root / "apps" / "bench")
+    assert json.loads(done.stdout) == [app, "count", "--up-to=3", *2 * [f"--run-dir={house.run_dir}"]]
+    assert sorted(path.name for path in house.run_dir.iterdir()) == [".lock", "log"]
+
+
+def test_what_measures_is_not_started_again(house: House) -> None:
+    done = bench(house, "sys.exit(7)", "2", "weigh", f"--run-dir={house.run_dir}")
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr.startswith("error: the job ended with code 7: see ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["2"], "the following arguments are required: COMMAND"),
+        (["2", "weight"], "invalid choice: 'weight'"),
+        (["2", "--up-to=3", "count"], "options stand after the command"),
+        (["2", "count", "--upto=3"], "did you mean --up-to?"),
+        (["2", "weigh", "--up-to=3"], "options stand after the command that has them"),
+        ([], "run_bench.sh N COMMAND [options], for example: bash scripts/run_bench.sh 4 all"),
+    ],
+    ids=str,
+)
+def test_a_mistake_with_a_command_is_one_line(house: House, arguments: list[str], said: str) -> None:
+    done = bench(house, "pass", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_each_command_has_its_help(house: House) -> None:
+    everything = bench(house, "pass", "--help").stdout
+    assert "run_bench.sh N COMMAND [options]" in everything
+    assert "weigh" in everything
+    assert "resumes" not in everything
+    assert "--up-to" in bench(house, "pass", "2", "count", "--help").stdout
+    assert "--up-to" not in bench(house, "pass", "2", "weigh", "--help").stdout
 
 
 # --- run dirs ----------------------------------------------------------------------------------------------------

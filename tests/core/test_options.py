@@ -126,6 +126,7 @@ def test_the_defaults() -> None:
         "dataset": None,
         "requested_dataset": None,
         "default_dataset": "mnist-5k",
+        "may_change_at_resume": [],
         "data_dir": Path("data"),
         "run_dir": None,
         "resume": True,
@@ -186,7 +187,7 @@ CHANGED: dict[str, Any] = {
     "dataset": "mnist",
     "requested_dataset": "mnist",
     "default_dataset": "mnist",
-    "logger": "csv",
+    "may_change_at_resume": ["momentum"],
     "data_dir": Path("x"),
     "run_dir": Path("x"),
     "resume": False,
@@ -210,8 +211,9 @@ def test_an_option_counts_unless_it_may_change(name: str) -> None:
     assert (name in MAY_CHANGE_AT_RESUME) == may_change
 
 
-def test_an_apps_own_option_counts_without_being_named() -> None:
-    assert arithmetic(Namespace(momentum=0.9, quiet=True)) == {"momentum": 0.9}
+def test_an_apps_own_option_counts_unless_the_app_says_otherwise() -> None:
+    given = Namespace(momentum=0.9, logger="csv", quiet=True, may_change_at_resume=["logger"])
+    assert arithmetic(given) == {"momentum": 0.9}
 
 
 def test_options_become_json_and_come_back_the_same() -> None:
@@ -226,8 +228,20 @@ def test_options_become_json_and_come_back_the_same() -> None:
 
 # --- every app ---------------------------------------------------------------------------------------------------
 
+TRAINING = [app for app in APPS if not hasattr(app_options(app), "COMMANDS")]  # the others measure
 
-@pytest.mark.parametrize("app", APPS)
+
+def test_commands_have_run_dir_and_nothing_of_a_training_that_resumes() -> None:
+    for app in set(APPS) - set(TRAINING):
+        module = app_options(app)
+        for command in module.COMMANDS:
+            parsed = module.parse([command, "--run-dir=runs/x"])
+            assert parsed.run_dir == Path("runs/x")
+            assert not hasattr(parsed, "resume")
+            assert command in module.build_parser().help_for([command, "--help"])
+
+
+@pytest.mark.parametrize("app", TRAINING)
 def test_every_app_has_the_common_options(app: str) -> None:
     parsed = app_options(app).parse([])
     assert vars(parse()).keys() <= vars(parsed).keys()
@@ -235,7 +249,7 @@ def test_every_app_has_the_common_options(app: str) -> None:
     json.dumps(arithmetic(parsed))
 
 
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", TRAINING)
 def test_every_app_explains_itself(app: str) -> None:
     text = app_options(app).build_parser(usage="the usage").format_help()
     assert "the usage" in text
@@ -258,7 +272,12 @@ missing = [name for name in ("numpy", "safetensors", "tqdm", "pytest", "pip") if
 assert "numpy" in missing and "pytest" in missing, "third-party packages can be imported here, so nothing is shown"
 import samestep.launch, samestep.options
 for path in sys.argv[2:]:
-    parsed = runpy.run_path(path)["parse"](["--epochs", "1", "--no-resume"])
+    module = runpy.run_path(path)
+    if "COMMANDS" in module:
+        command = next(iter(module["COMMANDS"]))
+        assert module["parse"]([command]).command == command
+        continue
+    parsed = module["parse"](["--epochs", "1", "--no-resume"])
     assert parsed.epochs == 1 and parsed.resume is False
 own = [name for name in sys.modules if name.startswith("samestep")]
 assert set(own) <= {"samestep", "samestep.launch", "samestep.options"}, own

@@ -15,23 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, Outcome, losses
-from numpy.typing import NDArray
+from harness import ROOT, Harness, bare, free_port, losses, write_fashion
 from samestep import checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
-    return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 
 @pytest.fixture
@@ -156,28 +145,6 @@ def test_two_machines_without_a_shared_disk_recover_together(harness: Harness) -
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
-
-
-def write_idx(path: Path, array: NDArray[np.uint8]) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(gzip.compress(header + array.tobytes(), compresslevel=1, mtime=0))
-
-
-def write_fashion(folder: Path) -> None:
-    """Fashion-MNIST's files in its own sizes: Debian's where they are installed, else generated ones."""
-    folder.mkdir(parents=True)
-    installed = Path("/usr/share/datasets/fashion-mnist")
-    if installed.is_dir():
-        for file in installed.glob("*.gz"):
-            shutil.copy(file, folder)
-        return
-    random = np.random.default_rng(0)
-    patterns = random.integers(0, 256, (10, 28, 28))
-    for split, count in (("train", 60_000), ("t10k", 10_000)):
-        labels = random.integers(0, 10, count).astype(np.uint8)
-        images = (patterns[labels] + random.integers(0, 128, (count, 1, 1))) // 2
-        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images.astype(np.uint8))
-        write_idx(folder / f"{split}-labels-idx1-ubyte.gz", labels)
 
 
 def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:

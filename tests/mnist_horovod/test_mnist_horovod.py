@@ -6,29 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import APPS, ROOT, Harness, Outcome, losses, relative_difference
+from harness import ROOT, Harness, Outcome, bare, losses, relative_difference
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
-
-
-def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
-    return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
-
-
-@pytest.fixture
-def ddp(harness: Harness) -> Iterator[Harness]:
-    """The same Python runs mnist_ddp: Horovod's environment has torch, and torch needs no more for DDP."""
-    folder = harness.folder / "ddp"
-    folder.mkdir()
-    made = Harness(APPS["mnist_ddp"], harness.device, folder)
-    yield made
-    made.check_nothing_left()
 
 
 # --- the same program ----------------------------------------------------------------------------------------------
@@ -59,6 +44,7 @@ def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int)
             assert relative_difference(expected, losses(run_dir)) < 1e-9, (variant, n)
 
 
+@pytest.mark.soak  # in the matrix tests/conformance shows it, in float64
 def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
     """With dropout, in float32, at 3 ranks: rounding is all that differs."""
     options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
@@ -102,14 +88,14 @@ def test_gradients_may_be_sent_in_half_precision(harness: Harness) -> None:
 def test_horovodrun_alone_takes_the_same_steps(harness: Harness) -> None:
     harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
     command = [*HOROVODRUN, "-np", "2", sys.executable, TRAIN, *SMALL, "--run-dir=run"]
-    outcome = bare(harness, command, OMP_NUM_THREADS="1")
+    outcome = bare(harness, command)
     assert outcome.code == 0, outcome
     assert losses(harness.folder / "run") == losses(harness.folder / "by-script")
     assert "[0]<stdout>:RESULT {" in outcome.stdout.splitlines()[-1]
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:
-    result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL], OMP_NUM_THREADS="1"), 1)
+    result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL]), 1)
     assert result["launcher"] == "none"
 
 

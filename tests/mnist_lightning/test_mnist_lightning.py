@@ -5,35 +5,15 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import APPS, ROOT, Harness, Job, Outcome, losses, relative_difference
+from harness import ROOT, Harness, bare, free_port, losses, relative_difference
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-@pytest.fixture
-def ddp(harness: Harness) -> Iterator[Harness]:
-    """Runs mnist_ddp beside this app, in the same environment."""
-    folder = harness.folder / "ddp"
-    folder.mkdir()
-    made = Harness(APPS["mnist_ddp"], harness.device, folder)
-    yield made
-    made.check_nothing_left()
-
-
-def start_bare(harness: Harness, command: list[str], **environ: str) -> Job:
-    return harness.start_command(command, harness.folder / "run", OMP_NUM_THREADS="1", **environ)
-
-
-def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
-    return start_bare(harness, command, **environ).finish(limit=120)
 
 
 @pytest.fixture
@@ -129,7 +109,7 @@ def test_a_terminated_rank_ends_at_once(harness: Harness) -> None:
 
 def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
     command = [sys.executable, TRAIN, "--dataset=mnist-5k", "--epochs=1000", "--run-dir=run", "--log-every=1"]
-    job = start_bare(harness, command)
+    job = harness.start_command(command, harness.folder / "run")
     job.wait_for_step(5)
     job.process.send_signal(signal.SIGINT)
     outcome = job.finish(limit=20)
@@ -156,12 +136,9 @@ def test_one_process_by_plain_python(harness: Harness) -> None:
 
 def test_plain_rank_and_world_size(harness: Harness, by_script: list[float]) -> None:
     """As DLC and a person at two terminals set them: one process each, no launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    jobs = [start_bare(harness, command, **common, RANK=str(rank)) for rank in range(2)]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
     first, second = (job.finish(limit=120) for job in jobs)
     assert harness.checked(first, 2)["launcher"] == "env"
     assert second.code == 0
