@@ -85,7 +85,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(harness: Harness, soak: bool
             harness.train(n, *options, run_dir=run_dir)
             curves[n] = losses(run_dir)
             assert len(curves[n]) == steps
-        assert curves[1][-1] < curves[1][0]
+        assert min(curves[1][1:-1]) < curves[1][0]  # the last step may be of a single sample, which tells nothing
         for n in counts[1:]:
             assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
 
