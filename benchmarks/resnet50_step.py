@@ -148,7 +148,7 @@ def main() -> None:
             ("torchvision, 2 threads", "torch", "DEFAULT", 2),
         ]
     answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    accounts = {}
+    accounts: dict[str, list[str]] = {}
     for turn in range(options.rounds):
         for name, mode, isa, threads in settings:
             environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "ONEDNN_MAX_CPU_ISA": isa, "GLOG_v": "3"}

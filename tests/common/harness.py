@@ -50,7 +50,7 @@ class App:
     # Batch size, and ranks and last step of each of the jobs of one run.
     relay: tuple[int, Sequence[tuple[int, int]]] = (250, ((2, 7), (3, 21), (1, 30), (4, 40)))
     diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
-    patience: int = 12  # a --timeout, in seconds, that only a stopped rank exceeds
+    patience: int = 20  # a --timeout, in seconds, that only a stopped rank exceeds
     soak: Sequence[str] = ()  # tests that run with --soak alone, because each start of this app takes long
 
 

@@ -342,9 +342,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_checkpoint_is_skipped(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str
 ) -> None:
-    template = harness.folder / "template"
     last = 3 * harness.app.every
-    harness.train(2, *harness.app.small, f"--max-steps={last}", run_dir=template)
+    template = Path(undisturbed(2, f"--max-steps={last}")["run_dir"])
     newest, before = f"step-{last:08d}", last - harness.app.every
     files = sorted(path.name for path in (template / "checkpoints" / newest).iterdir())
     assert "manifest.json" in files

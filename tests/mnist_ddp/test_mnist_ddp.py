@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, bare, free_port, losses, write_fashion
+from harness import ROOT, Harness, bare, free_port, losses, relative_difference, write_fashion
 from samestep import checkpoint, datasets
+from samestep.sharding import GlobalBatches
 
 TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
@@ -29,16 +30,47 @@ def by_script(harness: Harness) -> list[float]:
     return losses(harness.folder / "by-script")
 
 
-def test_the_parameters_are_counted(harness: Harness) -> None:
-    for model, count in (("net", 21_840), ("lenet", 61_610)):
-        result = harness.train(
-            1, "--dataset=mnist-5k", "--max-steps=0", f"--model={model}", run_dir=harness.folder / model
-        )
-        weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
-        assert sum(array.size for array in weights.values()) == count
-        if model == "lenet":
-            layers = ("features.0", "features.3", "fc.0", "fc.1", "fc.2")
-            assert set(weights) == {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+def test_lenet_is_paddles(harness: Harness) -> None:
+    result = harness.train(1, "--dataset=mnist-5k", "--max-steps=0", "--model=lenet")
+    weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
+    assert sum(array.size for array in weights.values()) == 61_610
+    layers = ("features.0", "features.3", "fc.0", "fc.1", "fc.2")
+    assert set(weights) == {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_losses_are_those_of_a_plain_loop(harness: Harness, n: int) -> None:
+    """What the app does to be fast changes nothing: stock layers, contiguous tensors, one process, the mean loss."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    options = ["--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--global-batch-size=125", "--log-every=1"]
+    result = harness.train(n, *options, "--max-steps=0", run_dir=harness.folder / "initial")
+    initial = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
+    assert sum(array.size for array in initial.values()) == 21_840
+    result = harness.train(n, *options, "--max-steps=100", "--epochs=4")
+    data = datasets.load("mnist-5k", harness.folder)
+    images = (torch.from_numpy(data.train_images).unsqueeze(1).double() / 255 - datasets.MEAN) / datasets.STD
+    labels = torch.from_numpy(data.train_labels).long()
+    layers = {"conv1": nn.Conv2d(1, 10, 5), "conv2": nn.Conv2d(10, 20, 5)}
+    layers |= {"fc1": nn.Linear(320, 50), "fc2": nn.Linear(50, 10)}
+    model = nn.ModuleDict(layers).double()
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in initial.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    batches = GlobalBatches(len(labels), 125, result["seed"])
+    curve = []
+    for step in range(100):
+        chosen = torch.from_numpy(batches.indices(step))
+        x = images[chosen].contiguous()
+        for name in ("conv1", "conv2"):
+            x = F.relu(F.max_pool2d(model[name](x), 2))
+        loss = F.cross_entropy(model["fc2"](F.relu(model["fc1"](x.flatten(1)))), labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    assert relative_difference(curve, losses(harness.folder / "run")) < 1e-9
 
 
 # --- its launchers -------------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What the loops beside the apps share: their arguments, and the clock that all of them look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+
+def arguments() -> argparse.Namespace:
+    """What throughput.py says to each rank of a loop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("textbook", "limit", "plain-limit"))
+    parser.add_argument("--data", type=Path, required=True, help="holds MNIST/raw")
+    parser.add_argument("--batch", type=int, required=True, help="samples a step, over all ranks")
+    parser.add_argument("--warm-up", type=int, required=True, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, required=True, help="steps that are timed")
+    parser.add_argument("--workers", type=int, default=0, help="of the DataLoader")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes samples a second")
+    return parser.parse_args()
+
+
+class Clock:
+    """Counts steps; after the last one that is timed, rank 0 writes the samples a second."""
+
+    def __init__(self, options: argparse.Namespace, rank: int) -> None:
+        self.options, self.rank, self.done, self.begun = options, rank, 0, 0.0
+
+    def step(self) -> bool:
+        """To be called after each step; true when it was the last one."""
+        self.done += 1
+        if self.done == self.options.warm_up:
+            self.begun = time.perf_counter()
+        if self.done < self.options.warm_up + self.options.steps:
+            return False
+        if self.rank == 0:
+            seconds = time.perf_counter() - self.begun
+            speed = self.options.steps * self.options.batch / seconds
+            partial = self.options.out.with_suffix(".part")
+            partial.write_text(json.dumps(speed))
+            os.replace(partial, self.options.out)
+        return True
+
+
+def torchvision_that_imports() -> None:
+    """The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    try:
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except RuntimeError:
+        pass  # a torchvision that fits this torch has registered them
+    globals()["_kept"] = library  # what it defined lasts as long as it does

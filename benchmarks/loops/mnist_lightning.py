@@ -1,0 +1,65 @@
+"""PyTorch Lightning: the program of its documentation, on MNIST. Started by torchrun.
+
+The compute limit of this app is that of mnist_ddp: the same step without a Trainer around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import common
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from textbook_net import TextbookNet
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+class TextbookModule(pl.LightningModule):
+    def __init__(self, clock: common.Clock) -> None:
+        super().__init__()
+        self.model, self.clock = TextbookNet(), clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.nll_loss(self.model(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.clock.step():
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
+
+
+def textbook(options: argparse.Namespace) -> None:
+    common.torchvision_that_imports()
+    from torchvision import datasets, transforms
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    dataset = datasets.MNIST(str(options.data), train=True, transform=transform)
+    # Lightning puts its DistributedSampler into this loader.
+    loader = DataLoader(dataset, options.batch // world_size, shuffle=True, num_workers=options.workers)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp",
+        max_steps=options.warm_up + options.steps,
+        default_root_dir=str(options.out.parent),
+        # Nobody's checkpoint is in what is timed; a bar would only slow it down.
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(TextbookModule(common.Clock(options, rank)), loader)
+
+
+if __name__ == "__main__":
+    textbook(common.arguments())
+    os._exit(0)  # gloo's threads may abort an orderly end

@@ -1,0 +1,59 @@
+"""What a training step of Paddle's LeNet spends its time on, on one thread of a CPU.
+
+    OMP_NUM_THREADS=1 .venvs/lenet_paddle/bin/python benchmarks/paddle_step.py
+
+Milliseconds of one step of 64 images, and of each layer's forward and backward pass; medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+
+BATCH, TIMES = 64, 60
+
+
+def median(work: Callable[[], object]) -> float:
+    """Milliseconds that ``work`` takes."""
+    taken = []
+    for _ in range(TIMES):
+        begun = time.perf_counter()
+        work()
+        taken.append(1000 * (time.perf_counter() - begun))
+    return statistics.median(taken[10:])
+
+
+def main() -> None:
+    network = paddle.vision.models.LeNet()
+    optimizer = paddle.optimizer.Adam(0.001, parameters=network.parameters())
+    images, labels = paddle.randn([BATCH, 1, 28, 28]), paddle.randint(0, 10, [BATCH])
+
+    def step() -> None:
+        F.cross_entropy(network(images), labels).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+
+    whole = median(step)
+    print(f"| what | milliseconds | share |\n|---|---|---|\n| whole step | {whole:.2f} | 100 % |")
+    x = images
+    for layer in [*network.features, paddle.nn.Flatten(), *network.fc]:
+        inputs = x.detach()
+        inputs.stop_gradient = layer is network.features[0]  # of images no gradient is asked
+
+        def both(layer: Any = layer, inputs: Any = inputs) -> None:
+            layer(inputs).sum().backward()
+
+        if not isinstance(layer, paddle.nn.Flatten):
+            taken = median(both)
+            print(f"| {type(layer).__name__} of {inputs.shape} | {taken:.2f} | {100 * taken / whole:.0f} % |")
+        x = layer(x)
+    print(f"| Adam | {(adam := median(optimizer.step)):.2f} | {100 * adam / whole:.0f} % |")
+
+
+if __name__ == "__main__":
+    main()

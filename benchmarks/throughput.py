@@ -1,0 +1,263 @@
+"""Samples a second of the apps, beside the loop that people copy and beside the compute limit.
+
+    python3.11 benchmarks/throughput.py                        # all; about an hour on 2 cores
+    python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
+
+On the same machine, in one run, in interleaved rounds: the same model, the same global batch, the same number of steps
+on the same 60,000 images (the embedded digits, repeated), with the same number of threads a rank. Start-up, the first
+steps, evaluation and checkpoints are outside of what is timed, for everybody.
+
+- *textbook*: the training loop of the framework's own tutorial or example: per-sample transforms, a DataLoader with
+  the faster of 0 and 2 workers, DistributedSampler (loops/<app>.py);
+- *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl;
+- *limit*: the app's own step fed one batch that stays in memory; nothing is sampled, logged or saved;
+- *plain limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, which is what the step costs before
+  anything is done to be fast.
+
+The environments are .venvs/benchmark-<app>, made by the first run; with PYTHON=/path/to/python that one is used as it
+is. Standard library only, but for the picture, which the first app's environment draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOOPS = ROOT / "benchmarks" / "loops"
+WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
+LIMIT = 900  # seconds for any one run
+
+
+@dataclass(frozen=True)
+class Row:
+    """One app: how its framework starts the loops beside it, and at which global batch they train."""
+
+    launcher: tuple[str, ...]  # {n} becomes the number of ranks, {folder} a temporary folder
+    batch: int
+    contestants: tuple[str, ...] = ("textbook", "app", "limit")
+    limit_of: str = ""  # its limit is another app's
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
+PADDLE = ("-m", "paddle.distributed.launch", "--nproc_per_node={n}", "--host=127.0.0.1", "--log_dir={folder}/log")
+APPS = {
+    "mnist_ddp": Row(TORCHRUN, 128, ("textbook", "app", "limit", "plain-limit")),
+    "mnist_horovod": Row(("-m", "horovod.runner.launch", "--gloo", "-np", "{n}", "--disable-cache", "{python}"), 128),
+    "mnist_lightning": Row(TORCHRUN, 128, limit_of="mnist_ddp"),
+    "lenet_paddle": Row(PADDLE, 64),
+}
+
+
+def environment(app: str) -> str:
+    """The Python that runs ``app`` and what stands beside it."""
+    if "PYTHON" in os.environ:
+        return os.environ["PYTHON"]
+    folder = ROOT / ".venvs" / f"benchmark-{app}"
+    python = str(folder / "bin" / "python")
+    if not (folder / "ready").exists():
+        print(f"making {folder}", file=sys.stderr)
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        wanted = [f"-r{ROOT / 'apps' / app / 'requirements.txt'}", f"-r{ROOT / 'benchmarks' / 'requirements.txt'}"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        setup = ROOT / "apps" / app / "setup.sh"
+        if setup.exists():
+            subprocess.run(["bash", str(setup), python], check=True)
+        (folder / "ready").touch()
+    return python
+
+
+def write_digits(folder: Path, python: str) -> None:
+    """60,000 training images in IDX files, plain and .gz, where torchvision and the apps look: the embedded 4,000."""
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from samestep import datasets\n"
+        "found = datasets.load('mnist-5k', Path('.')); raw = Path(sys.argv[1])\n"
+        "for split, times in (('train', 15), ('t10k', 10)):\n"
+        "    name = 'train' if split == 'train' else 'test'\n"
+        "    for kind, array in (('images-idx3', getattr(found, name + '_images')),\n"
+        "                        ('labels-idx1', getattr(found, name + '_labels'))):\n"
+        "        array = np.concatenate([array.astype(np.uint8)] * times)\n"
+        "        sizes = b''.join(size.to_bytes(4, 'big') for size in array.shape)\n"
+        "        content = (2048 + array.ndim).to_bytes(4, 'big') + sizes + array.tobytes()\n"
+        "        (raw / f'{split}-{kind}-ubyte').write_bytes(content)\n"
+    )
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "core")}
+    subprocess.run([python, "-c", code, str(raw)], check=True, env=environ, cwd=folder)
+    for path in list(raw.iterdir()):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), 1, mtime=0))
+
+
+def run(command: list[str], folder: Path, n: int, python: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, cores // n)),  # what the launch scripts would choose
+        "PYTHON": python,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), str(LOOPS)]),
+    }
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+
+
+def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: argparse.Namespace) -> float:
+    """Samples a second over the timed steps of one run."""
+    row, python = APPS[app], environment(app)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if contestant == "app":
+            script = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={folder / 'run'}"]
+            steps = options.warm_up + options.steps
+            those = ["--dataset=mnist", f"--data-dir={data}", f"--max-steps={steps}", "--checkpoint-every=0"]
+            run([*script, *those, f"--global-batch-size={row.batch}", "--device=cpu"], folder, n, python)
+            lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+            timed = [line for line in lines if line.get("step", 0) > options.warm_up]
+            assert len(timed) == options.steps // WINDOW, timed
+            return len(timed) / sum(1 / float(line["samples_per_second"]) for line in timed)
+        loop = row.limit_of if row.limit_of and contestant != "textbook" else app
+        launcher = [part.format(n=n, folder=folder, python=python) for part in row.launcher]
+        out = folder / "speed.json"
+        arguments = [contestant, f"--data={data}", f"--batch={row.batch}", f"--out={out}", f"--workers={workers}"]
+        arguments += [f"--warm-up={options.warm_up}", f"--steps={options.steps}"]
+        run([python, *launcher, str(LOOPS / f"{loop}.py"), *arguments], folder, n, python)
+        return float(json.loads(out.read_text()))
+
+
+def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds of one app at one number of ranks."""
+    workers = 0
+    if not options.quick:
+        first = {count: speed(app, "textbook", n, count, data, options) for count in (0, 2)}
+        workers = max(first, key=lambda count: first[count])
+    found: dict[str, list[float]] = {contestant: [] for contestant in APPS[app].contestants}
+    for _ in range(options.rounds):
+        for contestant, speeds in found.items():
+            speeds.append(speed(app, contestant, n, workers, data, options))
+    return {"app": app, "ranks": n, "workers": workers, "speeds": found}
+
+
+def shown(values: list[float], digits: int = 0) -> str:
+    if len(values) == 1:
+        return f"{values[0]:,.{digits}f}"
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def ratios(result: dict[str, Any], other: str) -> list[float]:
+    """The app's speed divided by another's, round by round."""
+    return [ours / theirs for ours, theirs in zip(result["speeds"]["app"], result["speeds"][other])]
+
+
+def table(result: dict[str, Any]) -> str:
+    speeds = result["speeds"]
+    cells = [result["app"], str(result["ranks"])]
+    cells += [f"{shown(speeds['textbook'])}, {result['workers']} workers", shown(speeds["app"])]
+    cells += [shown(ratios(result, "textbook"), 2), shown(speeds["limit"]), shown(ratios(result, "limit"), 2)]
+    cells += [shown(ratios(result, "plain-limit"), 2) if "plain-limit" in speeds else ""]
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = """\
+| app | ranks | textbook | app | app / textbook | limit | app / limit | app / plain limit |
+|---|---|---|---|---|---|---|---|"""
+
+
+def machine(apps: list[str]) -> str:
+    """Where these numbers were made."""
+    versions = []
+    for app in apps:
+        lines = (ROOT / "apps" / app / "requirements.txt").read_text().splitlines()
+        versions += [line for line in lines if line.startswith(("torch==", "paddle", "pytorch-lightning"))]
+    threads = "threads a rank: cores / ranks, at least 1"
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores, {threads}; Python {platform.python_version()}, " + ", ".join(
+        sorted(set(versions))
+    )
+
+
+def draw(measured: dict[str, Any], path: Path) -> None:
+    """Bars: samples a second, medians and spread. Needs matplotlib."""
+    import matplotlib.pyplot as plt
+
+    results = measured["results"]
+    names = {"textbook": "textbook loop", "app": "this app", "limit": "compute limit", "plain-limit": "plain limit"}
+    figure, axes = plt.subplots(figsize=(11, 3.8), constrained_layout=True)
+    for i, (contestant, label) in enumerate(names.items()):
+        places, medians, below, above = [], [], [], []
+        for j, result in enumerate(results):
+            values = result["speeds"].get(contestant)
+            if values:
+                middle = statistics.median(values)
+                places.append(j + (i - 1.5) * 0.2)
+                medians.append(middle)
+                below.append(middle - min(values))
+                above.append(max(values) - middle)
+        colour = ("0.75", "C0", "C2", "C8")[i]
+        axes.bar(places, medians, 0.2, yerr=(below, above), label=label, color=colour, error_kw={"lw": 0.8})
+    ticks = [f"{result['app']}\n{result['ranks']} rank{'s' * (result['ranks'] > 1)}" for result in results]
+    axes.set_xticks(range(len(results)), ticks, fontsize=8)
+    axes.set(ylabel="samples a second", title=measured["machine"])
+    axes.title.set_fontsize(8)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
+    parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps before those timed (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps timed, in tens (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all figures here, after each line of the table")
+    parser.add_argument("--png", type=Path, help="draw them here")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing, draw an earlier run's --json")
+    parser.add_argument("--quick", action="store_true", help="one round of 10 steps at 2 ranks: that it still runs")
+    options = parser.parse_args()
+    if options.draw:
+        return draw(json.loads(options.draw.read_text()), options.png)
+    if options.quick:
+        options.ranks, options.rounds, options.warm_up, options.steps = "2", 1, 10, 10
+    apps = options.apps.split(",")
+    if unknown := sorted(set(apps) - set(APPS)):
+        sys.exit(f"error: --apps {','.join(unknown)}: choose from {', '.join(APPS)}")
+    if options.warm_up % WINDOW or options.steps % WINDOW:
+        sys.exit(f"error: --warm-up and --steps must be multiples of {WINDOW}")
+
+    measured: dict[str, Any] = {"machine": machine(apps), "results": []}
+    print(f"{measured['machine']}; {options.rounds} rounds of {options.steps} steps, samples/s\n\n{HEAD}", flush=True)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name)
+        write_digits(data, environment(apps[0]))
+        for app in apps:
+            for n in (int(each) for each in options.ranks.split(",")):
+                result = measure(app, n, data, options)
+                measured["results"].append(result)
+                print(table(result), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(measured, indent=1))
+        if options.png:
+            source = data / "measured.json"
+            source.write_text(json.dumps(measured))
+            drawing = [environment(apps[0]), __file__, f"--draw={source}", f"--png={options.png}"]
+            subprocess.run(drawing, check=True)
+    print(f"\n{time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Each benchmark still runs: once, for seconds, with --quick. What it measures then is of no meaning."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from harness import ROOT, Harness, Outcome, bare
+
+
+def quick(harness: Harness, name: str, *options: str) -> Outcome:
+    outcome = bare(harness, [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", *options])
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def test_throughput(harness: Harness) -> None:
+    (harness.folder / "run").mkdir()
+    outcome = quick(harness, "throughput", f"--apps={harness.app.name}", f"--json={harness.folder / 'found.json'}")
+    assert f"\n| {harness.app.name} | 2 | " in outcome.stdout
+    (found,) = json.loads((harness.folder / "found.json").read_text())["results"]
+    assert {"textbook", "app", "limit"} <= set(found["speeds"])
+    assert all(speed > 0 for speeds in found["speeds"].values() for speed in speeds)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["start_up", "checkpoint", "sharding"])
+def test_it_prints_its_table(harness: Harness, name: str) -> None:
+    assert quick(harness, name).stdout.count("\n|") >= 3
