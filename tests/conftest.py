@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: of collectives_lab, runs while none of its other tests does")
     config.addinivalue_line("markers", "soak: runs with --soak alone")
     config.addinivalue_line("markers", "once: in the matrix one app shows it, mnist_ddp; with --soak every app")
 

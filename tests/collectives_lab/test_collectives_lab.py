@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
 import sys
@@ -47,7 +48,15 @@ class Lab(Harness):
 
 
 @pytest.fixture
-def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Runs the laboratory. Tests marked ``alone`` look at the loopback interface's counters: no other runs beside."""
+    alone = request.node.get_closest_marker("alone")
+    with (tmp_path_factory.getbasetemp().parent / "collectives_lab.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield from new_lab(request, tmp_path)
+
+
+def new_lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     app = App("collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=())
     made = Lab(app, request.config.getoption("--device"), tmp_path)
     yield made
@@ -181,6 +190,7 @@ def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
 SYNCHRONOUS = "ddp overlap per_parameter all_reduce reduce_broadcast gather_scatter all_gather ring local_1".split()
 
 
+@pytest.mark.alone
 def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say(lab: Lab) -> None:
     """50 steps in float64, batches that 3 ranks do not divide evenly and a smaller last one, dropout included."""
     options = ["--dtype=float64", "--epochs=2", "--max-steps=50", "--rounds=2", "--bytes=33554432"]
@@ -227,6 +237,7 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 # --- straggler -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
     lab.measure(2, "straggler", "--delays=0,30", "--steps=16", "--quick")
     found = read(lab.folder / "run", "straggler-2")

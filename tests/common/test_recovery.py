@@ -68,7 +68,7 @@ def test_a_rank_is_killed_at_a_random_step(
 ) -> None:
     reference = undisturbed(n)
     chance = random.Random(n)
-    runs = 20 if soak else 1
+    runs = harness.app.kills if soak else 1
     for i in range(runs):
         job = harness.start(n, *harness.app.small, run_dir=harness.folder / str(i))
         landed = job.wait_for_step(chance.randrange(1, reference["steps"] - harness.app.every - 1))
@@ -91,7 +91,7 @@ def test_what_started_the_ranks_is_killed(
 ) -> None:
     reference = undisturbed(2)
     chance = random.Random(victim)
-    runs = 10 if soak else 1
+    runs = harness.app.kills // 2 if soak else 1
     for i in range(runs):
         run_dir = harness.folder / str(i)
         job = harness.start(2, *harness.app.small, run_dir=run_dir)

@@ -105,7 +105,7 @@ def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: b
 @pytest.mark.once
 def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
     """A process that used collectives may abort while it exits; the job must not fail by that."""
-    for i in range(30 if soak else 2):
+    for i in range(3 * harness.app.kills // 2 if soak else 2):
         harness.train(2, *harness.app.small, "--max-steps=2", "--max-restarts=0", run_dir=harness.folder / str(i))
 
 

@@ -70,7 +70,12 @@ def test_the_weights_have_pytorchs_names_and_layouts(harness: Harness) -> None:
 
 @pytest.mark.parametrize(
     ("api", "launcher", "n"),
-    [("highlevel", "launch", 3), ("fleet", "launch", 3), ("basic", "spawn", 2), ("highlevel", "spawn", 2)],
+    [
+        ("highlevel", "launch", 3),
+        pytest.param("fleet", "launch", 3, marks=pytest.mark.soak),
+        ("basic", "spawn", 2),
+        pytest.param("highlevel", "spawn", 2, marks=pytest.mark.soak),
+    ],
 )
 def test_a_killed_rank_changes_nothing(harness: Harness, soak: bool, api: str, launcher: str, n: int) -> None:
     options = [*harness.app.small, f"--api={api}", f"--launcher={launcher}"]
@@ -87,14 +92,14 @@ def test_a_killed_rank_changes_nothing(harness: Harness, soak: bool, api: str, l
 # --- launchers without the script ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [LAUNCH, FLEETRUN], ids=["paddle.distributed.launch", "fleetrun"])
-def test_paddles_launcher_alone_takes_the_same_steps(harness: Harness, command: list[str]) -> None:
+def test_paddles_launchers_alone_take_the_same_steps(harness: Harness) -> None:
     expected = harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
-    outcome = bare(harness, [*command, TRAIN, *SMALL, "--run-dir=run"])
-    assert outcome.code == 0, outcome
-    result = json.loads((harness.folder / "run" / "result.json").read_text())
-    assert result["weights_sha256"] == expected["weights_sha256"]
-    assert result["launcher"] == "paddle"
+    for name, command in (("launch", LAUNCH), ("fleetrun", FLEETRUN)):
+        outcome = bare(harness, [*command, TRAIN, *SMALL, f"--run-dir={name}"])
+        assert outcome.code == 0, outcome
+        result = json.loads((harness.folder / name / "result.json").read_text())
+        assert result["weights_sha256"] == expected["weights_sha256"]
+        assert result["launcher"] == "paddle"
 
 
 def test_spawn_alone(harness: Harness) -> None:
