@@ -16,17 +16,18 @@ from harness import APPS, Harness
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--app", choices=sorted(APPS), default="mnist_ddp", help="the app that tests/common drives")
     parser.addoption("--device", default="cpu", help="its --device")
+    parser.addoption("--every-case", action="store_true", help="all cases, with the matrix's low counts")
     parser.addoption("--soak", action="store_true", help="the high counts, for hours rather than minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: of collectives_lab, runs while none of its other tests does")
-    config.addinivalue_line("markers", "soak: runs with --soak alone")
-    config.addinivalue_line("markers", "once: in the matrix one app shows it, mnist_ddp; with --soak every app")
+    config.addinivalue_line("markers", "soak: not in the matrix; runs with --soak or --every-case")
+    config.addinivalue_line("markers", "once: in the matrix one app shows it, mnist_ddp; else every app")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--soak"):
+    if not config.getoption("--soak") and not config.getoption("--every-case"):
         app = APPS[config.getoption("--app")]
         marks = ["soak"] if app.name == "mnist_ddp" else ["soak", "once"]
         left_out = [
