@@ -379,9 +379,9 @@ def _delete(folder: Path) -> None:
     """Delete a folder of files at once. Its space is freed by a thread: for large files that takes a while."""
     global _freeing
     opened = []
-    for path in folder.iterdir():
-        opened.append(os.open(path, os.O_RDONLY))
-        path.unlink()  # the file system frees what nobody has open
+    for name in os.listdir(folder):
+        opened.append(os.open(folder / name, os.O_RDONLY))
+        os.unlink(folder / name)  # the file system frees what nobody has open
 
     def free() -> None:
         for descriptor in opened:
