@@ -6,6 +6,7 @@ DistributedSampler makes a list of the whole epoch's order before it gives the f
 computes the indices that are asked for, and stores nothing. Both shuffle, for a job of one rank; each measurement is a
 fresh process, in which the clock starts, and memory is counted, after the imports. DistributedSampler is run up to
 10,000,000 samples; whether more would fit into this machine's memory follows from the bytes a sample measured there.
+The memory of sharding is that of batches of 128; a block needs some arrays of its own size, whatever the samples.
 Without torch in this Python its columns are empty.
 """
 

@@ -348,19 +348,20 @@ def _write(file: IO[bytes], parts: Sequence[Part]) -> str:
         for part in parts:
             digest.update(part)
 
+    if sum(len(part) for part in parts) <= _SMALL:
+        file.writelines(parts)
+        _have_written(file, 0)
+        checksum()
+        return digest.hexdigest()
     thread = threading.Thread(target=checksum)
-    if large := sum(len(part) for part in parts) > _SMALL:
-        thread.start()
+    thread.start()
     begun = 0
     for part in parts:
         file.write(part)
         if file.tell() - begun > _SMALL:
             begun = _have_written(file, begun)
     _have_written(file, begun)
-    if large:
-        thread.join()
-    else:
-        checksum()
+    thread.join()
     return digest.hexdigest()
 
 
@@ -378,20 +379,21 @@ _freeing: threading.Thread | None = None  # the space of deleted files
 def _delete(folder: Path) -> None:
     """Delete a folder of files at once. Its space is freed by a thread: for large files that takes a while."""
     global _freeing
-    opened = []
-    for name in os.listdir(folder):
-        opened.append(os.open(folder / name, os.O_RDONLY))
-        os.unlink(folder / name)  # the file system frees what nobody has open
+    opened: list[int] = []
 
     def free() -> None:
         for descriptor in opened:
             os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)  # NFS keeps what is open under another name
 
-    with contextlib.suppress(OSError):
+    try:
+        for name in os.listdir(folder):
+            opened.append(os.open(folder / name, os.O_RDONLY))
+            os.unlink(folder / name)  # the file system frees what nobody has open
         folder.rmdir()
-    _freeing = threading.Thread(target=free, name="free")
-    _freeing.start()
+    finally:
+        _freeing = threading.Thread(target=free, name="free")
+        _freeing.start()
 
 
 def _sync_folder(folder: Path) -> None:
