@@ -17,11 +17,12 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Union
 
 import numpy as np
 import safetensors.numpy
@@ -31,8 +32,10 @@ from safetensors import SafetensorError
 from samestep import FatalError, UserError
 
 Arrays = dict[str, NDArray[Any]]
+Part = Union[bytes, memoryview]  # of a file's content
 FORMAT = 1
 _MANIFEST = "manifest.json"
+_SMALL = 1 << 20  # bytes: below, a thread or a write more costs more than a copy
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"[a-z_]+\.safetensors")
 
@@ -76,24 +79,32 @@ def save(
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        for leftover in folder.parent.glob(".step-*.tmp"):  # of a process killed while it wrote
-            shutil.rmtree(leftover)
+        if _freeing:
+            _freeing.join()
+        for leftover in _entries(run_dir):  # of a process killed while it wrote
+            if leftover.startswith(".step-") and leftover.endswith(".tmp"):
+                shutil.rmtree(folder.with_name(leftover))
         temporary.mkdir(parents=True)
-        files = {}
-        for group, arrays in groups.items():
-            content = _as_safetensors(arrays)
-            _write_synced(temporary / f"{group}.safetensors", content)
-            files[f"{group}.safetensors"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        body = {
-            "format": FORMAT,
-            "app": app,
-            "step": step,
-            "state": dict(state),
-            "arithmetic": dict(arithmetic),
-            "files": files,
-        }
-        manifest = {"manifest": body, "sha256": _json_sha256(body)}
-        _write_synced(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        # A step waits for this: all files are under way to the disk before the first of them is waited for.
+        with contextlib.ExitStack() as opened:
+            files, unsynced = {}, []
+            for group, arrays in groups.items():
+                name, parts = f"{group}.safetensors", _as_safetensors(arrays)
+                unsynced.append(opened.enter_context((temporary / name).open("wb")))
+                files[name] = {"size": sum(len(part) for part in parts), "sha256": _write(unsynced[-1], parts)}
+            body = {
+                "format": FORMAT,
+                "app": app,
+                "step": step,
+                "state": dict(state),
+                "arithmetic": dict(arithmetic),
+                "files": files,
+            }
+            manifest = {"manifest": body, "sha256": _json_sha256(body)}
+            unsynced.append(opened.enter_context((temporary / _MANIFEST).open("wb")))
+            _write(unsynced[-1], [json.dumps(manifest, indent=1).encode()])
+            for file in unsynced:
+                os.fsync(file.fileno())
         _sync_folder(temporary)
         if folder.exists():  # only a damaged one can be in the way: a good one would have been resumed from
             shutil.rmtree(folder)
@@ -105,7 +116,7 @@ def save(
         raise FatalError(f"cannot write checkpoint {folder}: {_reason(error)}") from error
     for old in _folders(run_dir)[keep:]:
         with contextlib.suppress(OSError):
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
+            _delete(old.rename(old.with_name(f".{old.name}.tmp")))
     return folder
 
 
@@ -226,7 +237,7 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 def save_weights(path: Path, weights: Arrays) -> None:
     """Write a safetensors file whole or not at all. Raises FatalError."""
     try:
-        write_atomic(path, _as_safetensors(weights))
+        write_atomic(path, *_as_safetensors(weights))
     except OSError as error:
         raise FatalError(f"cannot write {path}: {_reason(error)}") from error
 
@@ -255,11 +266,14 @@ def mismatch(given: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any
     return None
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, *content: Part) -> None:
     """Write a file beside its place, sync it and rename it. Raises OSError; nothing partial is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        _write_synced(temporary, content)
+        with temporary.open("wb") as file:
+            file.writelines(content)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -267,24 +281,119 @@ def write_atomic(path: Path, content: bytes) -> None:
         raise
 
 
-def _as_safetensors(arrays: Arrays) -> bytes:
-    return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+# numpy's dtypes (without their byte order) under safetensors' names, in the order in which its own writer sorts arrays.
+_DTYPES = {
+    "u8": "U64",
+    "i8": "I64",
+    "f8": "F64",
+    "c8": "C64",
+    "f4": "F32",
+    "u4": "U32",
+    "i4": "I32",
+    "f2": "F16",
+    "u2": "U16",
+    "i2": "I16",
+    "i1": "I8",
+    "u1": "U8",
+    "b1": "BOOL",
+}
+_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
+
+
+def _as_safetensors(arrays: Arrays) -> list[Part]:
+    """What `safetensors.numpy.save` gives, without its copies where they count: a header, then the arrays' own memory.
+
+    Format: the header's length in 8 bytes, little-endian; the header in JSON, padded with spaces to a multiple of 8;
+    the arrays in C order, little-endian. Source: https://huggingface.co/docs/safetensors, "Format".
+    """
+    dtypes = {name: array.dtype.str[1:] for name, array in arrays.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise TypeError(f"{name} is {arrays[name].dtype}, which no safetensors file can hold")
+    header: dict[str, dict[str, Any]] = {}
+    parts: list[Part] = []
+    end = 0
+    for name in sorted(arrays, key=lambda name: (_PLACES[dtypes[name]], name)):
+        array = arrays[name]
+        if array.dtype.str[0] == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _DTYPES[dtypes[name]], "shape": array.shape, "data_offsets": [begin, end]}
+        large = array.nbytes > _SMALL
+        parts.append(np.asarray(array, order="C").reshape(-1).view(np.uint8).data if large else array.tobytes())
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    parts = [len(encoded).to_bytes(8, "little") + encoded, *parts]
+    return parts if end > _SMALL else [b"".join(parts)]
+
+
+def _entries(run_dir: Path) -> list[str]:
+    try:
+        return os.listdir(run_dir / "checkpoints")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _folders(run_dir: Path) -> list[Path]:
     """The checkpoints' folders, newest first; half-written ones have other names."""
-    try:
-        found = [entry for entry in (run_dir / "checkpoints").iterdir() if _STEP_FOLDER.fullmatch(entry.name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    found = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
     return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(file: IO[bytes], parts: Sequence[Part]) -> str:
+    """Write the parts, have the disk begin with them, and return their SHA-256, made at the same time."""
+    digest = hashlib.sha256()
+
+    def checksum() -> None:
+        for part in parts:
+            digest.update(part)
+
+    if sum(len(part) for part in parts) <= _SMALL:
+        file.writelines(parts)
+        _have_written(file, 0)
+        checksum()
+        return digest.hexdigest()
+    thread = threading.Thread(target=checksum)
+    thread.start()
+    begun = 0
+    for part in parts:
+        file.write(part)
+        if file.tell() - begun > _SMALL:
+            begun = _have_written(file, begun)
+    _have_written(file, begun)
+    thread.join()
+    return digest.hexdigest()
+
+
+def _have_written(file: IO[bytes], begin: int) -> int:
+    """Have the disk begin with the file from ``begin`` on, without waiting for it; returns where the file ends."""
+    file.flush()
+    if hasattr(os, "posix_fadvise"):  # Linux starts writing what it is told will not be needed in memory
+        os.posix_fadvise(file.fileno(), begin, 0, os.POSIX_FADV_DONTNEED)
+    return file.tell()
+
+
+_freeing: threading.Thread | None = None  # the space of deleted files
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder of files at once. Its space is freed by a thread: for large files that takes a while."""
+    global _freeing
+    opened: list[int] = []
+
+    def free() -> None:
+        for descriptor in opened:
+            os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)  # NFS keeps what is open under another name
+
+    try:
+        for name in os.listdir(folder):
+            opened.append(os.open(folder / name, os.O_RDONLY))
+            os.unlink(folder / name)  # the file system frees what nobody has open
+        folder.rmdir()
+    finally:
+        _freeing = threading.Thread(target=free, name="free")
+        _freeing.start()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -126,6 +126,50 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     assert repr(found.state) == repr(state)  # repr tells -0.0 from 0.0 and 2.0 from 2
 
 
+DTYPES = "uint64 int64 float64 complex64 float32 uint32 int32 float16 uint16 int16 int8 uint8 bool >f8 >i2".split()
+
+
+@given(
+    shapes=st.dictionaries(
+        st.text(max_size=9),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.booleans()),
+        max_size=20,
+    ),
+    small=st.sampled_from([0, 10, 1 << 20]),
+)
+def test_a_file_is_byte_by_byte_what_the_safetensors_library_writes(shapes: dict[str, Any], small: int) -> None:
+    """The library copies all arrays twice, so its format is written here; large arrays are not copied at all."""
+    draw = np.random.default_rng(len(shapes))
+    arrays: Arrays = {}
+    for name, (dtype, shape, transposed) in shapes.items():
+        array = draw.integers(0, 100, shape).astype(dtype)
+        arrays[name] = array.T if transposed else array
+    wanted = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_SMALL", small)
+        assert b"".join(checkpoint._as_safetensors(arrays)) == wanted
+
+
+@pytest.mark.parametrize("small", [0, 100, 1 << 20])
+def test_large_files_are_saved_as_small_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    """Large: written array by array, while a thread makes the checksum."""
+    monkeypatch.setattr(checkpoint, "_SMALL", small)
+    for step in range(1, 5):
+        folder = save(tmp_path, step, keep=2)
+        assert_same(checkpoint.read(folder).arrays("model"), values()["model"])
+        assert (folder / "model.safetensors").read_bytes() == safetensors.numpy.save(
+            {name: np.asarray(array, order="C") for name, array in values()["model"].items()}
+        )
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "M8[s]", "U3", "O"])
+def test_what_no_safetensors_file_can_hold_is_refused_with_its_name(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(TypeError, match=r"weight is .*, which no safetensors file can hold"):
+        save(tmp_path, 3, groups={"model": {"weight": np.zeros(2, dtype)}})
+    assert checkpoint.newest(tmp_path, no_warning) is None
+
+
 def test_the_newest_k_are_kept_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
         save(tmp_path, step, keep=2)

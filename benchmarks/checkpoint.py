@@ -1,0 +1,136 @@
+"""How long a step is held up by samestep.checkpoint.save, beside writing the same bytes, and torch.save.
+
+    python benchmarks/checkpoint.py [--rounds 15] [--dir FOLDER] [--quick] [--json FILE]
+
+Three contestants, in interleaved rounds, on the same disk (--dir; by default a temporary folder under runs/):
+
+- save: what mnist_ddp does between two steps: model and optimizer as arrays, then `checkpoint.save`, which writes,
+  checksums and syncs the files, renames their folder, and deletes the oldest of three checkpoints;
+- plain: as many files of the same sizes, each written and synced, without folder, rename, checksum or deletion;
+- torch.save: one file of the same tensors, synced.
+
+Two models: mnist_ddp's with SGD's momentum, and one of 200 MB without optimizer state. Nothing returns before its bytes
+are on the disk. Run it with a Python that has apps/mnist_ddp's requirements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from samestep import checkpoint  # noqa: E402
+
+app = importlib.import_module("model")  # mnist_ddp's
+
+
+def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """mnist_ddp's model, with momentum after one update."""
+    model: nn.Module = app.build_model("net", 0.0, torch.float32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.zeros(1, 1, 28, 28), app.Rows(0, 1)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def large_model(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Layers of 8 MB, and an optimizer that has no state."""
+    model = nn.Sequential(*(nn.Linear(1000, 2000, bias=False) for _ in range(layers)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Milliseconds of each contestant in each round."""
+    steps = iter(range(1, 10**6))
+
+    def save() -> Path:
+        groups = {"model": app.model_arrays(model), "optimizer": app.optimizer_arrays(model, optimizer)}
+        state, arithmetic = {"seconds": time.monotonic()}, {"seed": 1, "lr": 0.1}
+        return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
+
+    for _ in range(3):
+        saved = save()
+    contents = [path.read_bytes() for path in sorted(saved.iterdir())]
+    place = folder / "others"
+
+    def plain() -> None:
+        for number, content in enumerate(contents):
+            with (place / str(number)).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def torch_save() -> None:
+        with (place / "all.pt").open("wb") as file:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    contestants: dict[str, Callable[[], object]] = {"save": save, "plain": plain, "torch.save": torch_save}
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        names = list(contestants)
+        for name in names[number % 3 :] + names[: number % 3]:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            os.sync()  # nobody pays for what the one before left
+            begun = time.perf_counter()
+            contestants[name]()
+            taken[name].append(1000 * (time.perf_counter() - begun))
+    taken["bytes"] = [float(len(content)) for content in contents]
+    return taken
+
+
+def shown(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+    parser.add_argument("--dir", type=Path, help="on the disk to be measured (default: under the repository's runs/)")
+    parser.add_argument("--quick", action="store_true", help="one round, 16 MB in place of 200: that it still runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's milliseconds there, too")
+    options = parser.parse_args()
+    rounds, layers = (1, 2) if options.quick else (options.rounds, 25)
+    machine = {
+        "arch": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+    }
+    print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}, {rounds} rounds, ms\n")
+    print("| model | bytes | checkpoint.save | plain | ratio | torch.save | ratio |\n|---|---|---|---|---|---|---|")
+    above = options.dir or ROOT / "runs"
+    above.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name, made in (("mnist_ddp, momentum", small_model()), (f"{8 * layers} MB", large_model(layers))):
+        with tempfile.TemporaryDirectory(dir=above, prefix="benchmark-") as folder:
+            taken = found[name] = measure(*made, rounds, Path(folder))
+        cells = [name, f"{sum(taken['bytes']):,.0f} in {len(taken['bytes'])} files", shown(taken["save"], 1)]
+        for other in ("plain", "torch.save"):
+            ratios = [ours / theirs for ours, theirs in zip(taken["save"], taken[other])]
+            cells += [shown(taken[other], 1), shown(ratios, 2)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "milliseconds": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
