@@ -15,7 +15,8 @@ steps, evaluation and checkpoints are outside of what is timed, for everybody.
   anything is done to be fast.
 
 The environments are .venvs/benchmark-<app>, made by the first run; with PYTHON=/path/to/python that one is used as it
-is. Standard library only, but for the picture, which the first app's environment draws.
+is (--png then needs matplotlib there). torchvision, whose import beside a CPU torch needs a cure, is in a folder that the
+textbook loops alone see.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
 LIMIT = 900  # seconds for any one run
+TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
+MATPLOTLIB = "matplotlib==3.11.2"
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,25 @@ def environment(app: str) -> str:
         print(f"making {folder}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        wanted = [f"-r{ROOT / 'apps' / app / 'requirements.txt'}", f"-r{ROOT / 'benchmarks' / 'requirements.txt'}"]
+        wanted = [f"-r{ROOT / 'apps' / app / 'requirements.txt'}", MATPLOTLIB]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
         setup = ROOT / "apps" / app / "setup.sh"
         if setup.exists():
             subprocess.run(["bash", str(setup), python], check=True)
         (folder / "ready").touch()
     return python
+
+
+def torchvision(python: str) -> Path:
+    """The folder that holds it."""
+    folder = ROOT / ".venvs" / "benchmark-torchvision"
+    if not (folder / "ready").exists():
+        print(f"making {folder}", file=sys.stderr)
+        shutil.rmtree(folder, ignore_errors=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}", *TORCHVISION]
+        subprocess.run(install, check=True)
+        (folder / "ready").touch()
+    return folder
 
 
 def write_digits(folder: Path, python: str) -> None:
@@ -102,13 +117,13 @@ def write_digits(folder: Path, python: str) -> None:
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), 1, mtime=0))
 
 
-def run(command: list[str], folder: Path, n: int, python: str) -> None:
+def run(command: list[str], folder: Path, n: int, python: str, *path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, cores // n)),  # what the launch scripts would choose
         "PYTHON": python,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), str(LOOPS)]),
+        "PYTHONPATH": os.pathsep.join(str(each) for each in (ROOT / "core", LOOPS, *path)),
     }
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
     if done.returncode:
@@ -134,7 +149,8 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
         out = folder / "speed.json"
         arguments = [contestant, f"--data={data}", f"--batch={row.batch}", f"--out={out}", f"--workers={workers}"]
         arguments += [f"--warm-up={options.warm_up}", f"--steps={options.steps}"]
-        run([python, *launcher, str(LOOPS / f"{loop}.py"), *arguments], folder, n, python)
+        needed = [torchvision(python)] if contestant == "textbook" and app != "lenet_paddle" else []
+        run([python, *launcher, str(LOOPS / f"{loop}.py"), *arguments], folder, n, python, *needed)
         return float(json.loads(out.read_text()))
 
 

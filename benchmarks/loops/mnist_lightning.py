@@ -10,12 +10,14 @@ import os
 from typing import Any
 
 import common
-import pytorch_lightning as pl
-import torch
-import torch.nn.functional as F
-from textbook_net import TextbookNet
-from torch import Tensor
-from torch.utils.data import DataLoader
+
+common.torchvision_that_imports()  # Lightning imports it where it is installed
+import pytorch_lightning as pl  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from textbook_net import TextbookNet  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 
 class TextbookModule(pl.LightningModule):
@@ -38,7 +40,6 @@ class TextbookModule(pl.LightningModule):
 
 
 def textbook(options: argparse.Namespace) -> None:
-    common.torchvision_that_imports()
     from torchvision import datasets, transforms
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
