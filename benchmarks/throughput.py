@@ -15,8 +15,8 @@ steps, evaluation and checkpoints are outside of what is timed, for everybody.
   anything is done to be fast.
 
 The environments are .venvs/benchmark-<app>, made by the first run; with PYTHON=/path/to/python that one is used as it
-is (--png then needs matplotlib there). torchvision, whose import beside a CPU torch needs a cure, is in a folder that the
-textbook loops alone see.
+is (--png then needs matplotlib there). torchvision, whose import needs a cure beside a CPU torch, is in a folder that
+the textbook loops alone see.
 """
 
 from __future__ import annotations
