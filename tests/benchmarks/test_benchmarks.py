@@ -25,6 +25,14 @@ def test_throughput(harness: Harness) -> None:
 
 
 @pytest.mark.once
+def test_the_variants_of_a_step(harness: Harness) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--rounds=1"])
+    assert outcome.code == 0, outcome
+    assert outcome.stdout.count("\n|") >= 9
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["start_up", "checkpoint", "sharding"])
 def test_it_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3
