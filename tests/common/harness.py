@@ -84,7 +84,7 @@ APPS = {
 }
 # The same models with the same options.
 # The first is in the matrix by tests/conformance, the second by mnist_ddp.
-ELSEWHERE = ("test_losses_are_the_same_at_any_number_of_ranks[1]", "test_a_stopped_rank_is_replaced")
+ELSEWHERE = ("test_losses_are_the_same_at_any_number_of_ranks[1]", "test_a_stopped_rank_is_named_and_replaced")
 APPS["mnist_horovod"] = replace(APPS["mnist_ddp"], name="mnist_horovod", soak=ELSEWHERE)
 APPS["mnist_lightning"] = replace(APPS["mnist_ddp"], name="mnist_lightning", soak=ELSEWHERE)
 APPS["lenet_paddle"] = replace(
@@ -140,6 +140,7 @@ APPS["resnet50_mindspore"] = App(
     kills=5,
     soak=(
         "test_a_rank_is_killed_at_a_random_step[3]",
+        "test_a_stopped_rank_is_named_and_replaced",
         "test_a_rank_is_killed_at_an_exact_moment[exactly at an epoch's end]",
         "test_a_stopped_job_resumes[3-15-143]",
         "test_a_checkpoint_made_by_hand_must_fit_the_model",
