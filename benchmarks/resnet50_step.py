@@ -70,16 +70,11 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
 
 def torch_step(depth: int, batch: int, size: int, steps: int, weights: Path) -> dict[str, Any]:
     """torchvision's model with torch's SGD, as the app's options say."""
-    sys.path.insert(0, str(ROOT / "core"))
+    sys.path[:0] = [str(ROOT / "core"), str(ROOT / "benchmarks" / "loops")]
     import torch
+    from common import torchvision_that_imports
 
-    # The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered.
-    library = torch.library.Library("torchvision", "DEF")
-    try:
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass  # a torchvision that fits this torch has registered them
+    torchvision_that_imports()
     import safetensors.torch
     import torchvision
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 
 def arguments() -> argparse.Namespace:
@@ -44,8 +46,12 @@ class Clock:
         return True
 
 
-def torchvision_that_imports() -> None:
-    """The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered."""
+@functools.cache  # what the library defined lasts as long as it does
+def torchvision_that_imports() -> object:
+    """The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered.
+
+    Declaring the two that its import looks for is enough for its models and data sets.
+    """
     import torch
 
     library = torch.library.Library("torchvision", "DEF")
@@ -54,4 +60,13 @@ def torchvision_that_imports() -> None:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     except RuntimeError:
         pass  # a torchvision that fits this torch has registered them
-    globals()["_kept"] = library  # what it defined lasts as long as it does
+    return library
+
+
+def textbook_images(folder: Path) -> Any:
+    """torchvision's MNIST with the transforms of the tutorials."""
+    torchvision_that_imports()
+    from torchvision import datasets, transforms
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    return datasets.MNIST(str(folder), train=True, transform=transform)

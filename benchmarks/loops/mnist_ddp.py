@@ -16,13 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def textbook(options: argparse.Namespace) -> None:
-    common.torchvision_that_imports()
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
-    from torchvision import datasets, transforms
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    dataset = datasets.MNIST(str(options.data), train=True, transform=transform)
+    dataset = common.textbook_images(options.data)
     sampler: DistributedSampler[object] = DistributedSampler(dataset)
     loader = DataLoader(dataset, options.batch // dist.get_world_size(), sampler=sampler, num_workers=options.workers)
     model = DistributedDataParallel(TextbookNet())
@@ -43,7 +40,7 @@ def textbook(options: argparse.Namespace) -> None:
 def limit(options: argparse.Namespace, plain: bool) -> None:
     """The app's own model, optimizer and step, fed one resident batch; nothing is sampled, logged or saved.
 
-    ``plain``: with contiguous tensors, stock DDP and stock SGD instead of what the app does to be fast.
+    ``plain``: with contiguous tensors, all that the app has else; its DDP and SGD are the stock ones.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
@@ -59,11 +56,8 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     images, labels = torch.randn(last - first, 1, 28, 28), torch.randint(0, 10, (last - first,))
     if plain:
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=its.lr, momentum=its.momentum)
-        ddp = DistributedDataParallel(model)
-    else:
-        optimizer = build_optimizer(its, model)
-        ddp = DistributedDataParallel(model)
+    optimizer = build_optimizer(its, model)
+    ddp = DistributedDataParallel(model)
     clock = common.Clock(options, rank)
     while not clock.step():
         train_step(ddp, optimizer, images, labels, Rows(first, options.batch))

@@ -15,13 +15,10 @@ from textbook_net import TextbookNet
 
 
 def textbook(options: argparse.Namespace) -> None:
-    common.torchvision_that_imports()
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
-    from torchvision import datasets, transforms
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    dataset = datasets.MNIST(str(options.data), train=True, transform=transform)
+    dataset = common.textbook_images(options.data)
     sampler: DistributedSampler[object] = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(dataset, options.batch // hvd.size(), sampler=sampler, num_workers=options.workers)
     model = TextbookNet()

@@ -40,11 +40,8 @@ class TextbookModule(pl.LightningModule):
 
 
 def textbook(options: argparse.Namespace) -> None:
-    from torchvision import datasets, transforms
-
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    dataset = datasets.MNIST(str(options.data), train=True, transform=transform)
+    dataset = common.textbook_images(options.data)
     # Lightning puts its DistributedSampler into this loader.
     loader = DataLoader(dataset, options.batch // world_size, shuffle=True, num_workers=options.workers)
     trainer = pl.Trainer(

@@ -201,17 +201,11 @@ def test_a_corrupted_file_is_named(harness: Harness) -> None:
     assert str(file) in outcome.stderr
 
 
-def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path) -> None:
-    # The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered and
-    # its import fails. Declaring the two it looks for is enough for its data sets.
-    import torch
+def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
+    from common import torchvision_that_imports
 
-    library = torch.library.Library("torchvision", "DEF")
-    try:
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass  # a torchvision that fits this torch has registered them
+    torchvision_that_imports()
     from torchvision.datasets import MNIST
 
     ours = datasets.load("mnist-5k", tmp_path)
