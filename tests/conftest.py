@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +64,26 @@ def ddp(harness: Harness) -> Iterator[Harness]:
     made = Harness(APPS["mnist_ddp"], harness.device, folder)
     yield made
     made.check_nothing_left()
+
+
+@pytest.fixture
+def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """The result of a small run that nothing happened to, by number of ranks and options; run once for all tests."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers
+
+    def reference(n: int, *options: str) -> dict[str, Any]:
+        key = hashlib.sha256(repr((harness.app.name, n, options)).encode()).hexdigest()[:8]
+        folder = shared / f"undisturbed-{key}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = folder / "done.json"
+            if not done.exists():
+                shutil.rmtree(folder / "run", ignore_errors=True)
+                done.write_text(json.dumps(harness.train(n, *harness.app.small, *options, run_dir=folder / "run")))
+            found: dict[str, Any] = json.loads(done.read_text())
+        return found
+
+    return reference

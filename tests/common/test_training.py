@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import ROOT, Harness, losses, metrics, relative_difference
@@ -34,8 +36,8 @@ def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
     assert len(outcome.stdout.splitlines()) == 1 + result["epochs"] + 1
 
 
-def test_a_run_leaves_what_the_design_says(harness: Harness) -> None:
-    result = harness.train(2, *harness.app.small)
+def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, Any]]) -> None:
+    result = undisturbed(2)
     run_dir = Path(result["run_dir"])
     header = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert header["world"]["world_size"] == 2
@@ -51,21 +53,14 @@ def test_a_run_leaves_what_the_design_says(harness: Harness) -> None:
 
 
 @pytest.mark.once
-def test_max_steps_counts_from_the_start_and_zero_only_evaluates(harness: Harness) -> None:
-    first = harness.train(2, *harness.app.small, "--max-steps=3")
-    assert first["steps"] == 3
-    again = harness.train(2, *harness.app.small, "--max-steps=7")
-    assert again["steps"] == 7
-    assert again["resumed_from_step"] == 3
-    none = harness.train(2, *harness.app.small, "--max-steps=0", run_dir=harness.folder / "none")
-    assert none["steps"] == 0
-    assert none["train_loss"] is None
-    weights = Path(again["run_dir"]) / "model.safetensors"
-    copied = harness.train(
-        2, *harness.app.small, "--max-steps=0", f"--init-from={weights}", run_dir=harness.folder / "c"
-    )
-    assert copied["weights_sha256"] == again["weights_sha256"]
-    assert copied["test_accuracy"] == again["test_accuracy"]
+def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    trained = undisturbed(2)
+    weights = Path(trained["run_dir"]) / "model.safetensors"
+    copied = harness.train(2, *harness.app.small, "--max-steps=0", f"--init-from={weights}")
+    assert copied["steps"] == 0
+    assert copied["train_loss"] is None
+    assert copied["weights_sha256"] == trained["weights_sha256"]
+    assert copied["test_accuracy"] == trained["test_accuracy"]
 
 
 # In the matrix other apps show the first by being compared with mnist_ddp, or by all of their own variants.
@@ -104,23 +99,21 @@ def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: b
 
 @pytest.mark.once
 def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
-    """A process that used collectives may abort while it exits; the job must not fail by that."""
-    for i in range(3 * harness.app.kills // 2 if soak else 2):
-        harness.train(2, *harness.app.small, "--max-steps=2", "--max-restarts=0", run_dir=harness.folder / str(i))
+    """A process that used collectives may abort while it exits; the job must not fail by that.
 
-
-@pytest.mark.once
-def test_it_works_from_any_directory_and_chooses_a_run_dir(harness: Harness) -> None:
+    The first runs, short as well, also choose their own run dirs, or are asked to be quiet.
+    """
+    options = [*harness.app.small, "--max-steps=2", "--max-restarts=0"]
     script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")
-    command = ["bash", script, "2", *harness.app.small, "--max-steps=1"]
-    results = [harness.start_command(command, harness.folder).finish() for _ in range(2)]
+    results = [harness.start_command(["bash", script, "2", *options], harness.folder).finish() for _ in range(2)]
     folders = [Path(harness.checked(outcome, 2)["run_dir"]) for outcome in results]
     assert folders[0] != folders[1]
     assert all(folder.parent == harness.folder / "runs" / harness.app.name for folder in folders)
 
+    quiet = harness.run(2, *options, "--quiet")
+    harness.checked(quiet, 2)
+    assert len(quiet.stdout.splitlines()) == 1
+    assert quiet.stderr == ""
 
-@pytest.mark.once
-def test_quiet_shows_the_result_alone(harness: Harness) -> None:
-    outcome = harness.run(2, *harness.app.small, "--max-steps=2", "--quiet")
-    assert len(outcome.stdout.splitlines()) == 1
-    assert outcome.stderr == ""
+    for i in range(3 * harness.app.kills // 2 if soak else 2):
+        harness.train(2, *options, run_dir=harness.folder / str(i))

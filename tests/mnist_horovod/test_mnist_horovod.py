@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import ROOT, Harness, Outcome, bare, losses, relative_difference
@@ -70,14 +72,14 @@ def test_a_rank_without_samples_takes_part(harness: Harness, ddp: Harness) -> No
     assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-9
 
 
-def test_gradients_may_be_sent_in_half_precision(harness: Harness) -> None:
-    plain = harness.train(2, *SMALL, run_dir=harness.folder / "plain")
-    small = harness.train(2, *SMALL, "--compression=fp16", run_dir=harness.folder / "small")
-    assert small["weights_sha256"] != plain["weights_sha256"]
-    curves = [losses(harness.folder / name) for name in ("plain", "small")]
-    assert curves[0][0] == curves[1][0]
-    assert relative_difference(*curves) < 1e-2
-    outcome = harness.run(2, *SMALL, "--max-steps=7", run_dir=harness.folder / "small")
+def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    expected = losses(Path(undisturbed(2)["run_dir"]))[:6]
+    harness.train(2, *harness.app.small, "--max-steps=6", "--compression=fp16")
+    found = losses(harness.folder / "run")
+    assert found[0] == expected[0]
+    assert found[1:] != expected[1:]
+    assert relative_difference(found, expected) < 1e-2
+    outcome = harness.run(2, *harness.app.small, "--max-steps=7")
     assert outcome.code == 2
     assert "--compression" in outcome.errors[0]
 
@@ -85,12 +87,11 @@ def test_gradients_may_be_sent_in_half_precision(harness: Harness) -> None:
 # --- its launcher --------------------------------------------------------------------------------------------------
 
 
-def test_horovodrun_alone_takes_the_same_steps(harness: Harness) -> None:
-    harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
-    command = [*HOROVODRUN, "-np", "2", sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+def test_horovodrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    command = [*HOROVODRUN, "-np", "2", sys.executable, TRAIN, *harness.app.small, "--run-dir=run"]
     outcome = bare(harness, command)
     assert outcome.code == 0, outcome
-    assert losses(harness.folder / "run") == losses(harness.folder / "by-script")
+    assert losses(harness.folder / "run") == losses(Path(undisturbed(2)["run_dir"]))
     assert "[0]<stdout>:RESULT {" in outcome.stdout.splitlines()[-1]
 
 

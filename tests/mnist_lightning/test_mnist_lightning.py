@@ -6,7 +6,9 @@ import csv
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import ROOT, Harness, bare, free_port, losses, relative_difference
@@ -14,12 +16,6 @@ from harness import ROOT, Harness, bare, free_port, losses, relative_difference
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-@pytest.fixture
-def by_script(harness: Harness) -> list[float]:
-    harness.train(2, *SMALL, run_dir=harness.folder / "by-script")
-    return losses(harness.folder / "by-script")
 
 
 # --- the same step as mnist_ddp's ----------------------------------------------------------------------------------
@@ -120,10 +116,11 @@ def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
 # --- its launchers -------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_alone_takes_the_same_steps(harness: Harness, by_script: list[float]) -> None:
-    result = harness.checked(bare(harness, [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, *SMALL]), 2)
+def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, *harness.app.small]
+    result = harness.checked(bare(harness, command), 2)
     assert result["launcher"] == "torchrun"
-    assert losses(Path(result["run_dir"])) == by_script
+    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:
@@ -134,16 +131,17 @@ def test_one_process_by_plain_python(harness: Harness) -> None:
     assert len(outcome.stdout.splitlines()) == 2
 
 
-def test_plain_rank_and_world_size(harness: Harness, by_script: list[float]) -> None:
+def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """As DLC and a person at two terminals set them: one process each, no launcher."""
-    command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+    command = [sys.executable, TRAIN, *harness.app.small, "--run-dir=run"]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
     first, second = (job.finish(limit=120) for job in jobs)
-    assert harness.checked(first, 2)["launcher"] == "env"
+    result = harness.checked(first, 2)
+    assert result["launcher"] == "env"
     assert second.code == 0
     assert second.stdout == ""
-    assert losses(harness.folder / "run") == by_script
+    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
 def test_a_wrong_environment_is_one_line(harness: Harness) -> None:
