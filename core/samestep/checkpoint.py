@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Union
@@ -36,6 +37,8 @@ Part = Union[bytes, memoryview]  # of a file's content
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _SMALL = 1 << 20  # bytes: below, a thread or a write more costs more than a copy
+_disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+_pending: Future[None] | None = None  # of the checkpoint that is not yet under its name
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"[a-z_]+\.safetensors")
 
@@ -74,25 +77,27 @@ def save(
 ) -> Path:
     """Write the checkpoint of ``step`` (updates done) and delete all but the ``keep`` newest.
 
-    Raises FatalError when it cannot be written; earlier checkpoints are then untouched.
+    Returns as soon as the operating system has the bytes, so the arrays may change. A thread waits for the disk, gives
+    the checkpoint its name and deletes old ones: `finish` waits for that, and so does the next call.
+    Raises FatalError when this or the checkpoint before cannot be written; earlier ones are then untouched.
     """
+    global _pending
+    finish()
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     temporary = folder.with_name(f".{folder.name}.tmp")
+    written: list[IO[bytes]] = []
     try:
-        if _freeing:
-            _freeing.join()
         for leftover in _entries(run_dir):  # of a process killed while it wrote
             if leftover.startswith(".step-") and leftover.endswith(".tmp"):
                 shutil.rmtree(folder.with_name(leftover))
         temporary.mkdir(parents=True)
-        # A step waits for this: all files are under way to the disk before the first of them is waited for.
-        with contextlib.ExitStack() as opened:
-            files, unsynced = {}, []
-            for group, arrays in groups.items():
-                name, parts = f"{group}.safetensors", _as_safetensors(arrays)
-                unsynced.append(opened.enter_context((temporary / name).open("wb")))
-                files[name] = {"size": sum(len(part) for part in parts), "sha256": _write(unsynced[-1], parts)}
-            body = {
+        files = {}
+        for group, arrays in groups.items():
+            name, parts = f"{group}.safetensors", _as_safetensors(arrays)
+            written.append((temporary / name).open("wb"))
+            files[name] = {"size": sum(len(part) for part in parts), "sha256": _write(written[-1], parts)}
+        body = _canonical(
+            {
                 "format": FORMAT,
                 "app": app,
                 "step": step,
@@ -100,24 +105,50 @@ def save(
                 "arithmetic": dict(arithmetic),
                 "files": files,
             }
-            manifest = {"manifest": body, "sha256": _json_sha256(body)}
-            unsynced.append(opened.enter_context((temporary / _MANIFEST).open("wb")))
-            _write(unsynced[-1], [json.dumps(manifest, indent=1).encode()])
-            for file in unsynced:
-                os.fsync(file.fileno())
+        )
+        written.append((temporary / _MANIFEST).open("wb"))
+        _write(written[-1], [b'{"manifest": %b,\n "sha256": "%b"}' % (body, _sha256(body).encode())])
+    except OSError as error:
+        raise _not_written(folder, temporary, written, error) from error
+    _pending = _disk.submit(_commit, run_dir, folder, temporary, written, keep)
+    return folder
+
+
+def finish() -> None:
+    """Wait until the checkpoint given to `save` is on the disk under its name, and old ones are deleted.
+
+    Raises FatalError when it cannot be written.
+    """
+    global _pending
+    pending, _pending = _pending, None
+    if pending:
+        pending.result()
+
+
+def _commit(run_dir: Path, folder: Path, temporary: Path, written: Sequence[IO[bytes]], keep: int) -> None:
+    """What of `save` takes the disk's time. A kill at any moment leaves whole checkpoints, the newest or the others."""
+    try:
+        for file in written:
+            os.fsync(file.fileno())
+            file.close()
         _sync_folder(temporary)
         if folder.exists():  # only a damaged one can be in the way: a good one would have been resumed from
             shutil.rmtree(folder)
         temporary.rename(folder)
         _sync_folder(folder.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise FatalError(f"cannot write checkpoint {folder}: {_reason(error)}") from error
+        raise _not_written(folder, temporary, written, error) from error
     for old in _folders(run_dir)[keep:]:
         with contextlib.suppress(OSError):
-            _delete(old.rename(old.with_name(f".{old.name}.tmp")))
-    return folder
+            shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
+
+
+def _not_written(folder: Path, temporary: Path, written: Sequence[IO[bytes]], error: OSError) -> FatalError:
+    for file in written:
+        with contextlib.suppress(OSError):
+            file.close()
+    shutil.rmtree(temporary, ignore_errors=True)
+    return FatalError(f"cannot write checkpoint {folder}: {_reason(error)}")
 
 
 def newest(run_dir: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -149,7 +180,7 @@ def read(folder: Path) -> Checkpoint:
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         body = manifest["manifest"]
-        if manifest["sha256"] != _json_sha256(body):
+        if manifest["sha256"] != _sha256(_canonical(body)):
             raise Damaged(f"{_MANIFEST} does not match its own checksum")
         if body["format"] != FORMAT:
             raise Damaged(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
@@ -160,7 +191,7 @@ def read(folder: Path) -> Checkpoint:
             content = (folder / name).read_bytes()
             if len(content) != facts["size"]:
                 raise Damaged(f"{name} has {len(content)} bytes, not {facts['size']!r}")
-            if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+            if _sha256(content) != facts["sha256"]:
                 raise Damaged(f"{name} does not match its checksum")
             contents[name] = content
         if folder.name != f"step-{body['step']:08d}":
@@ -235,7 +266,8 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 
 
 def save_weights(path: Path, weights: Arrays) -> None:
-    """Write a safetensors file whole or not at all. Raises FatalError."""
+    """Write a safetensors file whole or not at all, after the last checkpoint. Raises FatalError."""
+    finish()
     try:
         write_atomic(path, *_as_safetensors(weights))
     except OSError as error:
@@ -373,29 +405,6 @@ def _have_written(file: IO[bytes], begin: int) -> int:
     return file.tell()
 
 
-_freeing: threading.Thread | None = None  # the space of deleted files
-
-
-def _delete(folder: Path) -> None:
-    """Delete a folder of files at once. Its space is freed by a thread: for large files that takes a while."""
-    global _freeing
-    opened: list[int] = []
-
-    def free() -> None:
-        for descriptor in opened:
-            os.close(descriptor)
-        shutil.rmtree(folder, ignore_errors=True)  # NFS keeps what is open under another name
-
-    try:
-        for name in os.listdir(folder):
-            opened.append(os.open(folder / name, os.O_RDONLY))
-            os.unlink(folder / name)  # the file system frees what nobody has open
-        folder.rmdir()
-    finally:
-        _freeing = threading.Thread(target=free, name="free")
-        _freeing.start()
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -404,8 +413,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _json_sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _canonical(value: Any) -> bytes:
+    """JSON that is the same for the same value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _reason(error: OSError) -> str:

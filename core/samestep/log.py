@@ -26,8 +26,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from samestep import FatalError, UserError
-from samestep.checkpoint import write_atomic
+from samestep import FatalError, UserError, checkpoint
 from samestep.env import World, launch_script
 from samestep.options import as_json
 
@@ -110,7 +109,10 @@ def run(main: Callable[[], None]) -> None:
     exit: a program closes what it opened before it returns.
     """
     try:
-        main()
+        try:
+            main()
+        finally:
+            checkpoint.finish()  # whatever happened after it
         for stream in (sys.stdout, sys.stderr, _console, _console_errors):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -141,7 +143,7 @@ def no_restart(code: int) -> None:
     """Tell the launch script that starting again cannot help, and the exit code that says why."""
     if _folder:
         try:
-            write_atomic(_folder / "no-restart", json.dumps({"code": code}).encode())
+            checkpoint.write_atomic(_folder / "no-restart", json.dumps({"code": code}).encode())
         except OSError as problem:
             _to_file(f"warning: {problem}")
 
@@ -169,7 +171,7 @@ class Metrics:
             kept.append(json.dumps({"resumed": {"step": resumed_from, **header}}))
         else:
             kept.append(json.dumps(dict(header)))
-        write_atomic(self._path, ("\n".join(kept) + "\n").encode())
+        checkpoint.write_atomic(self._path, ("\n".join(kept) + "\n").encode())
         self._file = self._path.open("a", buffering=1)
 
     def _kept_lines(self, resumed_from: int) -> list[str]:
@@ -228,7 +230,7 @@ def result(run_dir: Path, app: str, options: Namespace, world: World, **facts: A
         "run_dir": str(run_dir),
     }
     text = json.dumps(values)
-    write_atomic(run_dir / "result.json", (text + "\n").encode())
+    checkpoint.write_atomic(run_dir / "result.json", (text + "\n").encode())
     _to_file(f"RESULT {text}")
     _to_console(_console, f"RESULT {text}")
 

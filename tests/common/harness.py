@@ -44,7 +44,7 @@ class App:
     every: int = 5
     defaults: Sequence[str] = ()  # what a test changes of the defaults, so that they take minutes
     batches: Sequence[int] = (125, 1333)  # no multiples of 2, 3, 4; the second leaves a last batch of one sample
-    exact_steps: Sequence[int] = (100, 12)  # of the first variant and of the others
+    exact_steps: Sequence[int] = (100, 6)  # of the first variant and of the others
     first_steps: Sequence[str] = ()  # options under which the first losses are the same at any number of ranks ...
     first_tolerance: float = 1e-5  # ... but for rounding in float32
     # Batch size, and ranks and last step of each of the jobs of one run.

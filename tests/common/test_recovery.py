@@ -279,6 +279,7 @@ def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: C
 def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     run_dir = harness.folder / "run"
     checkpoint.save(run_dir, "another_app", 3, {"model": {"w": np.ones(3)}}, {}, {}, 3)
+    checkpoint.finish()
     outcome = harness.run(1, *harness.app.small)
     assert outcome.code == 2
     assert "another_app" in outcome.errors[0]
@@ -365,6 +366,7 @@ def test_a_checkpoint_made_by_hand_must_fit_the_model(
     for wrong in (model[name][:1], model[name].astype(np.float16)):
         groups = {"model": {**model, name: wrong}, "optimizer": good.arrays("optimizer")}
         checkpoint.save(run_dir, good.app, good.step, groups, good.state, good.arithmetic, 3)
+        checkpoint.finish()
         kept = snapshot(run_dir)
         outcome = harness.run(1, *harness.app.small)
         assert outcome.code == 1, outcome

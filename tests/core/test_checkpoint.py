@@ -54,7 +54,9 @@ def values() -> dict[str, Arrays]:
 
 def save(run_dir: Path, step: int, keep: int = 10, **changes: Any) -> Path:
     arguments: dict[str, Any] = {"groups": values(), "state": {"seconds": step / 3}, "arithmetic": ARITHMETIC}
-    return checkpoint.save(run_dir, "toy", step, **{**arguments, **changes}, keep=keep)
+    folder = checkpoint.save(run_dir, "toy", step, **{**arguments, **changes}, keep=keep)
+    checkpoint.finish()
+    return folder
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -123,7 +125,8 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path, no_warning)
     assert found is not None
     assert (found.app, found.step, found.arithmetic) == ("toy", 12, ARITHMETIC)
-    assert repr(found.state) == repr(state)  # repr tells -0.0 from 0.0 and 2.0 from 2
+    # JSON tells -0.0 from 0.0 and 2.0 from 2.
+    assert json.dumps(found.state, sort_keys=True) == json.dumps(state, sort_keys=True)
 
 
 DTYPES = "uint64 int64 float64 complex64 float32 uint32 int32 float16 uint16 int16 int8 uint8 bool >f8 >i2".split()
@@ -526,6 +529,38 @@ def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
     assert sorted(path.name for path in whole.parent.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_what_was_given_may_change_while_the_disk_is_waited_for(tmp_path: Path) -> None:
+    arrays = {"large": np.zeros(1_000_000), "small": np.zeros(10), "scalar": np.array(0.0)}
+    for step in range(1, 6):
+        for array in arrays.values():
+            array[...] = step
+        checkpoint.save(tmp_path, "toy", step, {"model": arrays}, {}, {}, keep=3)
+    for array in arrays.values():
+        array[...] = -1
+    checkpoint.finish()
+    for step in (3, 4, 5):
+        found = checkpoint.read(tmp_path / "checkpoints" / f"step-{step:08d}").arrays("model")
+        assert all((array == step).all() for array in found.values())
+
+
+def test_a_disk_that_fails_later_is_told_by_the_next_call(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    in_the_way = tmp_path / "checkpoints" / "step-00000002"
+    in_the_way.write_text("a file, which no folder can replace")
+    checkpoint.save(tmp_path, "toy", 2, values(), {}, {}, keep=3)
+    with pytest.raises(FatalError, match=r"cannot write checkpoint .*step-00000002"):
+        checkpoint.save(tmp_path, "toy", 3, values(), {}, {}, keep=3)
+    in_the_way.unlink()
+    save(tmp_path, 3)  # told once
+    assert steps(tmp_path) == [1, 3]
+    in_the_way.write_text("again")
+    checkpoint.save(tmp_path, "toy", 2, values(), {}, {}, keep=3)
+    with pytest.raises(FatalError, match="step-00000002"):
+        checkpoint.save_weights(tmp_path / "model.safetensors", weights())
+    in_the_way.unlink()
+    assert not list(tmp_path.glob("checkpoints/.*"))
+
+
 # --- killed while saving -----------------------------------------------------------------------------------------
 
 SAVE = """
@@ -553,7 +588,10 @@ def whole(least):
 """
 
 KILLED_AT_EVERY_CALL = """
-save(1, 10), save(2, 10)
+if os.fork() == 0:  # the thread that waits for the disk would not be in the children
+    save(1, 10), save(2, 10), checkpoint.finish()
+    os._exit(0)
+os.wait()
 kills = 0
 while True:
     newest = whole(2)
@@ -568,6 +606,7 @@ while True:
                     os.kill(os.getpid(), signal.SIGKILL)
         sys.addaudithook(hook)
         save(newest + 1, 10)
+        checkpoint.finish()
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     if os.WIFEXITED(status):
@@ -599,7 +638,8 @@ def test_killed_before_any_system_call_of_a_save_only_whole_ones_are_left(tmp_pa
 
 def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
     """A process that saves without a pause is killed 15 times; each next one goes on where the last one was."""
-    script = SAVE + "step = whole(0)\nwhile True:\n    step += 1\n    save(step)\n    print(step, flush=True)\n"
+    # The second save waits for the first.
+    script = SAVE + "step = whole(0)\nwhile True:\n    step += 1\n    save(step), print(step - 1, flush=True)\n"
     chance = random.Random(1)
     last = 0
     for _ in range(15):
@@ -613,6 +653,7 @@ def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
             try:
                 assert process.stdout is not None
                 assert select.select([process.stdout], [], [], 30)[0], "the process saves nothing"
+                assert process.stdout.readline().strip(), "the process failed"  # of the one before
                 assert process.stdout.readline().strip(), "the process failed"
                 time.sleep(chance.uniform(0, 0.06))
             finally:
@@ -629,12 +670,12 @@ def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
 
 FILL = """
 ends = {"saved": 0, "refused": 0}
-save(1, 1000)
+save(1, 1000), checkpoint.finish()
 print(flush=True)
 for size in range(10_000, 400_000, 10_000):
     before = checkpoint.newest(run_dir, sys.exit).step
     try:
-        save(before + 1, size)
+        save(before + 1, size), checkpoint.finish()
         ends["saved"] += 1
     except checkpoint.FatalError as problem:
         ends["refused"] += 1

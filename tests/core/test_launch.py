@@ -754,6 +754,7 @@ note(attempt=attempt)
 if {step}:
     arrays = {{"model": {{"w": np.zeros(3)}}}}
     checkpoint.save(run_dir, "toy", {step}, arrays, {{}}, arithmetic(parse(options)), keep=3)
+    checkpoint.finish()
 """
 
 
