@@ -14,7 +14,7 @@ import psutil
 from mindspore import Tensor, ops
 from mindspore.communication import get_group_size, init
 from numpy.typing import NDArray
-from samestep import UserError, env
+from samestep import UserError, env, log
 
 
 def meet(world: env.World, device: str) -> None:
@@ -42,7 +42,11 @@ def serve() -> NoReturn:
     scheduler = os.fork()
     if scheduler == 0:
         ms.set_device("CPU")
-        init()  # until the workers have left
+        try:
+            init()  # until the workers have left
+        except RuntimeError as problem:  # one of them did not answer for 30 s
+            log.error(f"MindSpore's scheduler: {problem}")
+            os._exit(1)
         os._exit(0)
     me = psutil.Process()
     msrun, mine, seen = me.parent(), me.cmdline(), False

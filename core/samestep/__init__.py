@@ -2,7 +2,8 @@
 
 Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where are the bytes?), ``log`` (what
 happened?), ``checkpoint`` (what survives?), ``watchdog`` (is everyone alive?), ``options`` (the options every app
-shares) and ``launch`` (what every launch script shares). No module imports a training framework.
+shares), and what every launch script shares: ``launch`` (what is decided before the ranks start?), ``venvs`` (which
+Python?) and ``supervise`` (how does a job begin and end?). No module imports a training framework.
 """
 
 __version__ = "0.1.0"

@@ -14,43 +14,35 @@ data, run dir and checkpoint, then starts the launcher, again and again if need 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # started as a file: make the package importable, not its folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from samestep import FatalError, UserError
+from samestep import FatalError, UserError, venvs
+from samestep.supervise import Stopped, port_is_free, read_text, reserved_port, run_once, say, stop_on_signals
+from samestep.venvs import ROOT, make_folder
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from samestep.checkpoint import Checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-STOP_SECONDS = 10.0  # from the first signal to SIGKILL
 
 HELP = """\
 N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
@@ -66,13 +58,6 @@ environment:
 
 exit codes: 0 done, 2 a mistake in the call, 130 and 143 stopped by Ctrl-C and TERM, 1 anything else
 """
-
-
-class Stopped(BaseException):
-    """INT, TERM or HUP came in."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -97,19 +82,17 @@ class Settled:
 
 def main(argv: Sequence[str]) -> int:
     second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP: so do we
-            signal.signal(number, _raise_stopped)
+    stop_on_signals()
     try:
         app, arguments = argv[0], list(argv[1:])
         split = arguments.index("--")
         template, arguments = arguments[:split], arguments[split + 1 :]
         return _main(app, template, arguments, second_stage)
     except UserError as problem:
-        _say(f"error: {problem}")
+        say(f"error: {problem}")
         return 2
     except FatalError as problem:
-        _say(f"error: {problem}")
+        say(f"error: {problem}")
         return 1
     except Stopped as stopped:
         return 128 + stopped.number
@@ -131,18 +114,18 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     _check_paths(options)
 
     if dry_run:
-        python = os.environ.get("PYTHON") or str(_venv(app) / "bin" / "python")
+        python = os.environ.get("PYTHON") or str(venvs.folder(app) / "bin" / "python")
         port = nodes.master_port or 29500
         logs = (options.run_dir or Path("runs", app, "UTC-TIME")) / "log"
         print(shlex.join(_command(template, app, python, nproc, nodes, port, logs, arguments, options)))
         return 0
     if not second_stage:
-        python = _given_python() or _ensure_venv(app)
+        python = venvs.given_python() or venvs.ensure(app)
         os.environ["SAMESTEP_SECOND_STAGE"] = "1"
         sys.stdout.flush()
         os.execv(python, [python, __file__, *sys.argv[1:]])
 
-    _check_requirements(app)
+    venvs.check_requirements(app)
     if nodes.rank > 0:  # machine 0 settles; its rank 0 tells the others
         run_dir = options.run_dir or _new_run_dir(app)
         (run_dir / "log").mkdir(parents=True, exist_ok=True)
@@ -207,7 +190,7 @@ def _settle_run_dir(app: str, run_dir: Path) -> Path:
     from samestep import log
 
     run_dir = run_dir.resolve()
-    _make_folder(run_dir / "log")
+    make_folder(run_dir / "log")
     under_script = "SAMESTEP_LAUNCHER" in os.environ
     for byte in (log.WRITER_BYTE,) if under_script else (log.LAUNCHER_BYTE, log.WRITER_BYTE):
         log.lock(run_dir, byte, f"{app}, started by {Path(sys.argv[0]).name}")
@@ -248,7 +231,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
             f"{count} machines, but MASTER_PORT is not set: choose a free port of machine 0, the same on all"
         )
     port = _integer(name, text, least=1, most=65535) if text else None
-    if port and rank == 0 and not _port_is_free(port):
+    if port and rank == 0 and not port_is_free(port):
         raise UserError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
     return Nodes(count, rank, addr, port)
 
@@ -342,93 +325,6 @@ def _command(
     return command
 
 
-# --- the environment ---------------------------------------------------------------------------------------------
-
-
-def _venv(app: str) -> Path:
-    return ROOT / ".venvs" / app
-
-
-def _given_python() -> str | None:
-    """The interpreter named by PYTHON, with core on PYTHONPATH; None when the variable is not set."""
-    given = os.environ.get("PYTHON")
-    if not given:
-        return None
-    python = shutil.which(given)
-    if python is None:
-        raise UserError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "core"), os.environ.get("PYTHONPATH")]))
-    return python
-
-
-def _ensure_venv(app: str) -> str:
-    """Make ``.venvs/<app>`` from the app's requirements and core, unless its stamp says that it is up to date."""
-    venv = _venv(app)
-    requirements, setup = ROOT / "apps" / app / "requirements.txt", ROOT / "apps" / app / "setup.sh"
-    sources = [path for path in (requirements, setup, ROOT / "core" / "pyproject.toml") if path.exists()]
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    stamp, python = venv / "samestep-stamp", venv / "bin" / "python"
-    if _read(stamp) == wanted and python.exists():
-        return str(python)
-    _make_folder(venv.parent)
-    with (venv.parent / f".{app}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two first starts at once: the second waits and finds it made
-        if _read(stamp) == wanted and python.exists():
-            return str(python)
-        base, version = _find_python(requirements)
-        _say(f"first start: making .venvs/{app} with Python {version}; pip's own progress follows")
-        shutil.rmtree(venv, ignore_errors=True)
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-        commands = [[base, "-m", "venv", str(venv)], [*pip, "-r", str(requirements), "-e", str(ROOT / "core")]]
-        if setup.exists():  # what no wheel is published of
-            commands.append(["bash", str(setup), str(python)])
-        for command in commands:
-            # pip talks on stdout; ours belongs to the result.
-            if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-                raise FatalError(f"could not make .venvs/{app}: `{shlex.join(command)}` failed, as it says above")
-        stamp.write_text(wanted)
-    return str(python)
-
-
-def _find_python(requirements: Path) -> tuple[str, str]:
-    """A Python that can make environments, of a version the app's pins have wheels for: 3.11 first."""
-    line = re.search(r"^# python: (.*)$", requirements.read_text(), re.MULTILINE)
-    versions = line.group(1).split() if line else ["3.11"]
-    for command in [*(f"python{version}" for version in versions), "python3", "python"]:
-        probe = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
-        with contextlib.suppress(OSError):
-            answer = subprocess.run([command, "-c", probe], capture_output=True, text=True, check=False)
-            if answer.returncode == 0 and answer.stdout.strip() in versions:
-                return command, answer.stdout.strip()
-    raise UserError(
-        f"no Python {', '.join(versions)} with the venv module was found: install one (Debian: apt-get install "
-        "python3.11-venv), or name an interpreter that has the requirements by PYTHON=/path/to/python"
-    )
-
-
-def _check_requirements(app: str) -> None:
-    """Every pinned package must be there; another version than the tested one is said.
-
-    A pin in a comment is of what the app's setup.sh builds.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    setup = ROOT / "apps" / app / "setup.sh"
-    for name, pin in re.findall(
-        r"^(?:# )?([\w.-]+)==(\S+)", (ROOT / "apps" / app / "requirements.txt").read_text(), re.MULTILINE
-    ):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            install = f"{sys.executable} -m pip install -r apps/{app}/requirements.txt"
-            install += f", then bash {setup} {sys.executable}" if setup.exists() else ""
-            raise UserError(
-                f"{sys.executable} lacks {name}: {install}; or unset PYTHON to have .venvs/{app} made"
-            ) from None
-        if found.partition("+")[0] != pin:
-            _say(f"warning: {name} {found} is installed; this app was tested with {pin}")
-
-
 # --- the run dir -------------------------------------------------------------------------------------------------
 
 
@@ -456,13 +352,6 @@ def _run_dir_of_this_job(app: str) -> Path:
     return earlier[-1] if earlier and restarts != "0" else _new_run_dir(app, suffix)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"cannot make {folder}: {problem.strerror}: name another place") from problem
-
-
 # --- the job -----------------------------------------------------------------------------------------------------
 
 
@@ -480,192 +369,21 @@ def _supervise(
     max_restarts = getattr(options, "max_restarts", 0)
     for attempt in range(max_restarts + 1):
         (logs / "no-restart").unlink(missing_ok=True)
-        with _reserved_port(nodes) as port:
+        with reserved_port(nodes.master_port) as port:
             command = _command(template, app, sys.executable, nproc, nodes, port, logs, arguments, options)
             resumes = f"; --run-dir={run_dir} resumes" if hasattr(options, "resume") else ""
-            code = _run_once(command, nproc, nodes, attempt, logs / "launcher.log", resumes)
+            code = run_once(command, nproc, nodes.count == 1, attempt, logs / "launcher.log", resumes)
         if code == 0:
             return 0
-        verdict = _read(logs / "no-restart")
+        verdict = read_text(logs / "no-restart")
         if verdict is not None:
             return int(json.loads(verdict)["code"])
         if attempt < max_restarts:
             again = f"starting it again ({attempt + 1} of {max_restarts})"
-            _say(f"warning: the job ended with code {code}; {again}, logs in {logs}")
+            say(f"warning: the job ended with code {code}; {again}, logs in {logs}")
     after = f" after {max_restarts} restarts" if max_restarts else ""
-    _say(f"error: the job ended with code {code}{after}: see {logs}/launcher.log and rank-*.log")
+    say(f"error: the job ended with code {code}{after}: see {logs}/launcher.log and rank-*.log")
     return 1
-
-
-def _run_once(command: Sequence[str], nproc: int, nodes: Nodes, attempt: int, log_file: Path, resumes: str) -> int:
-    """One start of the launcher; returns its exit code when all of the job's processes have ended.
-
-    ``resumes`` is said to who stops it.
-    """
-    job = uuid.uuid4().hex
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    launcher = f"{os.getpid()}@{socket.gethostname()}"
-    environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER=launcher, SAMESTEP_RESTARTS=str(attempt))
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
-    # Some launchers call `python` by name: as in an activated environment, that is this one.
-    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
-    if nodes.count == 1:  # gloo would listen on the address of the host's name
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
-    with log_file.open("ab") as log:
-        log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
-    # What the launcher says comes through this pipe; ranks whose launcher keeps their output in files open it too, and
-    # this process's stdout. Such a launcher (its command names log_file's folder) then repeats on its own stdout what
-    # it finds in those files: that is for the log.
-    messages, errors = os.pipe()
-    keeps_files = any(str(log_file.parent) in word for word in command) and _can_be_opened(1)
-    environ["SAMESTEP_ERRORS"] = str(errors)
-    pump = threading.Thread(target=_pump, args=(os.fdopen(messages, "rb"), log_file, job), daemon=True)
-    pump.start()
-    process = None
-    try:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=errors if keeps_files else None,
-            stderr=errors,
-            start_new_session=True,
-        )
-        code = process.wait()
-    except Stopped as stopped:
-        after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-        _say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){resumes}")
-        _stop_all(job, process)
-        raise
-    finally:
-        _kill_all(job)
-        if process:
-            process.wait()
-        os.close(errors)
-        pump.join(timeout=5)
-        _to_the_end(1)
-    return code
-
-
-def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
-    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too.
-
-    When a watchdog has named a stalled rank, the job is ended here: torchrun would wait 30 s for a rank that is
-    stopped to answer its TERM.
-    """
-    told = set()
-    with stream, log_file.open("ab", buffering=0) as log:
-        for line in stream:
-            with contextlib.suppress(OSError):
-                log.write(line)
-            line = re.sub(rb"^\[\d+\]<stderr>:", b"", line)  # horovodrun's prefix
-            if line.startswith((b"error: ", b"warning: ")) and line not in told:  # what all ranks say is said once
-                told.add(line)
-                _say(line.decode(errors="replace").rstrip())
-            if line.startswith(b"error: no progress"):
-                _kill(_processes_of(job), signal.SIGKILL)
-
-
-def _can_be_opened(descriptor: int) -> bool:
-    """Whether other processes can open this one's file, as `log.start` does: a socket, say, they cannot."""
-    try:
-        os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
-
-
-def _stop_all(job: str, process: subprocess.Popen[bytes] | None) -> None:
-    """TERM to every process of the job, whatever its launcher would do with it; KILL to what remains after 10 s."""
-    deadline = time.monotonic() + STOP_SECONDS
-    try:
-        _kill(_processes_of(job), signal.SIGTERM)
-        while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
-            time.sleep(0.05)
-    except Stopped:  # a second Ctrl-C: at once
-        pass
-
-
-def _processes_of(job: str) -> list[int]:
-    """All processes that carry this job's id in their environment, whoever their parent is by now."""
-    mark = f"SAMESTEP_JOB={job}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
-    return found
-
-
-def _kill_all(job: str) -> None:
-    """KILL to every process of the job, and wait until the last is gone: none may write while the next start runs."""
-    deadline = time.monotonic() + STOP_SECONDS
-    while (left := _processes_of(job)) and time.monotonic() < deadline:
-        _kill(left, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _kill(processes: Sequence[int], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
-
-
-@contextlib.contextmanager
-def _reserved_port(nodes: Nodes) -> Iterator[int]:
-    """A free port on loopback, kept from other jobs of this program by a lock until the job ends."""
-    if nodes.master_port:
-        yield nodes.master_port
-        return
-    # One byte of a common file is locked for each port; the kernel frees it with the process.
-    with Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}.lock").open("ab") as locks:
-        while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
-            with contextlib.suppress(BlockingIOError, PermissionError):
-                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-                break
-        yield port
-
-
-def _port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def _processors() -> int:
-    """The processors this job may use: on a shared machine fewer than it has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
-
-
-def _say(text: str) -> None:
-    _to_the_end(2)
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _to_the_end(descriptor: int) -> None:
-    """Where output goes to a file, rank 0 writes to it through an offset of its own: go on behind what it wrote."""
-    with contextlib.suppress(OSError):  # a terminal or a pipe has no offset
-        os.lseek(descriptor, 0, os.SEEK_END)
-
-
-def _raise_stopped(number: int, frame: object) -> NoReturn:
-    raise Stopped(number)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,8 @@ def run(main: Callable[[], None]) -> None:
         with contextlib.suppress(OSError):
             traceback.print_exc()
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
-        first = next(iter(str(problem).splitlines()), "")
+        lines = [line.strip() for line in str(problem).splitlines() if any(map(str.isalnum, line))]
+        first = next((line for line in lines if not line.endswith(":")), "".join(lines[:1]))  # MindSpore has titles
         error(f"rank {_rank}: {type(problem).__name__}: {first}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()

@@ -178,19 +178,11 @@ def test_a_stopped_job_resumes(
 
 
 @pytest.mark.once
-def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
-) -> None:
-    """The first takes longer than the second waits, and is not disturbed by it."""
-    reference = undisturbed(2)
-    job = harness.start(2, *harness.app.small, "--epochs=10000", "--max-steps=10000000")
-    job.wait_for_step(reference["steps"])
-    ranks = job.ranks().values()
-    for pid in ranks:
-        os.kill(pid, signal.SIGSTOP)  # as long steps would be, but for the processors that they use
-    second = harness.run(2, *harness.app.small)
-    for pid in ranks:
-        os.kill(pid, signal.SIGCONT)
+def test_a_second_job_on_a_run_dir_waits_and_names_the_first(harness: Harness) -> None:
+    """The first runs for longer than the second waits, and is not disturbed by it."""
+    job = harness.start(1, *harness.app.small, "--epochs=10000", "--max-steps=10000000")
+    job.wait_for_step(1)
+    second = harness.run(1, *harness.app.small)
     assert second.code == 2, second
     assert len(second.errors) == 1
     assert any(f"pid {pid}" in second.errors[0] for pid in (job.process.pid, job.alive(0)["pid"]))
@@ -200,8 +192,7 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     outcome = job.finish(limit=20)
     assert outcome.code == 130
     assert "starting it again" not in outcome.stderr
-    curve, expected = losses(job.run_dir), losses(Path(reference["run_dir"]))
-    assert relative_difference(curve[: len(expected)], expected) < 1e-6
+    assert len(losses(job.run_dir)) > last  # each step once
 
 
 def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
@@ -212,6 +203,7 @@ def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Cal
     os.kill(stopped, signal.SIGSTOP)
     outcome = job.finish()
     assert harness.app.stalled.format(host=os.uname().nodename, pid=stopped) in outcome.errors[0]
+    assert harness.app.stalled_log in (job.run_dir / "log" / "launcher.log").read_text()
     result = check_same_end(harness, outcome, 2, undisturbed(2))
     assert result["restarts"] == 1
 

@@ -187,7 +187,7 @@ def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "apps" / "bench").mkdir()
     (root / "apps" / "bench" / "options.py").write_text(BENCH_OPTIONS)
     (root / "apps" / "bench" / "requirements.txt").write_text("# the bench needs nothing\n")
-    for name, constant, seconds in (("launch.py", "STOP_SECONDS", "1.5"), ("log.py", "LOCK_SECONDS", "0.5")):
+    for name, constant, seconds in (("supervise.py", "STOP_SECONDS", "1.5"), ("log.py", "LOCK_SECONDS", "0.5")):
         path = root / "core" / "samestep" / name
         text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
         assert count == 1
@@ -445,9 +445,9 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
 
 RESERVE = """
 import contextlib, json, sys
-from samestep import launch
+from samestep import supervise
 with contextlib.ExitStack() as stack:
-    ports = [stack.enter_context(launch._reserved_port(launch.Nodes(1, 0, None, None))) for _ in range(400)]
+    ports = [stack.enter_context(supervise.reserved_port(None)) for _ in range(400)]
     print(json.dumps(ports), flush=True)
     sys.stdin.read()
 """
@@ -643,7 +643,7 @@ def test_a_signal_stops_all_descendants(house: House, number: int, code: int, de
 def test_a_second_ctrl_c_kills_at_once(house: House, tmp_path: Path) -> None:
     root = tmp_path / "patient"
     shutil.copytree(house.root, root)
-    path = root / "core" / "samestep" / "launch.py"
+    path = root / "core" / "samestep" / "supervise.py"
     path.write_text(re.sub(r"^STOP_SECONDS = .*", f"STOP_SECONDS = {10 * LIMIT}", path.read_text(), flags=re.MULTILINE))
     patient = House(root, house.work)
     patient.mark = house.mark

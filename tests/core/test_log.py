@@ -403,12 +403,21 @@ def test_an_unknown_failure_is_one_line_and_its_traceback_is_in_the_log(tmp_path
     assert verdict(tmp_path) is None  # starting again may help
 
 
-@pytest.mark.parametrize("message", ["", "one\ntwo\nthree", "\n\n"])
-def test_an_unknown_failure_with_an_odd_message_is_one_line(tmp_path: Path, message: str) -> None:
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("", ";"),
+        ("one\ntwo\nthree", "one;"),
+        ("\n\n", ";"),
+        ("only a title:", "only a title:;"),
+        ("\n------\n- Kernel error:\n------\nLaunch failed: op1\n", "Launch failed: op1;"),  # as MindSpore writes
+    ],
+)
+def test_an_unknown_failure_with_an_odd_message_is_one_line(tmp_path: Path, message: str, shown: str) -> None:
     done = run(f"raise RuntimeError({message!r})", tmp_path)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert "RuntimeError" in done.stderr
+    assert f"RuntimeError: {shown} more in " in done.stderr
 
 
 @pytest.mark.parametrize("failure", ["UserError('x')", "FatalError('x')", "RuntimeError('x')"])

@@ -280,7 +280,7 @@ for path in sys.argv[2:]:
     parsed = module["parse"](["--epochs", "1", "--no-resume"])
     assert parsed.epochs == 1 and parsed.resume is False
 own = [name for name in sys.modules if name.startswith("samestep")]
-assert set(own) <= {"samestep", "samestep.launch", "samestep.options"}, own
+assert set(own) <= {"samestep", *(f"samestep.{name}" for name in ("launch", "options", "supervise", "venvs"))}, own
 print("ok")
 """
 
@@ -306,9 +306,7 @@ def test_the_first_stage_needs_only_the_standard_library(python: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        Path(CORE, "samestep", "__init__.py"),
-        Path(CORE, "samestep", "launch.py"),
-        Path(CORE, "samestep", "options.py"),
+        *(Path(CORE, "samestep", f"{name}.py") for name in ("__init__", "launch", "options", "supervise", "venvs")),
         *(ROOT / "apps" / app / "options.py" for app in APPS),
     ],
     ids=lambda path: "/".join(path.parts[-2:]),

@@ -1,0 +1,214 @@
+"""How a job begins and ends: one start of its launcher, what that says, signals, and that nothing of it is left.
+
+It uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+STOP_SECONDS = 10.0  # from the first signal to SIGKILL
+
+
+class Stopped(BaseException):
+    """INT, TERM or HUP came in."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def stop_on_signals() -> None:
+    """INT, TERM and HUP raise Stopped from here on."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise Stopped(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP: so do we
+            signal.signal(number, stop)
+
+
+def run_once(command: Sequence[str], nproc: int, one_machine: bool, attempt: int, log_file: Path, resumes: str) -> int:
+    """One start of the launcher; returns its exit code when all of the job's processes have ended.
+
+    ``resumes`` is said to who stops it.
+    """
+    job = uuid.uuid4().hex
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    launcher = f"{os.getpid()}@{socket.gethostname()}"
+    environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER=launcher, SAMESTEP_RESTARTS=str(attempt))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    # Some launchers call `python` by name: as in an activated environment, that is this one.
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
+    if one_machine:  # gloo would listen on the address of the host's name
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
+    with log_file.open("ab") as log:
+        log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
+    # What the launcher says comes through this pipe; ranks whose launcher keeps their output in files open it too, and
+    # this process's stdout. Such a launcher (its command names log_file's folder) then repeats on its own stdout what
+    # it finds in those files: that is for the log.
+    messages, errors = os.pipe()
+    keeps_files = any(str(log_file.parent) in word for word in command) and _can_be_opened(1)
+    environ["SAMESTEP_ERRORS"] = str(errors)
+    pump = threading.Thread(target=_pump, args=(os.fdopen(messages, "rb"), log_file, job), daemon=True)
+    pump.start()
+    process = None
+    try:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=errors if keeps_files else None,
+            stderr=errors,
+            start_new_session=True,
+        )
+        code = process.wait()
+    except Stopped as stopped:
+        after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
+        say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){resumes}")
+        _stop_all(job, process)
+        raise
+    finally:
+        _kill_all(job)
+        if process:
+            process.wait()
+        os.close(errors)
+        pump.join(timeout=5)
+        _to_the_end(1)
+    return code
+
+
+def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
+    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too.
+
+    When a watchdog has named a stalled rank, the job is ended here: torchrun would wait 30 s for a rank that is
+    stopped to answer its TERM.
+    """
+    told = set()
+    with stream, log_file.open("ab", buffering=0) as log:
+        for line in stream:
+            with contextlib.suppress(OSError):
+                log.write(line)
+            line = re.sub(rb"^\[\d+\]<stderr>:", b"", line)  # horovodrun's prefix
+            if line.startswith((b"error: ", b"warning: ")) and line not in told:  # what all ranks say is said once
+                told.add(line)
+                say(line.decode(errors="replace").rstrip())
+            if line.startswith(b"error: no progress"):
+                _kill(_processes_of(job), signal.SIGKILL)
+
+
+def _can_be_opened(descriptor: int) -> bool:
+    """Whether other processes can open this one's file, as `log.start` does: a socket, say, they cannot."""
+    try:
+        os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _stop_all(job: str, process: subprocess.Popen[bytes] | None) -> None:
+    """TERM to every process of the job, whatever its launcher would do with it; KILL to what remains after 10 s."""
+    deadline = time.monotonic() + STOP_SECONDS
+    try:
+        _kill(_processes_of(job), signal.SIGTERM)
+        while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
+            time.sleep(0.05)
+    except Stopped:  # a second Ctrl-C: at once
+        pass
+
+
+def _processes_of(job: str) -> list[int]:
+    """All processes that carry this job's id in their environment, whoever their parent is by now."""
+    mark = f"SAMESTEP_JOB={job}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def _kill_all(job: str) -> None:
+    """KILL to every process of the job, and wait until the last is gone: none may write while the next start runs."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while (left := _processes_of(job)) and time.monotonic() < deadline:
+        _kill(left, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _kill(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+@contextlib.contextmanager
+def reserved_port(given: int | None) -> Iterator[int]:
+    """``given``; or a free port on loopback, kept from other jobs of this program by a lock until the job ends."""
+    if given:
+        yield given
+        return
+    # One byte of a common file is locked for each port; the kernel frees it with the process.
+    with Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}.lock").open("ab") as locks:
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+                break
+        yield port
+
+
+def port_is_free(port: int) -> bool:
+    """Whether this machine can listen there, on all of its addresses."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _processors() -> int:
+    """The processors this job may use: on a shared machine fewer than it has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_text(path: Path) -> str | None:
+    """None where there is no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    _to_the_end(2)
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _to_the_end(descriptor: int) -> None:
+    """Where output goes to a file, rank 0 writes to it through an offset of its own: go on behind what it wrote."""
+    with contextlib.suppress(OSError):  # a terminal or a pipe has no offset
+        os.lseek(descriptor, 0, os.SEEK_END)
