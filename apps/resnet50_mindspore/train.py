@@ -345,7 +345,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     world = env.detect(os.environ)
     if world.role == "scheduler":
-        serve()
+        serve(options.timeout)
     rank = world.rank
     if options.run_dir:  # the launch script fixes it; under a bare launcher rank 0 will
         log.start(options.run_dir, rank, options.quiet)

@@ -51,8 +51,6 @@ class App:
     relay: tuple[int, Sequence[tuple[int, int]]] = (250, ((2, 7), (3, 21), (1, 30), (4, 40)))
     diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
     patience: int = 20  # a --timeout, in seconds, that only a stopped rank exceeds
-    stalled: str = "rank 1 ({host}, pid {pid}) last alive at step"  # how a stopped rank 1 is named ...
-    stalled_log: str = ""  # ... and where the framework is faster than this program: its words in launcher.log
     kills: int = 20  # of each kind at random steps, in a soak
     soak: Sequence[str] = ()  # tests that run with --soak alone, because each start of this app takes long
 
@@ -139,8 +137,6 @@ APPS["resnet50_mindspore"] = App(
     relay=(256, ((2, 2), (3, 5), (1, 6), (4, 8))),
     diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
     patience=40,
-    stalled="",
-    stalled_log="The node: 1 is timed out",  # MindSpore itself gives up after 30 s
     kills=5,
     soak=(
         "test_a_rank_is_killed_at_a_random_step[3]",
