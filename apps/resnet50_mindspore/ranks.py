@@ -33,11 +33,8 @@ def meet(world: env.World, device: str) -> None:
         )
 
 
-def serve(timeout: float) -> NoReturn:
+def serve() -> NoReturn:
     """Be msrun's scheduler, which brings the workers together and never trains. Returns by ending the process.
-
-    It would give up, naming no rank on the console, when a worker was silent for 30 s. The watchdog knows which rank it
-    is, and is asked to wait for ``timeout`` seconds: the scheduler waits for longer.
 
     Left to itself it takes 40 s to notice that a worker was killed, and msrun waits for it. It keeps Python's lock all
     that time, so a process of its own watches over it and ends it with the last of the workers that msrun started here.
@@ -45,7 +42,6 @@ def serve(timeout: float) -> NoReturn:
     scheduler = os.fork()
     if scheduler == 0:
         ms.set_device("CPU")
-        os.environ.setdefault("MS_NODE_TIMEOUT", str(int(timeout) + 60))
         try:
             init()  # until the workers have left
         except RuntimeError as problem:

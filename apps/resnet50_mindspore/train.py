@@ -344,8 +344,10 @@ def open_metrics(options: Namespace, world: env.World, start: int | None) -> log
 def main() -> None:
     options = parse(sys.argv[1:])
     world = env.detect(os.environ)
+    # MindSpore gives up after 30 s of silence and names no rank on the console; the watchdog does, and so comes first.
+    os.environ.setdefault("MS_NODE_TIMEOUT", str(int(options.timeout) + 60))
     if world.role == "scheduler":
-        serve(options.timeout)
+        serve()
     rank = world.rank
     if options.run_dir:  # the launch script fixes it; under a bare launcher rank 0 will
         log.start(options.run_dir, rank, options.quiet)
