@@ -27,12 +27,12 @@ def folder(app: str) -> Path:
     return ROOT / ".venvs" / app
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(path: Path) -> None:
     """Raises UserError where that is not possible."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise UserError(f"cannot make {folder}: {problem.strerror}: name another place") from problem
+        raise UserError(f"cannot make {path}: {problem.strerror}: name another place") from problem
 
 
 def given_python() -> str | None:

@@ -32,7 +32,7 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     ],
 )
 def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
-    """At 1, 2 and 3 ranks; mnist_ddp's own curves are compared in tests/common."""
+    """At 2 and 3 ranks, in a soak at 1 as well; mnist_ddp's own curves are compared in tests/common."""
 
     def curve(name: str, n: int) -> list[float]:
         run_dir = family[name].folder / str(n)
