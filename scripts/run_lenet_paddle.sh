@@ -7,4 +7,4 @@ case " $* " in
 *" --launcher=spawn "* | *" --launcher spawn "*) command=({python} {train} --nprocs={nproc} {options}) ;;
 esac
 export PYTHONWARNINGS=ignore:"No ccache found":UserWarning  # Paddle's, of no use to who only trains
-exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" lenet_paddle "${command[@]}" -- "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launcher/launch.sh" lenet_paddle "${command[@]}" -- "$@"

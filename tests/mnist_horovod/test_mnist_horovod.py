@@ -171,7 +171,7 @@ def test_a_failed_check_is_told(harness: Harness) -> None:
 
 def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
     """With an empty cache and nothing but Python on PATH."""
-    script = str(ROOT / "scripts" / "build_horovod.py")
+    script = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
     environ = {"PATH": str(harness.folder), "XDG_CACHE_HOME": str(harness.folder / "cache")}
     outcome = bare(harness, [sys.executable, script, "--rebuild"], **environ)
     assert outcome.code == 1
@@ -182,7 +182,7 @@ def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
 def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
     """A new environment gets the wheel from the cache, without a compiler."""
     environ = {"PATH": os.pathsep.join([str(harness.folder), "/nowhere"])}
-    script = str(ROOT / "scripts" / "build_horovod.py")
+    script = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
     venv = harness.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     # What this environment has, but for Horovod; its packages are not copied.
@@ -209,6 +209,6 @@ def test_a_damaged_source_is_refused(harness: Harness) -> None:
     shutil.make_archive(str(source / "horovod-0.28.1"), "gztar", source, "horovod-0.28.1")
     environ = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(source), "PIP_NO_BUILD_ISOLATION": "0"}
     environ |= {"XDG_CACHE_HOME": str(harness.folder / "cache"), "PIP_CONFIG_FILE": os.devnull}
-    outcome = bare(harness, [sys.executable, str(ROOT / "scripts" / "build_horovod.py"), "--rebuild"], **environ)
+    outcome = bare(harness, [sys.executable, str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py"), "--rebuild"], **environ)
     assert outcome.code == 1, outcome
     assert "SHA-256" in outcome.stderr

@@ -6,7 +6,7 @@ import ast
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # As they are called: torch.load, paddle.load, numpy.load and mindspore's; and torch's collectives of Python objects.
 CALLS = {

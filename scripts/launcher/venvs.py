@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from samestep import FatalError, UserError
-from samestep.supervise import read_text, say
+from launcher.supervise import read_text, say
 
 ROOT = Path(__file__).resolve().parents[2]
 

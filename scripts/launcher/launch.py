@@ -31,12 +31,14 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # started as a file: make the package importable, not its folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a file: make this package and core importable, not this file's folder
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:1] = [str(root / "scripts"), str(root / "core")]
 
-from samestep import FatalError, UserError, venvs
-from samestep.supervise import Stopped, port_is_free, read_text, reserved_port, run_once, say, stop_on_signals
-from samestep.venvs import ROOT, make_folder
+from launcher import venvs
+from samestep import FatalError, UserError
+from launcher.supervise import Stopped, port_is_free, read_text, reserved_port, run_once, say, stop_on_signals
+from launcher.venvs import ROOT, make_folder
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -387,6 +389,6 @@ def _supervise(
 
 
 if __name__ == "__main__":
-    from samestep.launch import main as package_main  # the package's own classes, not this file's second copy
+    from launcher.launch import main as package_main  # the package's own classes, not this file's second copy
 
     sys.exit(package_main(sys.argv[1:]))

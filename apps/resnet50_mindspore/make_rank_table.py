@@ -1,8 +1,8 @@
 """Write, merge and check HCCL rank tables: the file that tells a job on Ascend which devices it runs on.
 
-    python scripts/make_rank_table.py make --server 10.0.0.1 --devices "[0,8)" --out rank_table.json
-    python scripts/make_rank_table.py merge server1.json server2.json --out rank_table.json
-    python scripts/make_rank_table.py check rank_table.json
+    python apps/resnet50_mindspore/make_rank_table.py make --server 10.0.0.1 --devices "[0,8)" --out rank_table.json
+    python apps/resnet50_mindspore/make_rank_table.py merge server1.json server2.json --out rank_table.json
+    python apps/resnet50_mindspore/make_rank_table.py check rank_table.json
 
 A table lists every device of the job: its rank, its number within its server (device_id) and the address of its own
 network card (device_ip). HCCL reads two forms: "group", the older one with group_list, and "1.0", with server_list.

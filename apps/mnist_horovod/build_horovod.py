@@ -1,6 +1,6 @@
 """Build Horovod from its published source and install it into the environment of the Python that runs this.
 
-    .venvs/mnist_horovod/bin/python scripts/build_horovod.py [--rebuild]
+    .venvs/mnist_horovod/bin/python apps/mnist_horovod/build_horovod.py [--rebuild]
 
 Horovod is published as source alone, and that source does not compile against today's PyTorch. What is changed, and
 why: it asks its compiler for C++14, in two CMakeLists.txt, while PyTorch's headers are C++20 from 2.13 on. Asking for

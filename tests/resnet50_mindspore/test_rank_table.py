@@ -1,4 +1,4 @@
-"""scripts/make_rank_table.py: what it makes it accepts, in both forms, and each broken table is refused by its rule."""
+"""apps/resnet50_mindspore/make_rank_table.py: what it makes it accepts, in both forms, and each broken table is refused by its rule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_rank_table.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "apps" / "resnet50_mindspore" / "make_rank_table.py"
 SPEC = importlib.util.spec_from_file_location("make_rank_table", SCRIPT)
 assert SPEC is not None
 assert SPEC.loader is not None
