@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from data import Split, load
 from model import Net, Rows, build_model
 from options import parse
-from ranks import facts, finish, gather_json, meet, slowest_seconds, talk, talking, write_json
+from ranks import facts, finish, gather_json, rendezvous, slowest_seconds, talk, talking, write_json
 from samestep import env, log
-from samestep.sharding import GlobalBatches, part, step_seed
+from samestep.sharding import GlobalBatches, shard, step_seed
 from show import Picture, Table, duration, new_figure, picture, ranks_of, size
 from strategies import SCHEMES, STRATEGIES, Strategy, ring_messages, sent
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def train_step(
 def evaluate(model: Net, test: Split, dtype: torch.dtype) -> dict[str, float]:
     """Loss and accuracy over the whole test set, each example counted once on exactly one rank."""
     model.eval()
-    first, last = part(len(test.labels), dist.get_rank(), dist.get_world_size())
+    first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
     images, labels = test.batch(np.arange(first, last), dtype)
     scores = model(images, Rows(0, len(images)))
     correct = (scores.argmax(dim=1) == labels).sum()
@@ -193,7 +193,7 @@ def train(
 
 def main() -> None:
     options = parse(["aggregate", *sys.argv[1:]])
-    world, device = meet(options)
+    world, device = rendezvous(options)
     training, test = load("mnist-5k", Path("data"), device)
     found: dict[str, Any] = {"facts": {**facts(world, device), "dtype": options.dtype}, "training": []}
     found["large"] = compare_schemes(options, world, device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable
 
 from samestep import UserError
-from samestep.options import Parser, real, whole
+from samestep.options import Options, Parser, real, whole
 
 COMMANDS = {
     "primitives": "every collective: values before and after, checked against its definition, and timed over sizes",
@@ -136,7 +135,7 @@ def _numbers(least: int) -> Callable[[str], list[int]]:
     return lambda text: sorted({whole(least)(each) for each in text.split(",")})
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and check the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if options.command == "primitives" and options.fault and not options.only:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from options import parse
-from ranks import facts, finish, gather_json, meet, slowest_seconds, talk, talking, write_json
+from ranks import facts, finish, gather_json, rendezvous, slowest_seconds, talk, talking, write_json
 from samestep import FatalError, UserError, env, log
 from show import Picture, Table, duration, new_figure, picture, ranks_of, size
 from torch import Tensor
@@ -328,7 +328,7 @@ def compare(name: str, x: Tensor, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(["primitives", *sys.argv[1:]])
-    world, device = meet(options)
+    world, device = rendezvous(options)
     wanted = [options.only] if options.only else list(PRIMITIVES)
     names = [name for name in wanted if PRIMITIVES[name].least_ranks <= world.world_size]
     if not names or (options.fault and world.world_size < 2):

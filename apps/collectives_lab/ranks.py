@@ -1,4 +1,4 @@
-"""How the ranks meet, what each is doing, and how results come together as JSON.
+"""How the ranks rendezvous, what each is doing, and how results come together as JSON.
 
 Every collective of this app stands in a ``with talk("its name"):``. That gives it three things: a name in the error
 that ends a rank when the collective fails, a limit in seconds, and the timestamps of which timelines are made.
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from samestep import FatalError, UserError, env, log
-from samestep.checkpoint import make_unique, write_atomic
+from samestep.checkpoint import write_atomic
+from samestep.rundir import make_unique
 from samestep.watchdog import Watchdog
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -113,7 +114,7 @@ def _keep_limits(rank: int) -> None:
     threading.Thread(target=watch, name="limits", daemon=True).start()
 
 
-def meet(options: Namespace) -> tuple[env.World, torch.device]:
+def rendezvous(options: Namespace) -> tuple[env.World, torch.device]:
     """Meet the other ranks and agree on the run dir; this process's place among them, and its device."""
     world = env.detect(os.environ)
     if options.run_dir:  # the launch script fixes it; under a bare launcher rank 0 will
@@ -146,7 +147,7 @@ def meet(options: Namespace) -> tuple[env.World, torch.device]:
             chosen["run_dir"] = str(make_unique(Path("runs", APP, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))))
         options.run_dir = Path(broadcast_json(chosen, device)["run_dir"])
         log.start(options.run_dir, world.rank, options.quiet)
-    Watchdog.start(options.run_dir, world, math.inf)  # ends orphans; limits on waiting are `talk`'s
+    Watchdog(options.run_dir, world, math.inf)  # ends orphans; limits on waiting are `talk`'s
     return world, device
 
 

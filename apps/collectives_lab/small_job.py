@@ -23,7 +23,7 @@ from aggregate import train_step
 from data import load
 from model import Rows, build_model
 from options import parse
-from ranks import meet
+from ranks import rendezvous
 from samestep import UserError, log
 from samestep.checkpoint import weights_sha256, write_atomic
 from samestep.sharding import GlobalBatches, step_seed
@@ -36,7 +36,7 @@ def rank_main(run_dir: Path, steps: int, dying: int) -> None:
     """Train by all_reduce on this rank, whose place is in the environment; what it found goes to ``rank-<r>.json``."""
     options = parse(["launchers", f"--run-dir={run_dir}", "--timeout=20", "--quiet"])
     begun = time.monotonic()
-    world, device = meet(options)
+    world, device = rendezvous(options)
     met = time.monotonic() - begun
     training, _ = load("mnist-5k", Path("data"), device)
     model = build_model(0.5, torch.float64, SEED).to(device)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from data import Split, load
 from model import Rows, build_model
 from options import parse
-from ranks import facts, finish, gather_json, meet, talk, talking, write_json
+from ranks import facts, finish, gather_json, rendezvous, talk, talking, write_json
 from samestep import UserError, env, log
 from samestep.sharding import GlobalBatches, step_seed
 from show import Picture, Table, new_figure, picture, ranks_of
@@ -173,7 +173,7 @@ def analyse(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     options = parse(["straggler", *sys.argv[1:]])
-    world, device = meet(options)
+    world, device = rendezvous(options)
     if world.node_count != 1:
         raise UserError("straggler compares clocks: run it on one machine")
     slow_rank = world.world_size - 1 if options.slow_rank is None else options.slow_rank

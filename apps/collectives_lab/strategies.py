@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import talk
-from samestep.sharding import part
+from samestep.sharding import shard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,7 +77,7 @@ def ring(x: Tensor) -> None:
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
     """
     rank, p = dist.get_rank(), dist.get_world_size()
-    pieces = [x[slice(*part(len(x), i, p))] for i in range(p)]
+    pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
     received = torch.empty_like(pieces[0])  # the longest
     for step in range(p - 1):  # afterwards this rank holds the sum of piece rank + 1
         target = pieces[(rank - step - 1) % p]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import UserError
-from samestep.options import Parser, add_common, real, whole
+from samestep.options import Options, Parser, add_common, real, whole
 
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
@@ -62,7 +62,7 @@ def gpu_list(text: str) -> str:
     return text
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if options.lr is None:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
-from samestep.checkpoint import Arrays, mismatch
+from samestep.sharding import Rows
 from torch import Tensor, nn
-
-
-class Rows(NamedTuple):
-    """Which rows of a global batch these images are: ``first`` on, out of ``global_size``."""
-
-    first: int
-    global_size: int
 
 
 def dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
     Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
-    what is dropped does not depend on the number of ranks. torch's own dropout draws for the rank's part alone.
+    what is dropped does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
     scale = (drawn >= p).to(x.dtype) / (1 - p)
@@ -81,45 +72,3 @@ def build_model(name: str, dropout: float, dtype: torch.dtype, seed: int) -> nn.
     first = next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
     nn.utils.convert_conv2d_weight_memory_format(first, torch.channels_last)
     return model
-
-
-def model_arrays(model: nn.Module) -> Arrays:
-    """The weights under their canonical names, as arrays on the CPU: what checkpoints and model.safetensors hold."""
-    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in model.state_dict().items()}
-
-
-def optimizer_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> Arrays:
-    """The optimizer's state as ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``."""
-    return {
-        f"{name}.{key}": value.detach().cpu().contiguous().numpy()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if value is not None
-    }
-
-
-def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """The reverse of `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
-    difference = mismatch(arrays, model_arrays(model))
-    if difference:
-        raise ValueError(difference)
-    model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, arrays: Arrays) -> None:
-    """The reverse of `optimizer_arrays`. Raises ValueError unless each array fits its parameter."""
-    parameters = dict(model.named_parameters())
-    for full_name, array in arrays.items():
-        name, _, key = full_name.rpartition(".")
-        parameter = parameters.get(name)
-        if parameter is None or key not in ("momentum_buffer", "step", "exp_avg", "exp_avg_sq"):
-            raise ValueError(f"{full_name} is not part of its optimizer state")
-        value = torch.from_numpy(array)
-        if key == "step":  # Adam's counter of updates, a scalar on the CPU
-            optimizer.state[parameter][key] = value.reshape(())
-        elif value.shape == parameter.shape and value.dtype == parameter.dtype:
-            optimizer.state[parameter][key] = value.to(parameter.device)
-        else:
-            raise ValueError(
-                f"{full_name} is {value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"
-            )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
 from samestep import UserError
-from samestep.options import Parser, add_common, real
+from samestep.options import Options, Parser, add_common, real
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
+LAUNCHER = {"line_prefix": r"\[\d+\]<stderr>:"}  # what horovodrun puts before each line of a rank
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -43,7 +43,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     check_hosts(os.environ)

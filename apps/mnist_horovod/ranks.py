@@ -1,16 +1,55 @@
-"""How the ranks of this framework meet."""
+"""Where a rank computes, how ranks rendezvous, and what they say about the run: bytes and numpy arrays."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import horovod
 import horovod.torch as hvd
 import torch
-from samestep import UserError, env
+from numpy.typing import NDArray
+from samestep import UserError
+from samestep.env import World
+from samestep.run import processor
 
 
-def meet(world: env.World, device: torch.device, timeout: float) -> None:
-    """Meet the other ranks where horovodrun says; a process that no launcher started trains alone."""
+def choose_device(wanted: str, world: World) -> torch.device:
+    """The CPU, or this rank's own GPU. Raises UserError when ``cuda`` is asked for and ranks would share GPUs."""
+    gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
+    if wanted == "cuda" and gpus < ranks:
+        raise UserError(
+            f"--device cuda: this machine has {gpus} GPUs for {ranks} ranks: start fewer, or use --device cpu"
+        )
+    if wanted == "cpu" or gpus < ranks:
+        return torch.device("cpu")
+    torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bits
+    device = torch.device("cuda", world.local_rank or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend(device: torch.device) -> str:
+    """What carries the gradients."""
+    if device.type == "cuda" and hvd.nccl_built():
+        return "nccl"
+    return "mpi" if hvd.mpi_enabled() else "gloo"
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What makes a run's numbers, beside its options."""
+    return {
+        "horovod": horovod.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "backend": backend(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def rendezvous(world: World, device: torch.device, timeout: float) -> None:
+    """Join the other ranks where horovodrun says; a process that no launcher started trains alone."""
     # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
     # Horovod reduces together what gradients are ready at one moment. From 3 ranks on, the place of a gradient among
@@ -28,8 +67,18 @@ def meet(world: env.World, device: torch.device, timeout: float) -> None:
         )
 
 
-def backend(device: torch.device) -> str:
-    """What carries the gradients."""
-    if device.type == "cuda" and hvd.nccl_built():
-        return "nccl"
-    return "mpi" if hvd.mpi_enabled() else "gloo"
+def broadcast(content: bytes) -> bytes:
+    """Rank 0's ``content`` on every rank."""
+    length = torch.tensor([len(content)])
+    hvd.broadcast_(length, root_rank=0)  # ranks talk
+    received = torch.empty(int(length), dtype=torch.uint8)
+    if content and hvd.rank() == 0:
+        received.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    hvd.broadcast_(received, root_rank=0)  # ranks talk
+    return received.numpy().tobytes()
+
+
+def all_gather(row: NDArray[Any]) -> NDArray[Any]:
+    """Every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    rows: NDArray[Any] = hvd.allgather(torch.from_numpy(row.copy()).unsqueeze(0)).numpy()  # ranks talk
+    return rows

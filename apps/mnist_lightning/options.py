@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
-from samestep.options import Parser, add_common, real
+from samestep.options import Options, Parser, add_common, real
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LOGGERS = ("csv", "tensorboard", "none")
@@ -38,7 +37,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if options.lr is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import UserError
-from samestep.options import Parser, add_common, real, whole
+from samestep.options import Options, Parser, add_common, real, whole
 
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 IMAGE_SIZES = {"ascend": 224, "cpu": 32}
@@ -46,7 +45,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Namespace:
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if options.lr is None:

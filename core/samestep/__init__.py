@@ -1,9 +1,8 @@
 """What distributed-training programs need and frameworks leave out.
 
-Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where are the bytes?), ``log`` (what
-happened?), ``checkpoint`` (what survives?), ``watchdog`` (is everyone alive?), ``options`` (the options every app
-shares), and what every launch script shares: ``launch`` (what is decided before the ranks start?), ``venvs`` (which
-Python?) and ``supervise`` (how does a job begin and end?). No module imports a training framework.
+Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where are the bytes?), ``run`` (what is due,
+and what came of it?), ``rundir`` (whose folder is it?), ``checkpoint`` (what survives?), ``log`` (what happened?),
+``watchdog`` (is everyone alive?) and ``options`` (the options every app shares). None imports a training framework.
 """
 
 __version__ = "0.1.0"
@@ -15,3 +14,11 @@ class UserError(Exception):
 
 class FatalError(Exception):
     """A failure that starting the job again cannot mend (a full disk, no good checkpoint). Programs exit with 1."""
+
+
+class RankZeroError(Exception):
+    """Rank 0 has failed, for a reason that it tells itself: this rank ends as well, silently, with its exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"rank 0 ends with code {exit_code}")
+        self.exit_code = exit_code

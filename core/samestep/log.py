@@ -1,4 +1,4 @@
-"""What happened: console, log files, metrics.jsonl, progress bar, the result, and exit codes.
+"""What happened: console, log files, metrics.jsonl, progress bar, and exit codes.
 
 ``start`` gives the process's file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``: whatever a framework, its
 C++ or a traceback prints lands there, and the console gets only what this module puts on it.
@@ -7,28 +7,22 @@ C++ or a traceback prints lands there, and the console gets only what this modul
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import io
 import json
 import os
-import platform
 import signal
 import socket
 import sys
 import time
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
-from samestep import FatalError, UserError, checkpoint
-from samestep.env import World, launch_script
-from samestep.options import as_json
+from samestep import FatalError, RankZeroError, UserError, checkpoint
+from samestep.env import launch_script
 
 # The processes of one job share one log: module state, as file descriptors are process state.
 _console: IO[str] = sys.stdout
@@ -38,17 +32,11 @@ _rank = 0
 _quiet = False
 _bar: tqdm[Any] | None = None
 
-# A run dir's .lock has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
-# script also waits for a rank 0 that outlived its own. A rank 0 without a launch script holds both.
-LAUNCHER_BYTE, WRITER_BYTE = 0, 1
-LOCK_SECONDS = 30.0
-_locks: dict[int, int] = {}  # byte: the open file; closing any of them would drop all of this process's locks
-
 
 def start(run_dir: Path, rank: int, quiet: bool) -> None:
     """Open ``log/rank-<r>.log`` and send all further output of this process there, but for this module's.
 
-    Only the first call of a process does so; it may come before or after the ranks have met.
+    Only the first call of a process does so; it may come before or after the rendezvous.
     """
     global _console, _console_errors, _folder, _rank, _quiet
     if _folder is not None:
@@ -100,8 +88,15 @@ def error(text: str) -> None:
     _to_console(_console_errors, f"error: {line}")
 
 
-def run(main: Callable[[], None]) -> None:
+def first_line(message: str) -> str:
+    """The first line of a message that is not blank."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), "")
+
+
+def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -> None:
     """Run a program and exit as every app does: 0 done, 2 the caller's mistake, 130 Ctrl-C, 1 anything else.
+
+    ``headline`` gives what the console shows of an unknown failure's message: frameworks differ in how they write one.
 
     Every process leaves by ``os._exit``. A failed one, because a framework's orderly end would wait for ranks that are
     gone; a finished one, because threads that a framework left behind (gloo's, even after its group was destroyed) now
@@ -123,6 +118,8 @@ def run(main: Callable[[], None]) -> None:
     except FatalError as problem:
         error(str(problem))
         code = 1
+    except RankZeroError as problem:
+        code = problem.exit_code
     except KeyboardInterrupt:
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)
@@ -130,9 +127,7 @@ def run(main: Callable[[], None]) -> None:
         with contextlib.suppress(OSError):
             traceback.print_exc()
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
-        lines = [line.strip() for line in str(problem).splitlines() if any(map(str.isalnum, line))]
-        first = next((line for line in lines if not line.endswith(":")), "".join(lines[:1]))  # MindSpore has titles
-        error(f"rank {_rank}: {type(problem).__name__}: {first}{where}")
+        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(1)
@@ -204,77 +199,10 @@ class Metrics:
         os.fsync(self._file.fileno())
 
 
-def header(app: str, options: Namespace, world: World, **facts: Any) -> dict[str, Any]:
-    """The first line of metrics.jsonl: what made these numbers."""
-    return {
-        "app": app,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "host": socket.gethostname(),
-        **facts,
-        "world": asdict(world),
-        "options": as_json(options),
-    }
-
-
-def result(run_dir: Path, app: str, options: Namespace, world: World, **facts: Any) -> None:
-    """Write result.json and, as the last line on stdout, ``RESULT {json}``. Rank 0 alone calls this."""
-    values = {
-        "app": app,
-        "launcher": world.launcher,
-        "world_size": world.world_size,
-        "node_count": world.node_count,
-        "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
-        **{name: getattr(options, name) for name in ("dataset", "epochs", "global_batch_size", "seed", "dtype")},
-        **facts,
-        "run_dir": str(run_dir),
-    }
-    text = json.dumps(values)
-    checkpoint.write_atomic(run_dir / "result.json", (text + "\n").encode())
+def result(text: str) -> None:
+    """Print ``RESULT <text>``, the last line on stdout, also where all else is quiet. Rank 0 alone calls this."""
     _to_file(f"RESULT {text}")
     _to_console(_console, f"RESULT {text}")
-
-
-def lock(run_dir: Path, byte: int, who: str, wait: float = LOCK_SECONDS) -> None:
-    """Lock one byte of ``<run-dir>/.lock`` until this process ends or calls `unlock`.
-
-    Waits up to ``wait`` seconds, then raises UserError naming the holder. POSIX record locks, which the kernel
-    drops when the process ends, however it ends, and which also work on NFS.
-    """
-    path = run_dir / ".lock"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as problem:
-        raise UserError(f"cannot use --run-dir {run_dir}: {problem.strerror}") from problem
-    deadline = time.monotonic() + wait
-    told = False
-    while True:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-            break
-        except OSError as problem:
-            if problem.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another job"
-        if time.monotonic() > deadline:
-            os.close(descriptor)
-            raise UserError(
-                f"--run-dir {run_dir} is in use by {holder}: wait for it, stop it, or choose another --run-dir"
-            )
-        if not told:
-            warning(f"{run_dir} is in use by {holder}; waiting up to {wait:.0f} s")
-            told = True
-        time.sleep(0.2)
-    name = f"{who} (host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')})"
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{name}\n".encode(), 0)
-    _locks[byte] = descriptor
-
-
-def unlock(byte: int) -> None:
-    """Give up one byte that `lock` locked."""
-    fcntl.lockf(_locks[byte], fcntl.LOCK_UN, 1, byte)
 
 
 def _to_file(text: str) -> None:

@@ -18,12 +18,23 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout quiet requested_dataset default_dataset may_change_at_resume".split()
+    "max_restarts timeout quiet requested_dataset".split()
 )
+
+
+class Options(argparse.Namespace):
+    """Parsed options; beside them, and not among them, what the parser knows of them."""
+
+    __slots__ = ("default_dataset", "may_change_at_resume")
+    default_dataset: str | None  # when neither the user nor a checkpoint names one
+    may_change_at_resume: Sequence[str]  # the app's own options that do not alter a step
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose mistakes are one line, raised as :class:`UserError`."""
+
+    default_dataset: str | None = None
+    may_change_at_resume: Sequence[str] = ()
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -41,12 +52,14 @@ class Parser(argparse.ArgumentParser):
         found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return dict(found[0]) if found else {}
 
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str]) -> Options:
         """The options of a command line. Raises UserError; for an unknown one it names the nearest."""
-        options, unknown = self.parse_known_args(argv)
+        options, unknown = self.parse_known_args(argv, Options())
+        options.default_dataset, options.may_change_at_resume = self.default_dataset, self.may_change_at_resume
         if unknown:
             parsers = [self, *self.commands().values()]
             known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
+            known += ["--dry-run"] if self.usage else []  # a launch script, which has one more, gives its usage
             near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
             if near == [unknown[0].split("=")[0]]:  # known to a command, but before its name, or of another one
@@ -89,7 +102,7 @@ def real(minimum: float, below: float = math.inf, above: bool = False) -> Callab
 
 
 def add_common(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     *,
     epochs: int,
     global_batch_size: int,
@@ -122,7 +135,7 @@ def add_common(
     add("--dataset", choices=datasets, help=f"(default: {datasets[0]}, or the checkpoint's)")
     # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
-    parser.set_defaults(default_dataset=datasets[0], may_change_at_resume=list(may_change_at_resume))
+    parser.default_dataset, parser.may_change_at_resume = datasets[0], may_change_at_resume
     add(
         "--data-dir",
         type=Path,
@@ -162,7 +175,7 @@ def add_common(
     add("--quiet", action="store_true", help="only warnings, errors and the result on the console")
 
 
-def arithmetic(options: argparse.Namespace) -> dict[str, Any]:
+def arithmetic(options: Options) -> dict[str, Any]:
     """The options that decide a run's numbers, as JSON values: those a resume must repeat."""
     free = MAY_CHANGE_AT_RESUME.union(options.may_change_at_resume)
     return {name: value for name, value in sorted(vars(options).items()) if name not in free}

@@ -2,9 +2,9 @@
 
 The order of an epoch is a pseudo-random permutation of [0, n) that is never stored: `permute` computes any part of it
 from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, B being the global
-batch size; each rank takes one contiguous part of that. What follows from it:
+batch size; each rank takes one contiguous shard of that. What follows from it:
 
-- The global batches are the same at any world size: the ranks' parts, in rank order, are the batch one rank would take.
+- The global batches are the same at any world size: the ranks' shards, in rank order, are the batch of one rank.
 - A resume is a seek. Step 10**9 costs what step 0 costs, and a resume at another world size sees no sample of the
   epoch twice and misses none.
 - The whole state is (seed, epoch, step); nothing else needs to be saved.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,10 +135,10 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     return flat.view(np.int64).reshape(array.shape)
 
 
-def part(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """[start, stop) of this rank's contiguous part of `length` items; sizes differ by at most one.
+def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
+    """[start, stop) of this rank's contiguous shard of `length` items; sizes differ by at most one.
 
-    The first length % world_size ranks take one more (as `numpy.array_split` cuts); a part may be empty.
+    The first length % world_size ranks take one more (as `numpy.array_split` cuts); a shard may be empty.
 
     Raises:
         ValueError: length < 0, world_size < 1, or rank outside [0, world_size).
@@ -153,9 +154,16 @@ def part(length: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + size + (rank < extra)
 
 
+class Rows(NamedTuple):
+    """Which rows of a global batch a rank has: from ``first`` on, of ``global_size`` over all ranks."""
+
+    first: int
+    global_size: int
+
+
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The samples of every training step, cut into one rank's parts.
+    """The samples of every training step, cut into one rank's shards.
 
     `step` counts the updates done before this one, from 0, on through all epochs. An epoch's last batch holds what is
     left and may be smaller; it counts as a step.
@@ -164,7 +172,7 @@ class GlobalBatches:
         n: samples in the data set, in [1, 2**63).
         global_batch_size: samples in a step, over all ranks; at least 1.
         seed: in [0, 2**64); with the epoch it decides the order.
-        rank, world_size: which part of each batch `indices` gives.
+        rank, world_size: which shard of each batch `indices` gives.
 
     Raises:
         ValueError: an argument is out of range; every method raises it for step < 0.
@@ -179,7 +187,7 @@ class GlobalBatches:
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
             raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
-        part(0, self.rank, self.world_size)  # these two check the rest
+        shard(0, self.rank, self.world_size)  # these two check the rest
         permute(np.empty(0, np.int64), self.n, self.seed, 0)
 
     @property
@@ -199,9 +207,10 @@ class GlobalBatches:
         """The epoch this step belongs to, from 0."""
         return self._locate(step)[0]
 
-    def first_row(self, step: int) -> int:
-        """Where this rank's part begins in this step's global batch."""
-        return part(self.size(step), self.rank, self.world_size)[0]
+    def rows(self, step: int) -> Rows:
+        """Which rows of this step's global batch `indices` gives."""
+        size = self.size(step)
+        return Rows(shard(size, self.rank, self.world_size)[0], size)
 
     def size(self, step: int) -> int:
         """Samples in this step's global batch, over all ranks; at least 1."""
@@ -214,9 +223,9 @@ class GlobalBatches:
         return epoch * self.n + start
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """This rank's part of this step's global batch: int64 [m] of sample indices, m = 0 where ranks outnumber it."""
+        """This rank's shard of this step's global batch: int64 [m], sample indices; m = 0 where ranks outnumber it."""
         epoch, start, stop = self._locate(step)
-        first, last = part(stop - start, self.rank, self.world_size)
+        first, last = shard(stop - start, self.rank, self.world_size)
         return permute(np.arange(start + first, start + last, dtype=np.int64), self.n, self.seed, epoch)
 
 

@@ -1,8 +1,9 @@
 """Is everyone alive? One thread in every rank.
 
-Each second it writes ``<run-dir>/log/alive-<r>`` (step, time, pid, host). It ends the rank when the rank's launcher is
-gone, so that a killed launcher leaves nothing running, and when the rank has made no progress for ``timeout`` seconds,
-naming the rank that holds the others up: no framework does (they wait for minutes, then blame whoever noticed).
+Each second it writes ``<run-dir>/log/alive-<r>`` (step, this process's updates, time, pid, host). It ends the rank when
+the rank's launcher is gone, so that a killed launcher leaves nothing running, and when the rank has made no progress
+for ``timeout`` seconds, naming the rank that holds the others up: no framework does (they wait for minutes, then blame
+whoever noticed). Of that it also leaves ``log/stalled``, at which the launch script ends what remains of the job.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep import log
 from samestep.env import World, launch_script
@@ -25,38 +26,38 @@ _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stoppe
 class Watchdog:
     """One thread that outlives every wait in a framework's C++, and ends the process where waiting is in vain."""
 
-    _started: ClassVar[Watchdog | None] = None
-
     def __init__(self, run_dir: Path, world: World, timeout: float) -> None:
+        """Start watching. ``timeout`` in seconds. Waiting for ranks that never come is no progress either."""
         self._folder = run_dir / "log"
         self._rank, self._world_size, self._timeout = world.rank, world.world_size, timeout
         self._job = os.environ.get("SAMESTEP_JOB", "")
-        self._step = 0
+        self._step = self._updates = 0
+        self._writing, self._stopped = threading.Lock(), threading.Event()
         self._last_progress = time.monotonic()
         self._launchers = {pid: _start_time(pid) for pid in _launchers(world)}
         self._write_alive()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    @classmethod
-    def start(cls, run_dir: Path, world: World, timeout: float) -> Watchdog:
-        """This process's watchdog: a new one, or the one already started.
-
-        ``timeout`` in seconds. Start it before the ranks meet: waiting for ranks that never come is no progress.
-        """
-        if cls._started is None:
-            cls._started = cls(run_dir, world, timeout)
-        return cls._started
+    def restored(self, step: int) -> None:
+        """The rank goes on from ``step``: updates that other processes have done."""
+        self._step = step
+        self.beat()
 
     def beat(self, step: int | None = None) -> None:
-        """Tell that the rank goes on: after each update, ``step`` of them being done, and each evaluated batch."""
-        if step is not None:
-            self._step = step
+        """The rank goes on: after each update, ``step`` of them being done, and after each evaluated batch."""
         self._last_progress = time.monotonic()
+        if step is not None:
+            self._step, self._updates = step, self._updates + 1
+            if self._updates == 1:  # at once: the launch script wants to know whether a failed start got so far
+                self._write_alive()
+
+    def stop(self) -> None:
+        """Watch no longer: the rank is done."""
+        self._stopped.set()
 
     def _watch(self) -> None:
         ticked = time.monotonic()
-        while True:
-            time.sleep(_TICK)
+        while not self._stopped.wait(_TICK):
             now = time.monotonic()
             if now - ticked > _SILENT:  # this process itself was stopped and continues: it deserves a new chance
                 self._last_progress = now
@@ -67,23 +68,29 @@ class Watchdog:
                     log.error(f"rank {self._rank}: its launcher (pid {pid}) is gone; ending")
                     os._exit(1)
             if now - self._last_progress > self._timeout:
-                log.error(f"no progress for {self._timeout:g} s: {self._culprit()}")
+                culprit = self._culprit()
+                log.error(f"no progress for {self._timeout:g} s: {culprit}")
+                self._write("stalled", {"rank": self._rank, "culprit": culprit})  # the launch script ends the job
                 os._exit(1)
 
     def _write_alive(self) -> None:
         values = {
             "step": self._step,
+            "updates": self._updates,
             "time": time.time(),
             "rank": self._rank,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "job": self._job,
         }
-        path = self._folder / f"alive-{self._rank}"
-        temporary = self._folder / f".alive-{self._rank}.tmp"
+        with self._writing:
+            self._write(f"alive-{self._rank}", values)
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        temporary = self._folder / f".{name}.{self._rank}.tmp"
         try:
             temporary.write_text(json.dumps(values))
-            temporary.replace(path)
+            temporary.replace(self._folder / name)
         except OSError:
             pass  # a full disk stops no training; the checkpoint will tell
 

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from numpy.typing import NDArray
-from samestep import UserError, datasets
+from samestep import UserError, datasets, download
 from samestep.datasets import EMBEDDED, FILES, load, read_idx, resolve
 
 CORE = str(Path(datasets.__file__).parent.parent)
@@ -40,7 +40,7 @@ def a_machine_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with socket.socket() as taken:  # bound but not listening: connections are refused at once
         taken.bind(("127.0.0.1", 0))
         dead = (f"http://127.0.0.1:{taken.getsockname()[1]}/",)
-        monkeypatch.setattr(datasets, "MIRRORS", {"mnist": dead, "fashion-mnist": dead})
+        monkeypatch.setattr(download, "MIRRORS", {"mnist": dead, "fashion-mnist": dead})
 
         def give_up(*_: object) -> None:
             raise TimeoutError("the test took longer than 30 s")
@@ -75,6 +75,12 @@ def cached(name: str = "mnist") -> list[str]:
     """The names in the cache, but for the lock."""
     folder = Path(os.environ["XDG_CACHE_HOME"], "samestep", name)
     return sorted(set(os.listdir(folder)) - {".lock"}) if folder.exists() else []
+
+
+def resolved(found: datasets.Found) -> tuple[str, Path]:
+    """What was found and where, without a notice that it is something else."""
+    assert found.notice is None
+    return found.name, found.folder
 
 
 # IDX files
@@ -187,6 +193,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     put(tmp_path / "c" / "mnist", tiny(label=1))
     a, b, c = (load("mnist", tmp_path / folder).fingerprint for folder in "abc")
     assert a == b != c
+    assert resolve("mnist", tmp_path / "a").fingerprint == a
 
 
 # Where files are looked for
@@ -204,7 +211,7 @@ def test_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for label, place in enumerate(places):
         put(place, tiny(label), packed=label % 2 == 0)
     for label, place in enumerate(places):
-        assert resolve("fashion-mnist", data_dir) == datasets.Found("fashion-mnist", place, None)
+        assert resolved(resolve("fashion-mnist", data_dir)) == ("fashion-mnist", place)
         assert load("fashion-mnist", data_dir).test_labels.tolist() == [label] * 2
         for file in place.iterdir():
             file.unlink()
@@ -291,8 +298,8 @@ def test_fashion_mnist_names_package_and_folder(tmp_path: Path) -> None:
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
-        monkeypatch.setattr(datasets, "MIRRORS", {"mnist": (url,)})
-        monkeypatch.setattr(datasets, "TIMEOUT", 0.2)
+        monkeypatch.setattr(download, "MIRRORS", {"mnist": (url,)})
+        monkeypatch.setattr(download, "TIMEOUT", 0.2)
         assert "timed out" in (resolve("mnist", tmp_path).notice or "")
 
 
@@ -342,16 +349,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A mirror of MNIST that holds a tiny data set, its checksums known."""
     folder = put(tmp_path / "www", tiny(label=4))
     with Server(folder) as server:
-        monkeypatch.setattr(datasets, "MIRRORS", {"mnist": (server.url,)})
+        monkeypatch.setattr(download, "MIRRORS", {"mnist": (server.url,)})
         sums = tuple(hashlib.sha256((folder / f"{file}.gz").read_bytes()).hexdigest() for file in FILES)
-        monkeypatch.setattr(datasets, "SHA256", {"mnist": sums})
+        monkeypatch.setattr(download, "SHA256", {"mnist": sums})
         yield server
         server.shutdown()
 
 
 def test_download_once_then_from_the_cache(tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     found = resolve("mnist", tmp_path / "data")
-    assert found == datasets.Found("mnist", tmp_path / "cache" / "samestep" / "mnist", None)
+    assert resolved(found) == ("mnist", tmp_path / "cache" / "samestep" / "mnist")
     assert server.asked == [f"/{file}.gz" for file in FILES]
     assert cached() == sorted(f"{file}.gz" for file in FILES)
     assert load("mnist", tmp_path / "data").train_labels.tolist() == [4] * 3
@@ -371,7 +378,7 @@ def test_download_only_what_the_cache_lacks(tmp_path: Path, server: Server) -> N
 
 
 def test_next_mirror_is_tried(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "MIRRORS", {"mnist": (f"{server.url}missing/", server.url)})
+    monkeypatch.setattr(download, "MIRRORS", {"mnist": (f"{server.url}missing/", server.url)})
     assert resolve("mnist", tmp_path).name == "mnist"
 
 
@@ -389,7 +396,7 @@ def test_wrong_checksum_is_an_error_and_not_kept(tmp_path: Path, server: Server)
 def test_broken_transfer_leaves_nothing(
     trouble: str, message: str, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "TIMEOUT", 0.3)
+    monkeypatch.setattr(download, "TIMEOUT", 0.3)
     server.trouble = trouble
     with pytest.raises(UserError, match=f"{server.url}{FILES[0]}.gz failed: {message}"):
         resolve("mnist", tmp_path)
@@ -406,9 +413,9 @@ def test_http_error_counts_as_no_network(tmp_path: Path, server: Server) -> None
 CHILD = """
 import resource, sys
 from pathlib import Path
-from samestep import UserError, datasets
-datasets.MIRRORS = {"mnist": (sys.argv[1],)}
-datasets.SHA256 = {"mnist": tuple(sys.argv[3:])}
+from samestep import UserError, datasets, download
+download.MIRRORS = {"mnist": (sys.argv[1],)}
+download.SHA256 = {"mnist": tuple(sys.argv[3:])}
 try:
     print(datasets.resolve("mnist", Path(sys.argv[2])).name)
 except UserError as error:
@@ -419,7 +426,7 @@ except UserError as error:
 def start(server: Server, data_dir: Path, limit: int | None = None) -> subprocess.Popen[str]:
     """A process that resolves mnist; `limit` is the largest file, in bytes, that it can write."""
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, server.url, str(data_dir), *datasets.SHA256["mnist"]],
+        [sys.executable, "-c", CHILD, server.url, str(data_dir), *download.SHA256["mnist"]],
         env={**os.environ, "PYTHONPATH": CORE},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -481,7 +488,7 @@ def put_cifar(folder: Path, files: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize("place", ["cifar10", "cifar-10-batches-bin"])
 def test_cifar_is_read_from_local_files(place: str, tmp_path: Path, small_cifar: dict[str, bytes]) -> None:
     folder = put_cifar(tmp_path / place, small_cifar)
-    assert resolve("cifar10", tmp_path) == datasets.Found("cifar10", folder, None)
+    assert resolved(resolve("cifar10", tmp_path)) == ("cifar10", folder)
     data = load("cifar10", tmp_path)
     assert data.train_images.shape == (11, 32, 32, 3)
     assert data.test_images.shape == (4, 32, 32, 3)
@@ -531,14 +538,14 @@ def test_cifar_is_downloaded_once(
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(www / "cifar-10-batches-bin", "cifar-10-batches-bin")
     with Server(www) as server:
-        monkeypatch.setattr(datasets, "MIRRORS", {"cifar10": (server.url,)})
-        monkeypatch.setattr(datasets, "SHA256", {"cifar10": ("0" * 64,)})
+        monkeypatch.setattr(download, "MIRRORS", {"cifar10": (server.url,)})
+        monkeypatch.setattr(download, "SHA256", {"cifar10": ("0" * 64,)})
         with pytest.raises(UserError, match="its SHA-256 is"):
             resolve("cifar10", tmp_path)
         assert cached("cifar10") == []
-        monkeypatch.setattr(datasets, "SHA256", {"cifar10": (hashlib.sha256(archive.read_bytes()).hexdigest(),)})
+        monkeypatch.setattr(download, "SHA256", {"cifar10": (hashlib.sha256(archive.read_bytes()).hexdigest(),)})
         found = resolve("cifar10", tmp_path)
-        assert found == datasets.Found("cifar10", tmp_path / "cache" / "samestep" / "cifar10", None)
+        assert resolved(found) == ("cifar10", tmp_path / "cache" / "samestep" / "cifar10")
         assert cached("cifar10") == sorted(datasets.CIFAR_FILES)
         asked = len(server.asked)
         assert load("cifar10", tmp_path).train_labels.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 1]
@@ -547,7 +554,7 @@ def test_cifar_is_downloaded_once(
 
 
 def test_cifar_falls_back_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "MIRRORS", {"cifar10": datasets.MIRRORS["mnist"]})
+    monkeypatch.setattr(download, "MIRRORS", {"cifar10": download.MIRRORS["mnist"]})
     found = resolve("cifar10", tmp_path)
     assert found.name == "synthetic-cifar10"
     for words in ("CIFAR-10 could not be downloaded", "refused", "synthetic-cifar10 instead", "made up", str(tmp_path)):

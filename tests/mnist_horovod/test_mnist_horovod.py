@@ -209,6 +209,8 @@ def test_a_damaged_source_is_refused(harness: Harness) -> None:
     shutil.make_archive(str(source / "horovod-0.28.1"), "gztar", source, "horovod-0.28.1")
     environ = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(source), "PIP_NO_BUILD_ISOLATION": "0"}
     environ |= {"XDG_CACHE_HOME": str(harness.folder / "cache"), "PIP_CONFIG_FILE": os.devnull}
-    outcome = bare(harness, [sys.executable, str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py"), "--rebuild"], **environ)
+    outcome = bare(
+        harness, [sys.executable, str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py"), "--rebuild"], **environ
+    )
     assert outcome.code == 1, outcome
     assert "SHA-256" in outcome.stderr

@@ -1,0 +1,308 @@
+"""What is due, and what came of it? One rank's run, from its restore to its result, the same in every framework.
+
+An app trains; it tells its `Run` what happened, in plain numbers, and is told what is due. What ranks say to each other
+about the run goes through the two functions of the app's own ranks.py that it hands over.
+
+The rule: `Run` sees numbers, JSON and numpy arrays. It calls a ``load`` that it is given and the two functions of
+`Ranks`; never a model, an optimizer or a batch. It raises, and never ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from samestep import FatalError, RankZeroError, UserError, checkpoint, log, rundir
+from samestep.checkpoint import Arrays
+from samestep.env import World
+from samestep.options import Options, arithmetic, as_json
+from samestep.safetensors_writer import encode
+from samestep.sharding import GlobalBatches
+from samestep.watchdog import Watchdog
+
+Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
+REPORTED = ("dataset", "epochs", "global_batch_size", "seed", "dtype")  # options that every result repeats
+
+
+class Ranks(Protocol):
+    """How ranks talk about the run: two functions of an app's ranks.py."""
+
+    def broadcast(self, content: bytes) -> bytes:
+        """Rank 0's ``content`` on every rank."""
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        """Every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+
+
+class Due(NamedTuple):
+    """What is due after an update, on all ranks alike."""
+
+    log: bool  # a line of metrics.jsonl; also where one of the others is due
+    test: bool  # an evaluation: an epoch ends
+    save: bool  # a checkpoint
+
+
+class Run:
+    """`restore`, `begin`; after each update `done`, and where due `record` and `save`; then `finish` and `report`.
+
+    After `restore` the options have the run dir and the data set. After `begin` the steps to train are those from
+    ``start`` to before ``stop``. ``tested`` is the last record's evaluation, {} where it had none.
+    """
+
+    watchdog: Watchdog
+
+    def __init__(self, app: str, options: Options, world: World) -> None:
+        """Raises UserError where not as many ranks came as the launch script was asked for."""
+        missing = [name for name in REPORTED if not hasattr(options, name)]
+        if missing:
+            raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
+        asked_for = os.environ.get("SAMESTEP_WORLD_SIZE", str(world.world_size))
+        if asked_for != str(world.world_size):
+            raise UserError(
+                f"the launch script was asked for {asked_for} ranks, but {world.world_size} came (launcher: "
+                f"{world.launcher}): let N and the options say the same"
+            )
+        self.app, self.options, self.world = app, options, world
+        self.tested: dict[str, Any] = {}
+        self._opened = False
+        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
+            self._open()
+
+    def _open(self) -> None:
+        """Write into the run dir from here on: rank-<r>.log and heartbeats."""
+        if not self._opened:
+            log.start(self.options.run_dir, self.world.rank, self.options.quiet)
+            self.watchdog = Watchdog(self.options.run_dir, self.world, self.options.timeout)
+            self._opened = True
+
+    # --- where to start ------------------------------------------------------------------------------------------
+
+    def restore(self, ranks: Ranks, load: Callable[[Groups], None]) -> None:
+        """Rank 0 resolves run dir, data set and checkpoint or --init-from; all ranks load the same bytes.
+
+        ``load`` puts arrays into model and optimizer, and raises ValueError where they do not fit; "model" alone comes
+        from --init-from. It is not called for a new run. Raises UserError or FatalError on rank 0, which tells why,
+        and RankZeroError on all others.
+        """
+        answer: dict[str, Any] = {}
+        contents: dict[str, bytes] = {}
+        problem: Exception | None = None
+        if self.world.rank == 0:
+            try:
+                answer, contents = self._resolve(load)
+            except (UserError, FatalError) as caught:
+                problem, answer = caught, {"exit_code": 2 if isinstance(caught, UserError) else 1}
+        answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))  # JSON, as pickle is never loaded
+        if problem:
+            raise problem
+        if "exit_code" in answer:
+            raise RankZeroError(answer["exit_code"])
+        contents = {group: ranks.broadcast(contents.get(group, b"")) for group in answer["groups"]}
+        if contents and self.world.rank != 0:
+            load({group: safetensors.numpy.load(content) for group, content in contents.items()})
+        self.options.run_dir, self.options.dataset = Path(answer["run_dir"]), answer["dataset"]
+        self.resumed_from, self._state = answer["step"], answer["state"]
+        self.start = self.resumed_from or 0
+        self._open()
+        self.watchdog.restored(self.start)
+
+    def _resolve(self, load: Callable[[Groups], None]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Rank 0: what all ranks are to know, and the files of arrays, already loaded here."""
+        resolved = rundir.resolve(self.app, self.options, fresh=not self.world.restart_count)
+        found, init_from = resolved.checkpoint, self.options.init_from
+        contents: dict[str, bytes] = {}
+        groups: Groups = {}
+        if found:
+            contents = found.contents
+            groups = {group: found.arrays(group) for group in contents}
+            if init_from:
+                log.info(f"{found.folder.name} of the run dir wins over --init-from {init_from}")
+        elif init_from:
+            groups = {"model": checkpoint.load_weights(init_from)}
+            contents = {"model": b"".join(encode(groups["model"]))}
+        try:
+            if groups:
+                load(groups)
+        except ValueError as problem:
+            if found:
+                raise FatalError(f"checkpoint {found.folder} does not fit the model: {problem}") from problem
+            raise UserError(f"--init-from {init_from} does not fit the model: {problem}") from problem
+        state = {} if found is None else found.state
+        state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.fingerprint}
+        answer = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
+        return {**answer, "step": found.step if found else None, "groups": list(contents)}, contents
+
+    def begin(
+        self, batches: GlobalBatches, test_examples: int, model: str, device: str, facts: Mapping[str, Any]
+    ) -> None:
+        """Tell what is trained, and open metrics.jsonl; ``facts`` is what made its numbers, for the header."""
+        options, world = self.options, self.world
+        total = options.epochs * batches.steps_per_epoch
+        self.stop = max(self.start, total if options.max_steps is None else min(total, options.max_steps))
+        self._batches, self._step = batches, self.start  # updates done
+        self._train_loss: float | None = self._state.get("train_loss")
+        self._epoch_sum: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
+        self._metrics: log.Metrics | None = None
+        if world.rank == 0:
+            self._metrics = log.Metrics(options.run_dir, self._header(facts), self.resumed_from)
+        log.info(
+            f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test images, "
+            f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
+        )
+        self._begun = time.monotonic() - self._state.get("seconds", 0.0)
+        self._recorded_at, self._recorded_samples = time.monotonic(), batches.samples_seen(self.start)
+        self._bar = log.progress(self.stop, self.start)
+
+    def _header(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """The first line of metrics.jsonl."""
+        return {
+            "app": self.app,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}",
+            "host": socket.gethostname(),
+            **facts,
+            "world": asdict(self.world),
+            "options": as_json(self.options),
+        }
+
+    # --- after an update -----------------------------------------------------------------------------------------
+
+    def done(self, step: int) -> Due:
+        """The update ``step``, from 0, is done; returns what is due."""
+        self._step = done = step + 1
+        self.watchdog.beat(done)
+        self._bar.update()
+        every = self.options.checkpoint_every
+        epoch_ends = done % self._batches.steps_per_epoch == 0
+        save = epoch_ends or done == self.stop or (every > 0 and done % every == 0)
+        return Due(save or done % self.options.log_every == 0, epoch_ends, save)
+
+    def record(self, loss_sum: float, sum_since: float, tested: dict[str, Any]) -> dict[str, Any]:
+        """Append a line to metrics.jsonl, on rank 0; returns it, on every rank.
+
+        ``loss_sum`` is the last update's loss, before it was made, and ``sum_since`` that of all updates since the last
+        line, each summed over the samples of all ranks. Raises FatalError where the loss is no number.
+        """
+        step, batches = self._step - 1, self._batches
+        loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
+        if not math.isfinite(loss):
+            raise FatalError(f"the loss is {loss} at step {self._step}: lower --lr, now {self.options.lr}")
+        self._epoch_sum += sum_since
+        self._train_loss = self._epoch_sum / (samples - epoch * batches.n)
+        if self._step % batches.steps_per_epoch == 0:
+            self._epoch_sum = 0.0
+        self.tested = tested
+        if tested:
+            shown = {"train_loss": self._train_loss, **tested}
+            words = [
+                f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items() if name != "test_examples"
+            ]
+            log.info("  ".join([f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", *words]))
+        speed = (samples - self._recorded_samples) / (time.monotonic() - self._recorded_at)
+        self._recorded_at, self._recorded_samples = time.monotonic(), samples
+        line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
+        line |= {"samples_per_second": round(speed, 1), **tested}
+        if self._metrics:
+            self._metrics.write(**line)
+        return line
+
+    def save(self, ranks: Ranks, groups: Groups) -> None:
+        """Write a checkpoint of the updates recorded last, after all ranks have compared what they hold.
+
+        Every rank calls this; rank 0 writes. Raises FatalError where an array's bits are not the same on all ranks:
+        what is known to be unequal never becomes a checkpoint.
+        """
+        names = [(group, name) for group in sorted(groups) for name in sorted(groups[group])]
+        sums = np.array([checkpoint.bit_sum(groups[group][name]) for group, name in names], np.uint64)
+        differs = (everyones := ranks.all_gather(sums.view(np.int64))) != everyones[0]
+        if differs.any():
+            first = int(differs.any(axis=0).argmax())
+            others = np.flatnonzero(differs[:, first]).tolist()
+            raise FatalError(
+                f"ranks {others} differ from rank 0 at step {self._step}, first in {' '.join(names[first])}: this step "
+                "is not saved; started again, the run goes on from the checkpoint before"
+            )
+        if self._metrics is None:
+            return
+        self._metrics.sync()  # the checkpoint vouches for its lines
+        state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
+        state |= {"epoch_loss_sum": self._epoch_sum, "train_loss": self._train_loss}
+        state["seconds"] = time.monotonic() - self._begun
+        options = self.options
+        keep = options.keep_checkpoints
+        checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), keep)
+
+    # --- what came of it -----------------------------------------------------------------------------------------
+
+    def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any]) -> None:
+        """Make sure that all ranks hold the same weights, and write them. Raises FatalError where they do not."""
+        self._bar.close()
+        seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
+        digest = checkpoint.weights_sha256(weights)
+        everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
+        others = np.flatnonzero((everyones != everyones[0]).any(axis=1)).tolist()
+        if others and self.world.rank == 0:
+            checkpoint.finish()
+            checkpoint.retire_unequal(self.options.run_dir)
+        if others:
+            raise FatalError(f"ranks {others} ended with other weights than rank 0: this run's result is worthless")
+        if self.world.rank == 0:
+            checkpoint.save_weights(self.options.run_dir / "model.safetensors", weights)
+        self._result = {
+            "train_examples": self._batches.n,
+            "steps": self.stop,
+            "train_loss": self._train_loss,
+            **tested,
+            "seconds": round(seconds, 3),
+            "samples_per_second": round(samples / seconds, 1),
+            "resumed_from_step": self.resumed_from,
+            "weights_sha256": digest,
+        }
+
+    def report(self, framework: str, framework_version: str, backend: str, device: str, **facts: Any) -> None:
+        """Rank 0 writes result.json and, as the last line on stdout, ``RESULT {json}``."""
+        self.watchdog.stop()
+        if self.world.rank != 0:
+            return
+        options, world = self.options, self.world
+        values = {
+            "app": self.app,
+            "launcher": world.launcher,
+            "world_size": world.world_size,
+            "node_count": world.node_count,
+            "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
+            **{name: getattr(options, name) for name in REPORTED},
+            "framework": framework,
+            "framework_version": framework_version,
+            "backend": backend,
+            "device": device,
+            **facts,
+            **self._result,
+            "run_dir": str(options.run_dir),
+        }
+        text = json.dumps(values)
+        checkpoint.write_atomic(options.run_dir / "result.json", (text + "\n").encode())
+        log.result(text)
+
+
+def processor() -> str:
+    """The CPU's name, for a header; "cpu" where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or "cpu"
