@@ -36,15 +36,16 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from samestep import checkpoint  # noqa: E402
+from samestep.sharding import Rows  # noqa: E402
 
-app = importlib.import_module("model")  # mnist_ddp's
+app, weights = importlib.import_module("model"), importlib.import_module("weights")  # mnist_ddp's
 
 
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     """mnist_ddp's model, with momentum after one update."""
     model: nn.Module = app.build_model("net", 0.0, torch.float32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.zeros(1, 1, 28, 28), app.Rows(0, 1)).sum().backward()
+    model(torch.zeros(1, 1, 28, 28), Rows(0, 1)).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -60,7 +61,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
     steps = iter(range(1, 10**6))
 
     def save() -> Path:
-        groups = {"model": app.model_arrays(model), "optimizer": app.optimizer_arrays(model, optimizer)}
+        groups = weights.groups(model, optimizer)
         state, arithmetic = {"seconds": time.monotonic()}, {"seed": 1, "lr": 0.1}
         return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
 

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
-from model import Rows, build_model  # noqa: E402
-from samestep.sharding import part  # noqa: E402
+from model import build_model  # noqa: E402
+from samestep.sharding import Rows, shard  # noqa: E402
 from train import train_step  # noqa: E402
 
 BATCH, AT_ONCE = 128, 4  # images over all ranks; steps that are timed together
@@ -61,7 +61,7 @@ def main() -> None:
         parser.error("torchrun must start this (see --help)")
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    first, last = part(BATCH, rank, world_size)
+    first, last = shard(BATCH, rank, world_size)
     data = torch.randn(last - first, 1, 28, 28), torch.randint(0, 10, (last - first,)), Rows(first, BATCH)
     ddp = DistributedDataParallel
     steps = {

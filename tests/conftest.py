@@ -14,31 +14,34 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "common"))
 
-from harness import APPS, Harness
+from harness import APPS, Harness, row
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--app", choices=sorted(APPS), default="mnist_ddp", help="the app that tests/common drives")
+    parser.addoption("--app", choices=APPS, default="mnist_ddp", help="the app that tests/common drives")
     parser.addoption("--device", default="cpu", help="its --device")
     parser.addoption("--every-case", action="store_true", help="all cases, with the matrix's low counts")
     parser.addoption("--soak", action="store_true", help="the high counts, for hours rather than minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: of collectives_lab, runs while none of its other tests does")
-    config.addinivalue_line("markers", "soak: not in the matrix; runs with --soak or --every-case")
-    config.addinivalue_line("markers", "once: in the matrix one app shows it, mnist_ddp; else every app")
+    for mark in (
+        "alone: of collectives_lab, runs while none of its other tests does",
+        "soak: not in the matrix; runs with --soak or --every-case",
+        "once: of core alone; the matrix shows it with one app, mnist_ddp",
+        "curves, stall, slow: what an app's row may leave to the soak",
+    ):
+        for name in mark.partition(":")[0].split(", "):
+            config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--soak") and not config.getoption("--every-case"):
-        app = APPS[config.getoption("--app")]
-        marks = ["soak"] if app.name == "mnist_ddp" else ["soak", "once"]
-        left_out = [
-            item for item in items if any(item.get_closest_marker(mark) for mark in marks) or item.name in app.soak
-        ]
+        marks = ("soak", *row(config.getoption("--app")).left_out)
+        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
@@ -46,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """Runs the app under test; at the end nothing of it may be left running."""
-    made = Harness(APPS[request.config.getoption("--app")], request.config.getoption("--device"), tmp_path)
+    made = Harness(row(request.config.getoption("--app")), request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()
 
@@ -61,7 +64,7 @@ def ddp(harness: Harness) -> Iterator[Harness]:
     """Runs mnist_ddp beside the app under test, in the same Python."""
     folder = harness.folder / "ddp"
     folder.mkdir()
-    made = Harness(APPS["mnist_ddp"], harness.device, folder)
+    made = Harness(row("mnist_ddp"), harness.device, folder)
     yield made
     made.check_nothing_left()
 

@@ -18,10 +18,10 @@ import horovod
 import horovod.torch as hvd
 import numpy as np
 import torch
-from model import Rows, build_model
+from model import build_model
 from options import check_hosts
 from samestep import UserError
-from samestep.sharding import GlobalBatches
+from samestep.sharding import GlobalBatches, Rows
 from train import train_step
 
 SECONDS = 180  # for the ranks to start, check and end

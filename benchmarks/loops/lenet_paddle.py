@@ -52,7 +52,7 @@ def limit(options: argparse.Namespace) -> None:
     from model import build_model
     from options import parse
     from ranks import distribute
-    from samestep.sharding import part
+    from samestep.sharding import shard
     from train import build_optimizer, train_step
 
     if int(os.environ["PADDLE_TRAINERS_NUM"]) > 1:
@@ -61,7 +61,7 @@ def limit(options: argparse.Namespace) -> None:
     its = parse([])
     model = build_model("float32", its.seed)
     parallel, optimizer = distribute("basic", model, build_optimizer(its, model))
-    first, last = part(options.batch, rank, world_size)
+    first, last = shard(options.batch, rank, world_size)
     images, labels = paddle.randn([last - first, 1, 28, 28]), paddle.randint(0, 10, [last - first])
     its_clock = common.Clock(options, rank)
     while not its_clock.step():

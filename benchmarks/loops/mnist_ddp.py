@@ -45,14 +45,14 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    from model import Rows, build_model
+    from model import build_model
     from options import parse
-    from samestep.sharding import part
+    from samestep.sharding import Rows, shard
     from train import build_optimizer, train_step
 
     its = parse([])
     model = build_model(its.model, its.dropout, torch.float32, its.seed)
-    first, last = part(options.batch, rank, world_size)
+    first, last = shard(options.batch, rank, world_size)
     images, labels = torch.randn(last - first, 1, 28, 28), torch.randint(0, 10, (last - first,))
     if plain:
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)

@@ -47,15 +47,15 @@ def limit(options: argparse.Namespace) -> None:
     rank, world_size = hvd.rank(), hvd.size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    from model import Rows, build_model
+    from model import build_model
     from options import parse
-    from samestep.sharding import part
+    from samestep.sharding import Rows, shard
     from train import build_optimizer, train_step
 
     its = parse([])
     model = build_model(its.model, its.dropout, torch.float32, its.seed)
     optimizer = hvd.DistributedOptimizer(build_optimizer(its, model), model.named_parameters(), op=hvd.Sum)
-    first, last = part(options.batch, rank, world_size)
+    first, last = shard(options.batch, rank, world_size)
     images, labels = torch.randn(last - first, 1, 28, 28), torch.randint(0, 10, (last - first,))
     clock = common.Clock(options, rank)
     while not clock.step():

@@ -57,7 +57,9 @@ def lab(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest
 
 
 def new_lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
-    app = App("collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=())
+    app = App(
+        name="collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=()
+    )
     made = Lab(app, request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()

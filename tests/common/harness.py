@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -29,9 +30,8 @@ LIMIT = 240  # seconds for any one run
 
 @dataclass(frozen=True)
 class App:
-    """What the common cases need to know of an app. A new app adds its row to APPS and passes them all."""
+    """What the common cases need to know of an app: a row. An app has them all run for it by having one."""
 
-    name: str
     accuracy: float  # the least that its defaults must reach on its embedded data set
     dataset: str  # the embedded one
     test_examples: int
@@ -52,100 +52,24 @@ class App:
     diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
     patience: int = 20  # a --timeout, in seconds, that only a stopped rank exceeds
     kills: int = 20  # of each kind at random steps, in a soak
-    soak: Sequence[str] = ()  # tests that run with --soak alone, because each start of this app takes long
+    # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
+    # ``stall`` and ``curves`` where one of the same framework does, ``slow`` where each start takes long.
+    left_out: Sequence[str] = ("once",)
+    name: str = ""
 
 
-APPS = {
-    "mnist_ddp": App(
-        name="mnist_ddp",
-        accuracy=0.95,
-        dataset="mnist-5k",
-        test_examples=1000,
-        # 4,000 samples by 250: 16 steps an epoch.
-        small=("--dataset=mnist-5k", "--epochs=3", "--global-batch-size=250", "--checkpoint-every=5", "--log-every=1"),
-        exact=("--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"),
-        variants=[
-            ("--model=net", "--optimizer=sgd"),
-            ("--model=net", "--optimizer=adam"),
-            ("--model=lenet", "--optimizer=sgd"),
-            ("--model=lenet", "--optimizer=adam"),
-        ],
-        arithmetic=[
-            ("--model=lenet", "--model net", "lenet"),
-            ("--global-batch-size=251", "--global-batch-size 250", "251"),
-            ("--seed=7", "--seed 1", "7"),
-            ("--optimizer=adam", "--optimizer sgd", "adam"),
-            ("--dtype=float64", "--dtype float32", "float64"),
-            ("--lr=0.5", "--lr 0.03", "0.5"),
-            ("--dropout=0.1", "--dropout 0.5", "0.1"),
-            ("--dataset=fashion-mnist", "--dataset mnist-5k", "fashion-mnist"),
-        ],
-    ),
-}
-# The same models with the same options.
-# The first is in the matrix by tests/conformance, the second by mnist_ddp.
-ELSEWHERE = ("test_losses_are_the_same_at_any_number_of_ranks[1]", "test_a_stopped_rank_is_named_and_replaced")
-APPS["mnist_horovod"] = replace(APPS["mnist_ddp"], name="mnist_horovod", soak=ELSEWHERE)
-APPS["mnist_lightning"] = replace(APPS["mnist_ddp"], name="mnist_lightning", soak=ELSEWHERE)
-APPS["lenet_paddle"] = replace(
-    APPS["mnist_ddp"],
-    name="lenet_paddle",
-    exact=("--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--epochs=100"),
-    variants=[("--optimizer=sgd",), ("--optimizer=adam",), ("--api=fleet",), ("--api=highlevel",)],
-    arithmetic=[
-        ("--api=fleet", "--api basic", "fleet"),
-        ("--global-batch-size=251", "--global-batch-size 250", "251"),
-        ("--optimizer=sgd", "--optimizer adam", "sgd"),
-        ("--dtype=float64", "--dtype float32", "float64"),
-    ],
-)
-APPS["resnet50_mindspore"] = App(
-    name="resnet50_mindspore",
-    accuracy=0.8,
-    dataset="synthetic-cifar10",
-    test_examples=256,
-    # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.
-    small=(
-        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--epochs=2", "--max-steps=8"),
-        *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
-    ),
-    # MindSpore on CPU knows float32 alone, so rounding must be kept from growing.
-    exact=(
-        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
-        *("--log-every=1", "--epochs=100"),
-    ),
-    variants=[("--loss=expand",), ("--loss=builtin",)],
-    tolerance=1e-4,
-    arithmetic=[
-        ("--depth=50", "--depth 18", "50"),
-        ("--global-batch-size=255", "--global-batch-size 256", "255"),
-        ("--seed=7", "--seed 1", "7"),
-        ("--lr=0.5", "--lr 0.01", "0.5"),
-        ("--momentum=0.5", "--momentum 0.9", "0.5"),
-        ("--freeze-bn", "--freeze-bn False", "True"),
-        ("--image-size=32", "--image-size 16", "32"),
-        ("--loss=builtin", "--loss expand", "builtin"),
-        ("--dataset=cifar10", "--dataset synthetic-cifar10", "cifar10"),
-    ],
-    epoch=4,
-    every=2,
-    defaults=("--depth=18", "--epochs=3", "--log-every=1"),
-    batches=(10, 341),
-    exact_steps=(6, 4),
-    first_steps=("--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
-    first_tolerance=1e-4,
-    relay=(256, ((2, 2), (3, 5), (1, 6), (4, 8))),
-    diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
-    patience=40,
-    kills=5,
-    soak=(
-        "test_a_rank_is_killed_at_a_random_step[3]",
-        "test_a_stopped_rank_is_named_and_replaced",
-        "test_a_rank_is_killed_at_an_exact_moment[exactly at an epoch's end]",
-        "test_a_stopped_job_resumes[3-15-143]",
-        "test_a_checkpoint_made_by_hand_must_fit_the_model",
-    ),
-)
+def row(name: str) -> App:
+    """The row of an app, ``ROW`` in ``tests/<app>/row.py``; the app's name is its folder's."""
+    spec = importlib.util.spec_from_file_location(f"row_of_{name}", ROOT / "tests" / name / "row.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: App = replace(module.ROW, name=name)
+    return found
+
+
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/row.py"))
 
 
 @dataclass

@@ -47,7 +47,7 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
 # --- kills at random steps -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_is_killed_at_a_random_step(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
@@ -108,7 +108,7 @@ class Moment:
     name: str
     rank: int
     fault: Callable[[App], dict[str, Any]]
-    matrix: bool = False  # in every test run, not only in a soak
+    mark: pytest.MarkDecorator = pytest.mark.soak
 
 
 def written(app: App, path: str = "") -> str:
@@ -123,12 +123,12 @@ def first_of_second_epoch(app: App) -> int:
 MOMENTS = [
     Moment("in the first step", 1, lambda app: {"step": 0}),
     Moment("in mid-epoch, before any checkpoint of it", 0, lambda app: {"updates": first_of_second_epoch(app) - 1}),
-    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, matrix=True),
+    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, pytest.mark.slow),
     Moment("in an evaluation", 1, lambda app: {"evaluating": 2}),
     Moment("before a checkpoint's files", 0, lambda app: {"audit": "os.mkdir", "match": written(app)}),
     Moment("between a checkpoint's files", 0, lambda app: {"audit": "open", "match": written(app, "/optimizer")}),
     Moment("before its manifest", 0, lambda app: {"audit": "open", "match": written(app, "/manifest")}),
-    Moment("before its rename", 0, lambda app: {"audit": "os.rename", "match": written(app)}, matrix=True),
+    Moment("before its rename", 0, lambda app: {"audit": "os.rename", "match": written(app)}, pytest.mark.once),
     Moment("after its rename", 0, lambda app: {"updates": first_of_second_epoch(app) + 1}),
     Moment("before the final weights", 0, lambda app: {"audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
     Moment("before the result", 0, lambda app: {"audit": "open", "match": r"\.result\.json\.tmp$"}),
@@ -137,7 +137,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(moment, id=moment.name, marks=() if moment.matrix else pytest.mark.soak) for moment in MOMENTS],
+    [pytest.param(moment, id=moment.name, marks=moment.mark) for moment in MOMENTS],
 )
 def test_a_rank_is_killed_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment
@@ -157,7 +157,10 @@ def test_a_rank_is_killed_at_an_exact_moment(
 
 @pytest.mark.parametrize(
     ("n", "number", "code"),
-    [pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.once), (3, signal.SIGTERM, 143)],
+    [
+        pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.once),
+        pytest.param(3, signal.SIGTERM, 143, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_job_resumes(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], n: int, number: int, code: int
@@ -177,7 +180,7 @@ def test_a_stopped_job_resumes(
         assert finished["resumed_from_step"] == finished["steps"]
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -199,6 +202,7 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     assert relative_difference(curve[: len(expected)], expected) < 1e-6
 
 
+@pytest.mark.stall
 def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """SIGSTOP is what a hanging or swapping machine looks like: alive, and holding all others up."""
     job = harness.start(2, *harness.app.small, f"--timeout={harness.app.patience}")
@@ -246,7 +250,7 @@ def test_resume_at_other_numbers_of_ranks(harness: Harness) -> None:
         assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(samples))
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_a_resume_that_would_take_other_steps_is_refused(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -261,7 +265,7 @@ def test_a_resume_that_would_take_other_steps_is_refused(
     assert snapshot(harness.folder / "run") == kept
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     assert harness.train(2, *harness.app.small, "--max-steps=3")["steps"] == 3
     again = harness.train(2, *harness.app.small, "--max-steps=7", "--epochs=1")
@@ -270,7 +274,7 @@ def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: C
     check_same_end(harness, outcome, 2, undisturbed(2))
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     run_dir = harness.folder / "run"
     checkpoint.save(run_dir, "another_app", 3, {"model": {"w": np.ones(3)}}, {}, {}, 3)
@@ -280,7 +284,7 @@ def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     assert "another_app" in outcome.errors[0]
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_no_resume_starts_anew_and_keeps_the_old_run(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -313,7 +317,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(damage, marks=pytest.mark.soak if i else ()) for i, damage in enumerate(DAMAGES)]
+)
 def test_a_damaged_checkpoint_is_skipped(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str
 ) -> None:
@@ -353,6 +359,7 @@ def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     assert snapshot(run_dir) == kept
 
 
+@pytest.mark.slow
 def test_a_checkpoint_made_by_hand_must_fit_the_model(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import APPS, Harness, losses, relative_difference
+from harness import Harness, losses, relative_difference, row
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
 # A global batch of 125 is no multiple of 2 or 3.
@@ -18,7 +18,7 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     made = {}
     for name in NAMES:
         (tmp_path / name).mkdir()
-        made[name] = Harness(APPS[name], "cpu", tmp_path / name)
+        made[name] = Harness(row(name), "cpu", tmp_path / name)
     yield made
     for harness in made.values():
         harness.check_nothing_left()

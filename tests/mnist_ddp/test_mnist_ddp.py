@@ -169,6 +169,27 @@ def test_two_machines_without_a_shared_disk_recover_together(
     assert (second.code, second.stdout) == (0, "")
 
 
+# --- ranks that differ --------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_do_not_share_is_named_and_never_saved(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """One weight of rank 1 is changed from outside, two steps before a checkpoint; then the job is started again."""
+    fault = json.dumps({"rank": 1, "differ": 18, "signal": 0})
+    path = str(ROOT / "tests" / "common" / "faults")
+    outcome = harness.run(2, *harness.app.small, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+    assert outcome.code == 1, outcome
+    assert len(outcome.errors) == 1, outcome.stderr
+    assert "ranks [1] differ from rank 0 at step 20, first in model conv1.weight" in outcome.errors[0]
+    assert "RESULT" not in outcome.stdout
+    assert "starting it again" not in outcome.stderr
+    kept = sorted(path.name for path in (harness.folder / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{step:08d}" for step in (10, 15, 16)]
+    result = harness.train(2, *harness.app.small)
+    assert (result["resumed_from_step"], result["weights_sha256"]) == (16, undisturbed(2)["weights_sha256"])
+
+
 # --- data ----------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of
   opened, a folder about to be renamed),
 - ``updates``: when so many updates are done,
 - ``step``: at the beginning of this step,
+- ``differ``: at the beginning of this step one weight of this rank is changed, and nothing is ended (torch alone),
 - ``evaluating``: at this evaluated batch, from 1.
 
 Only the first start of a job is disturbed. Nothing of the program is replaced but the moment it is ended.
@@ -26,6 +27,16 @@ def _strike() -> None:
     os.kill(os.getpid(), _fault["signal"])
 
 
+def _change_a_weight() -> None:
+    import gc
+
+    import torch
+
+    weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter and found.ndim == 4]
+    with torch.no_grad():
+        min(weights, key=torch.numel).view(-1)[7] += 0.5
+
+
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == _fault["audit"] and re.search(_fault["match"], str(arguments[0])):
         _strike()
@@ -38,12 +49,14 @@ def _arm() -> None:
         return
     if "audit" in _fault:
         sys.addaudithook(_on_audit)
-    if "step" in _fault:
+    if "step" in _fault or "differ" in _fault:
         indices = sharding.GlobalBatches.indices
 
         def indices_or_strike(self: Any, step: int) -> Any:
-            if step == _fault["step"]:
+            if step == _fault.get("step"):
                 _strike()
+            if step == _fault.get("differ"):
+                _change_a_weight()
             return indices(self, step)
 
         sharding.GlobalBatches.indices = indices_or_strike

@@ -1,0 +1,91 @@
+"""The app's own options.py: the common options, each mistake one line, and what a resume must repeat. No process of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, Harness
+from samestep import UserError, options
+from samestep.options import Parser, add_common, arithmetic
+from samestep.run import REPORTED
+
+FIRST_STAGE = """
+import runpy, sys
+sys.path[:0] = [sys.argv[1]]
+parsed = runpy.run_path(sys.argv[2])["parse"](["--epochs", "1", "--no-resume"])
+assert parsed.epochs == 1 and parsed.resume is False
+own = {name for name in sys.modules if name.startswith("samestep")}
+assert own <= {"samestep", "samestep.options"}, own
+print("ok")
+"""
+
+
+@pytest.fixture
+def module(harness: Harness) -> Any:
+    """The app's options.py; the launch script imports it in the same way."""
+    path = ROOT / "apps" / harness.app.name / "options.py"
+    spec = importlib.util.spec_from_file_location("app_options", path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_it_has_the_common_options_and_what_a_result_repeats(module: Any) -> None:
+    common = Parser()
+    add_common(common, epochs=1, global_batch_size=1, lr="", datasets=("mnist-5k",), devices=("auto",))
+    parsed = module.parse([])
+    assert vars(common.parse([])).keys() <= vars(parsed).keys()
+    assert set(REPORTED) <= vars(parsed).keys()
+    assert parsed.lr is not None  # what the app chooses is in the record and in the checkpoint
+    assert json.loads(json.dumps(arithmetic(parsed))) == arithmetic(parsed)
+
+
+def test_it_explains_itself(module: Any) -> None:
+    text = module.build_parser(usage="the usage").format_help()
+    assert "the usage" in text
+    for option in "epochs max-steps global-batch-size seed lr no-resume init-from run-dir timeout max-restarts".split():
+        assert f"--{option}" in text
+
+
+@pytest.mark.parametrize("bad", [["--epochs=x"], ["--lr=0"], ["--no-such-option"], ["5"]], ids=str)
+def test_a_mistake_is_a_user_error(module: Any, bad: list[str]) -> None:
+    with pytest.raises(UserError):
+        module.parse(bad)
+
+
+def test_a_near_miss_of_the_launch_scripts_own_option_is_named(module: Any) -> None:
+    with pytest.raises(UserError, match="did you mean --dry-run"):
+        module.parse(["--dry-rum"], usage="bash scripts/run.sh N")
+    with pytest.raises(UserError) as caught:  # train.py itself has no such option
+        module.parse(["--dry-rum"])
+    assert "--dry-run" not in str(caught.value)
+
+
+def test_what_changes_the_arithmetic_is_what_a_resume_must_repeat(harness: Harness, module: Any) -> None:
+    small = arithmetic(module.parse([*harness.app.small]))
+    for changed, before, now in harness.app.arithmetic:
+        found = arithmetic(module.parse([*harness.app.small, changed]))
+        name = before.split()[0].removeprefix("--").replace("-", "_")
+        assert (f"--{name.replace('_', '-')} {small[name]}", str(found[name])) == (before, now)
+        assert {key for key in found if found[key] != small[key]} >= {name}
+    for free in ("--epochs=9", "--max-steps=9", "--checkpoint-every=9", "--log-every=9", "--timeout=9", "--quiet"):
+        assert arithmetic(module.parse([*harness.app.small, free])) == small
+
+
+def test_it_needs_only_the_standard_library_of_python_3_9(harness: Harness) -> None:
+    """The launch script reads it on the system's Python, before anything is installed. -I and -S: no site-packages."""
+    path = ROOT / "apps" / harness.app.name / "options.py"
+    ast.parse(path.read_text(), feature_version=(3, 9))
+    core = str(Path(options.__file__).parents[1])
+    command = [sys.executable, "-I", "-S", "-c", FIRST_STAGE, core, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

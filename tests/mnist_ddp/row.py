@@ -1,0 +1,31 @@
+"""What the common cases need to know of mnist_ddp, for which the matrix runs those of core alone as well."""
+
+from __future__ import annotations
+
+from harness import App
+
+ROW = App(
+    accuracy=0.95,
+    dataset="mnist-5k",
+    test_examples=1000,
+    # 4,000 samples by 250: 16 steps an epoch.
+    small=("--dataset=mnist-5k", "--epochs=3", "--global-batch-size=250", "--checkpoint-every=5", "--log-every=1"),
+    exact=("--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"),
+    variants=[
+        ("--model=net", "--optimizer=sgd"),
+        ("--model=net", "--optimizer=adam"),
+        ("--model=lenet", "--optimizer=sgd"),
+        ("--model=lenet", "--optimizer=adam"),
+    ],
+    arithmetic=[
+        ("--model=lenet", "--model net", "lenet"),
+        ("--global-batch-size=251", "--global-batch-size 250", "251"),
+        ("--seed=7", "--seed 1", "7"),
+        ("--optimizer=adam", "--optimizer sgd", "adam"),
+        ("--dtype=float64", "--dtype float32", "float64"),
+        ("--lr=0.5", "--lr 0.03", "0.5"),
+        ("--dropout=0.1", "--dropout 0.5", "0.1"),
+        ("--dataset=fashion-mnist", "--dataset mnist-5k", "fashion-mnist"),
+    ],
+    left_out=(),
+)

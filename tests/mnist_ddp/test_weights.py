@@ -1,0 +1,147 @@
+"""weights.py of the torch family, and the order of DDP's buckets: in one process, with torch alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT
+from samestep import FatalError
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+APP = ROOT / "apps" / "mnist_ddp"
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A module of the app by its name."""
+
+    def load(name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(f"mnist_ddp_{name}", APP / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, f"mnist_ddp_{name}", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def update(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    torch.manual_seed(step)
+    optimizer.zero_grad()
+    model(torch.randn(8, 5)).square().mean().backward()
+    optimizer.step()
+
+
+MAKERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "Adam with amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_saved_of_an_optimizer_goes_on_as_if_nothing_had_happened(app: Any, name: str) -> None:
+    weights, make = app("weights"), MAKERS[name]
+    model = small_model()
+    optimizer = make(model.parameters())
+    for step in range(3):
+        update(model, optimizer, step)
+    saved = {
+        group: {k: v.copy() for k, v in arrays.items()} for group, arrays in weights.groups(model, optimizer).items()
+    }
+
+    other = small_model()
+    resumed = make(other.parameters())
+    weights.load(other, resumed, saved)
+    for step in range(3, 6):
+        update(model, optimizer, step)
+        update(other, resumed, step)
+    expected, found = weights.groups(model, optimizer), weights.groups(other, resumed)
+    for group in expected:
+        assert expected[group].keys() == found[group].keys()
+        for array in expected[group]:
+            assert expected[group][array].tobytes() == found[group][array].tobytes(), array
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
+def test_what_could_not_be_loaded_is_refused_when_it_is_saved(app: Any, name: str) -> None:
+    model = small_model()
+    optimizer = getattr(torch.optim, name)(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(8, 5)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(FatalError, match=f"{name}'s .* cannot be kept in a checkpoint"):
+        app("weights").groups(model, optimizer)
+
+
+def test_state_that_does_not_fit_is_named(app: Any) -> None:
+    weights, model = app("weights"), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    update(model, optimizer, 0)
+    arrays = weights.optimizer_arrays(model, optimizer)
+    for name, wrong, words in (
+        ("0.weight.momentum_buffer", arrays["0.weight.momentum_buffer"].T, r"\[5, 4\], not torch.float32 \[4, 5\]"),
+        ("0.weight.momentum_buffer", arrays["0.weight.momentum_buffer"].astype("float64"), "float64"),
+        ("9.weight.momentum_buffer", arrays["0.weight.momentum_buffer"], "not part of its optimizer state"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is .*{words}"):
+            weights.load_optimizer(model, optimizer, {name: wrong})
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(
+    app: Any, one_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch normalisation counts the batches that it sees, and its running statistics move with each."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+
+        def forward(self, images: torch.Tensor, rows: object) -> torch.Tensor:
+            return torch.log_softmax(self.layers(images), dim=1)
+
+    torch.manual_seed(1)
+    model = Normalised()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    images, labels = torch.randn(1, 1, 8, 8) + 5, torch.tensor([3])
+    app("ranks").order_buckets(DistributedDataParallel(model), images, labels)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
