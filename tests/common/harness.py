@@ -166,7 +166,7 @@ class Harness:
         command = ["bash", script, str(n), f"--run-dir={run_dir}", f"--device={self.device}", *options]
         return self.start_command(command, run_dir, **environ)
 
-    def start_command(self, command: Sequence[str], run_dir: Path, cwd: Path | None = None, **environ: str) -> Job:
+    def start_command(self, command: Sequence[str], run_dir: Path, cwd: Path | None = None, /, **environ: str) -> Job:
         process = subprocess.Popen(
             command,
             cwd=cwd or self.folder,
