@@ -6,7 +6,6 @@ ranks are small programs of the standard library, but real processes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,195 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from samestep import UserError, launch
-from samestep.launch import Nodes, read_nodes
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-CORE = Path(launch.__file__).resolve().parents[1]
-LIMIT = 40.0  # seconds that nothing here needs
-OURS = re.compile(
-    "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
-)
-
-OPTIONS = """
-from samestep.options import Parser, add_common
-
-def build_parser(prog=None, usage=None):
-    parser = Parser(prog=prog, usage=usage)
-    add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k",), devices=("auto", "cpu"))
-    return parser
-
-def parse(argv, prog=None, usage=None):
-    return build_parser(prog, usage).parse(argv)
-"""
-# Of an app that measures: commands, and neither a data set nor checkpoints.
-BENCH_OPTIONS = """
-from pathlib import Path
-from samestep.options import Parser
-
-COMMANDS = {"weigh": "a thing", "count": "many"}
-
-def build_parser(prog=None, usage=None):
-    parser = Parser(prog=prog, usage=usage)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what)
-        command.add_argument("--run-dir", type=Path)
-    command.add_argument("--up-to", type=int)
-    return parser
-
-def parse(argv, prog=None, usage=None):
-    return build_parser(prog, usage).parse(argv)
-"""
-# What every launcher below begins with: note() leaves a line for the test, rank() starts a child.
-LAUNCHER = """
-import json, os, signal, subprocess, sys, time
-from pathlib import Path
-
-nproc, port, *options = sys.argv[1:]
-run_dir = Path([option.split("=", 1)[1] for option in options if option.startswith("--run-dir=")][-1])
-attempt = int(os.environ["SAMESTEP_RESTARTS"])
-
-def note(**values):
-    with (run_dir / "notes.jsonl").open("a") as file:
-        file.write(json.dumps(values) + chr(10))
-
-def rank(code, **settings):
-    return subprocess.Popen([sys.executable, "-S", "-c", code], **settings)
-"""
-SLEEPER = "import time; time.sleep(600)"
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-)
-
-
-def environment(**changes: str) -> dict[str, str]:
-    return {**{name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}, **changes}
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LIMIT
-    while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
-
-
-def gone(processes: Callable[[], Sequence[int]]) -> bool:
-    """A process that was sent SIGKILL is gone a moment later."""
-    deadline = time.monotonic() + 5
-    while processes() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not processes()
-
-
-class House:
-    """A repository with one app, ``toy``; all that a test starts there carries a mark by which it is found again."""
-
-    def __init__(self, root: Path, work: Path) -> None:
-        self.root, self.work, self.run_dir = root, work, work / "run"
-        self.mark = uuid.uuid4().hex
-        work.mkdir(exist_ok=True)
-
-    def start(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
-        """``bash run_toy.sh`` with a launcher that is the given program."""
-        path = self.work / "launcher.py"
-        path.write_text(LAUNCHER + launcher)
-        template = ["{python}", str(path), "{nproc}", "{master_port}", "{options}"]
-        words = arguments or ("2",)
-        if not any(word.startswith("--run-dir") for word in words):
-            words = (*words, f"--run-dir={self.run_dir}")
-        return self.script("toy", *template, "--", *words, "--dataset=mnist-5k", **settings)
-
-    def script(
-        self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        def signals() -> None:  # what a login shell hands on, whatever this process was started with
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-
-        return subprocess.Popen(
-            ["bash", str(self.root / "scripts" / "launch.sh"), *words],
-            cwd=self.work,
-            env=environment(PYTHON=sys.executable, SAMESTEP_TEST=self.mark, **(environ or {})),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=signals,
-        )
-
-    def run(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-        return end_of(self.start(launcher, *arguments, **settings))
-
-    def notes(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "notes.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def processes(self) -> list[int]:
-        mark = f"SAMESTEP_TEST={self.mark}".encode()
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
-
-
-def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-@pytest.fixture(scope="session")
-def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("house")
-    shutil.copytree(CORE, root / "core", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    (root / "scripts").mkdir()
-    shutil.copy(REPOSITORY / "scripts" / "launch.sh", root / "scripts")
-    (root / "apps" / "toy").mkdir(parents=True)
-    (root / "apps" / "toy" / "options.py").write_text(OPTIONS)
-    (root / "apps" / "toy" / "requirements.txt").write_text("# the toy needs nothing\n")
-    (root / "apps" / "bench").mkdir()
-    (root / "apps" / "bench" / "options.py").write_text(BENCH_OPTIONS)
-    (root / "apps" / "bench" / "requirements.txt").write_text("# the bench needs nothing\n")
-    for name, constant, seconds in (("supervise.py", "STOP_SECONDS", "1.5"), ("log.py", "LOCK_SECONDS", "0.5")):
-        path = root / "core" / "samestep" / name
-        text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
-        assert count == 1
-        path.write_text(text)
-    return root
-
-
-@pytest.fixture
-def house(house_root: Path, tmp_path: Path) -> Iterator[House]:
-    """At the end of a test nothing that it started may be running."""
-    made = House(house_root, tmp_path / "work")
-    yield made
-    left = [] if gone(made.processes) else made.processes()
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert left == [], "processes were left behind"
-
+from house import CORE, LIMIT, REPOSITORY, SLEEPER, STUBBORN, House, end_of, environment, gone, wait_for
+from launcher import launch
+from launcher.launch import Job, Nodes, read_nodes
+from processes import is_running
+from samestep import UserError
 
 # --- which machine of how many? ----------------------------------------------------------------------------------
 
@@ -324,7 +143,7 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
     template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}"]
     options = ["--data-dir={python}", "a b", "{}", "--epochs=1"]
     given, nodes, logs = Namespace(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
-    command = launch._command(template, "toy", "/py", 4, nodes, 29400, logs, options, given)
+    command = Job("toy", template, 4, nodes, given, options[:2]).command("/py", 29400, logs, *options[2:])
     assert command == [
         "--python=/py",
         "--nproc=4",
@@ -338,7 +157,7 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         *options,  # as they are, whatever is in them
     ]
     one, words = Nodes(1, 0, None, None), ["{master_addr}", "--host={host}"]
-    assert launch._command(words, "toy", "/py", 1, one, 1, logs, [], given) == ["127.0.0.1", "--host=127.0.0.1"]
+    assert Job("toy", words, 1, one, given, []).command("/py", 1, logs) == ["127.0.0.1", "--host=127.0.0.1"]
 
 
 # --- the script of a real app ------------------------------------------------------------------------------------
@@ -424,7 +243,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize(("app", "said"), [("mnist_dpp", "did you mean mnist_ddp?"), ("zzz", "apps: ")])
 def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, said: str) -> None:
-    done = call(str(REPOSITORY / "scripts" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
+    done = call(str(REPOSITORY / "scripts" / "launcher" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: there is no app {app}; ")
     assert said in done.stderr
@@ -445,7 +264,7 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
 
 RESERVE = """
 import contextlib, json, sys
-from samestep import supervise
+from launcher import supervise
 with contextlib.ExitStack() as stack:
     ports = [stack.enter_context(supervise.reserved_port(None)) for _ in range(400)]
     print(json.dumps(ports), flush=True)
@@ -458,7 +277,7 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RESERVE],
-            env=environment(PYTHONPATH=str(CORE), TMPDIR=str(tmp_path)),
+            env=environment(PYTHONPATH=f"{REPOSITORY / 'scripts'}:{CORE}", TMPDIR=str(tmp_path)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -484,7 +303,7 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
 # --- starts and restarts -----------------------------------------------------------------------------------------
 
 
-def test_a_job_gets_what_was_settled_once(house: House) -> None:
+def test_a_job_gets_what_was_resolved_once(house: House) -> None:
     code = "note(nproc=nproc, port=port, options=options, environ=dict(os.environ)); print('RESULT {}')"
     done = house.run(code, "3", "--epochs=2", environ={"PET_NODE_RANK": "0"})
     assert (done.returncode, done.stdout) == (0, "RESULT {}\n"), done.stderr
@@ -496,6 +315,7 @@ def test_a_job_gets_what_was_settled_once(house: House) -> None:
     environ = note["environ"]
     assert environ["SAMESTEP_JOB"]
     assert environ["SAMESTEP_RESTARTS"] == "0"
+    assert environ["SAMESTEP_WORLD_SIZE"] == "3"
     assert int(environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
     assert not [name for name in environ if name.startswith("PET_")]
     assert "SAMESTEP_SECOND_STAGE" not in environ
@@ -517,7 +337,7 @@ def test_the_default_run_dir_is_new_each_time(house: House) -> None:
 
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_job_that_keeps_failing_is_started_again_so_many_times(house: House, restarts: int) -> None:
-    code = "note(attempt=attempt, job=os.environ['SAMESTEP_JOB']); sys.exit(7)"
+    code = "heartbeat(1); note(attempt=attempt, job=os.environ['SAMESTEP_JOB']); sys.exit(7)"
     done = house.run(code, "2", f"--max-restarts={restarts}")
     assert (done.returncode, done.stdout) == (1, "")
     assert [note["attempt"] for note in house.notes()] == list(range(restarts + 1))
@@ -643,7 +463,7 @@ def test_a_signal_stops_all_descendants(house: House, number: int, code: int, de
 def test_a_second_ctrl_c_kills_at_once(house: House, tmp_path: Path) -> None:
     root = tmp_path / "patient"
     shutil.copytree(house.root, root)
-    path = root / "core" / "samestep" / "supervise.py"
+    path = root / "scripts" / "launcher" / "supervise.py"
     path.write_text(re.sub(r"^STOP_SECONDS = .*", f"STOP_SECONDS = {10 * LIMIT}", path.read_text(), flags=re.MULTILINE))
     patient = House(root, house.work)
     patient.mark = house.mark
@@ -672,7 +492,7 @@ import os, signal, subprocess, sys
 
 def start(self, *arguments, **settings):
     original(self, *arguments, **settings)
-    if settings.get("start_new_session") and sys.argv[0].endswith("launch.py"):
+    if settings.get("start_new_session") and sys.argv[0].endswith("/launcher"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 original, subprocess.Popen.__init__ = subprocess.Popen.__init__, start
@@ -698,7 +518,7 @@ def bench(house: House, code: str, *arguments: str) -> subprocess.CompletedProce
     return end_of(house.script("bench", *template, "--", *arguments))
 
 
-def test_an_app_without_resume_has_its_run_dir_settled_and_nothing_else(house: House) -> None:
+def test_an_app_without_resume_has_its_run_dir_resolved_and_nothing_else(house: House) -> None:
     done = bench(house, "pass", "2", "count", "--up-to=3", f"--run-dir={house.run_dir}")
     assert done.returncode == 0, done.stderr
     app = str(house.root / "apps" / "bench")
