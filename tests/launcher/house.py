@@ -138,12 +138,13 @@ class House:
         return subprocess.Popen(
             ["bash", str(self.root / "scripts" / "launcher" / "launch.sh"), *words],
             cwd=self.work,
-            env=environment(PYTHON=sys.executable, SAMESTEP_TEST=self.mark, **(environ or {})),
+            env=environment(**{"PYTHON": sys.executable, "SAMESTEP_TEST": self.mark, **(environ or {})}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=signals,
+            start_new_session=True,
         )
 
     def run(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:

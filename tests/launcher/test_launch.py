@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from house import CORE, LIMIT, REPOSITORY, SLEEPER, STUBBORN, House, end_of, environment, gone, wait_for
-from launcher import launch
+from launcher import launch, venvs
 from launcher.launch import Job, Nodes, read_nodes
 from processes import is_running
 from samestep import UserError
@@ -153,7 +153,7 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         "--master_port=29400",
         "--log_dir=r/log",
         "--sort=x",  # no --host, as there are two machines, and no --gpus, as none are given
-        str(launch.ROOT / "apps" / "toy" / "train.py"),
+        str(venvs.ROOT / "apps" / "toy" / "train.py"),
         *options,  # as they are, whatever is in them
     ]
     one, words = Nodes(1, 0, None, None), ["{master_addr}", "--host={host}"]
@@ -241,6 +241,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
+@pytest.mark.parametrize(
+    ("words", "spawns"),
+    [
+        ([], False),
+        (["--launcher=spawn"], True),
+        (["--launcher", "spawn"], True),
+        (["--launcher=spawn", "--launcher", "launch"], False),
+        (["--launcher", "spawn", "--launcher=launch"], False),
+        (["--launcher=launch", "--launcher=spawn", "--quiet"], True),
+    ],
+)
+def test_of_several_launchers_the_last_counts(tmp_path: Path, words: list[str], spawns: bool) -> None:
+    """The script must choose as the options do, which train.py reads."""
+    done = call(str(REPOSITORY / "scripts" / "run_lenet_paddle.sh"), "2", *words, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("paddle.distributed.launch" not in done.stdout) == spawns
+    assert ("--nprocs=2" in done.stdout) == spawns
+
+
 @pytest.mark.parametrize(("app", "said"), [("mnist_dpp", "did you mean mnist_ddp?"), ("zzz", "apps: ")])
 def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, said: str) -> None:
     done = call(str(REPOSITORY / "scripts" / "launcher" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
@@ -321,6 +340,18 @@ def test_a_job_gets_what_was_resolved_once(house: House) -> None:
     assert "SAMESTEP_SECOND_STAGE" not in environ
 
 
+SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+
+
+def test_the_number_of_ranks_that_was_asked_for_counts_all_machines(house: House) -> None:
+    done = house.run("note(n=os.environ['SAMESTEP_WORLD_SIZE'], options=options)", "3", environ=SECOND)
+    assert done.returncode == 0, done.stderr
+    (note,) = house.notes()
+    assert note["n"] == "6"
+    assert f"--run-dir={house.run_dir}" in note["options"]
+    assert "--resume" not in note["options"]  # the first machine resolves the rest
+
+
 def test_threads_that_the_user_set_stay(house: House) -> None:
     assert house.run("note(n=os.environ['OMP_NUM_THREADS'])", environ={"OMP_NUM_THREADS": "7"}).returncode == 0
     assert house.notes() == [{"n": "7"}]
@@ -348,6 +379,32 @@ def test_a_job_that_keeps_failing_is_started_again_so_many_times(house: House, r
         assert re.match(rf"warning: .* code 7; starting it again \({number} of {restarts}\)", line)
     assert error.startswith("error: the job ended with code 7")
     assert str(house.run_dir / "log") in error
+
+
+def test_a_job_that_fails_twice_before_its_first_step_is_not_started_again(house: House) -> None:
+    code = """
+note(attempt=attempt)
+heartbeat(0)
+heartbeat(5, rank=1, job="another")
+(run_dir / "log" / "alive-2").write_text("{")
+(run_dir / "log" / "alive-3").write_text("[1]")
+sys.exit(7)
+"""
+    done = house.run(code, "2", "--max-restarts=5")
+    assert done.returncode == 1
+    assert len(house.notes()) == 2
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith("warning: the job ended with code 7; starting it again (1 of 5)")
+    logs = house.run_dir / "log"
+    assert error == f"error: the job failed twice before its first step: see {logs}/launcher.log and rank-*.log"
+
+
+def test_failures_before_the_first_step_count_in_a_row_and_a_step_of_any_rank_ends_the_row(house: House) -> None:
+    code = "note(attempt=attempt)\nif attempt in (1, 3): heartbeat(0), heartbeat(1, rank=1)\nsys.exit(7)"
+    done = house.run(code, "2", "--max-restarts=9")
+    assert done.returncode == 1
+    assert [note["attempt"] for note in house.notes()] == [0, 1, 2, 3, 4, 5]
+    assert done.stderr.splitlines()[-1].startswith("error: the job failed twice before its first step: ")
 
 
 @pytest.mark.parametrize("failure", ["sys.exit(1)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
@@ -391,6 +448,49 @@ os.write(2, b"\\xff bytes" + bytes([10]) + b"error: no newline")
     assert text.count("error: no space left") == 3
     assert "a traceback" in text
     assert "launcher.py" in text  # the command itself
+
+
+@pytest.mark.parametrize(("app", "shown"), [("toy", []), ("prefix", ["error: no space left", "warning: slow"])])
+def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(house: House, app: str, shown: list[str]) -> None:
+    lines = ["[0]<stderr>:error: no space left", "[1]<stderr>:error: no space left", "[12]<stderr>:warning: slow"]
+    code = f"import os; os.write(2, {chr(10).join(lines).encode()!r})"
+    run_dir = f"--run-dir={house.run_dir}"
+    done = end_of(house.script(app, "{python}", "-c", code, "--", "2", run_dir, "--dataset=mnist-5k"))
+    assert (done.returncode, done.stderr.splitlines()) == (0, shown)
+    assert all(line in (house.run_dir / "log" / "launcher.log").read_text() for line in lines)
+
+
+def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(house: House) -> None:
+    """By the watchdog's file alone, although the launcher and a rank ignore TERM; its message still comes out."""
+    code = f"""
+note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
+if attempt == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank({STUBBORN!r}, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
+    (run_dir / "log" / "stalled").write_text("{{}}")
+    print("error: rank 1 is stuck", file=sys.stderr, flush=True)
+    time.sleep(600)
+"""
+    done = house.run(code)
+    assert done.returncode == 0, done.stderr
+    assert [note["stalled"] for note in house.notes()] == [False, False]
+    error, warning = done.stderr.splitlines()
+    assert error == "error: rank 1 is stuck"
+    assert "ended with code -9; starting it again" in warning
+
+
+def test_a_message_ends_no_job_whatever_it_says(house: House) -> None:
+    code = "note()\nprint('error: no progress for 9 s', file=sys.stderr, flush=True)\ntime.sleep(1)"
+    done = house.run(code)
+    assert (done.returncode, done.stderr) == (0, "error: no progress for 9 s\n")
+    assert len(house.notes()) == 1
+
+
+def test_what_an_earlier_job_said_of_a_stalled_rank_does_not_count(house: House) -> None:
+    (house.run_dir / "log").mkdir(parents=True)
+    (house.run_dir / "log" / "stalled").write_text("{}")
+    assert house.run("note()\ntime.sleep(1)").returncode == 0
+    assert len(house.notes()) == 1
 
 
 def test_what_a_killed_launcher_left_is_gone_before_the_next_start(house: House) -> None:
@@ -592,6 +692,17 @@ def test_another_runs_checkpoint_is_refused_before_anything_starts(house: House)
     assert house.run(saving(house, 0), "3", "--seed=1", "--epochs=9").returncode == 0  # these may change
 
 
+def test_the_launch_script_reads_no_arrays(house: House) -> None:
+    """A damaged array is for rank 0 to find, which must read it anyway: the launch script neither sees nor moves it."""
+    assert house.run(saving(house, 4), "1").returncode == 0
+    arrays = house.run_dir / "checkpoints" / "step-00000004" / "model.safetensors"
+    arrays.write_bytes(arrays.read_bytes()[:-1] + b"x")
+    done = house.run(saving(house, 0), "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(house.notes()) == 2
+    assert arrays.exists()
+
+
 def test_damaged_checkpoints_stop_the_run_and_no_resume_sets_them_aside(house: House) -> None:
     assert house.run(saving(house, 4), "1").returncode == 0
     (house.run_dir / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
@@ -620,9 +731,19 @@ def test_a_second_job_on_the_same_run_dir_waits_and_names_the_first(house: House
     assert house.run("note()").returncode == 0
 
 
-def test_a_run_dir_that_cannot_be_made_is_one_line(house: House) -> None:
+@pytest.mark.parametrize("environ", [{}, SECOND], ids=["first machine", "second machine"])
+def test_a_run_dir_that_cannot_be_made_is_one_line(house: House, environ: dict[str, str]) -> None:
     (house.work / "file").write_text("")
-    done = house.run("note()", "1", "--run-dir=file/run")
+    done = house.run("note()", "1", "--run-dir=file/run", environ=environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: cannot make ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("environ", [{}, SECOND], ids=["first machine", "second machine"])
+def test_a_default_run_dir_that_cannot_be_made_is_one_line(house: House, environ: dict[str, str]) -> None:
+    (house.work / "runs").write_text("")
+    done = end_of(house.script("toy", "{python}", "-c", "pass", "--", "1", "--dataset=mnist-5k", environ=environ))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: cannot make ")
     assert len(done.stderr.splitlines()) == 1
