@@ -27,7 +27,6 @@ import re
 import shlex
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from string import Formatter
 from typing import Any
 
 from samestep import FatalError, UserError
+from samestep.options import Options
 
 from launcher import supervise, venvs
 from launcher.supervise import read_text, say
@@ -74,7 +74,7 @@ class Job:
     template: Sequence[str]
     nproc: int
     nodes: Nodes
-    options: Namespace
+    options: Options
     arguments: Sequence[str]  # options, as they were given
 
     @property
@@ -235,7 +235,7 @@ def _app_options(app: str) -> Any:
     return module
 
 
-def _check_paths(options: Namespace) -> None:
+def _check_paths(options: Options) -> None:
     for name in ("data_dir", "run_dir"):
         path = getattr(options, name, None)
         if path is not None and path.exists() and not path.is_dir():

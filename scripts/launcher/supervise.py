@@ -110,16 +110,14 @@ def run_once(
 def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
     """The launcher's exit code, when it has ended.
 
-    When a watchdog has named a stalled rank, by the file ``stalled``, the job is ended here: torchrun would wait 30 s
-    for a rank that is stopped to answer its TERM.
+    When a watchdog has named a stalled rank, which it does on the console and then by the file ``stalled``, the job is
+    ended here: torchrun would wait 30 s for a rank that is stopped to answer its TERM.
     """
-    named = False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=POLL_SECONDS)
-        if named:  # since the last look: the watchdog writes the file first, then its message
+        if stalled.exists():
             _kill(_processes_of(job), signal.SIGKILL)
-        named = stalled.exists()
 
 
 def _pump(stream: IO[bytes], log_file: Path, line_prefix: str) -> None:

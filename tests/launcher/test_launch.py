@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from launcher import launch, venvs
 from launcher.launch import Job, Nodes, read_nodes
 from processes import is_running
 from samestep import UserError
+from samestep.options import Options
 
 # --- which machine of how many? ----------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
     names = "python nproc nnodes node_rank master_addr master_port log_dir host gpus sort"
     template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}"]
     options = ["--data-dir={python}", "a b", "{}", "--epochs=1"]
-    given, nodes, logs = Namespace(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
+    given, nodes, logs = Options(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
     command = Job("toy", template, 4, nodes, given, options[:2]).command("/py", 29400, logs, *options[2:])
     assert command == [
         "--python=/py",
@@ -216,6 +216,7 @@ def test_help_teaches(tmp_path: Path, words: list[str]) -> None:
         ([], {}, "N, the number of ranks, is missing"),
         (["none"], {}, "N=none is not a whole number"),
         (["4", "--epoch", "1"], {}, "did you mean --epochs?"),
+        (["4", "--dry-rum"], {}, "did you mean --dry-run?"),
         (["4", "--lr=-1"], {}, "--lr: "),
         (["4", "--data-dir=file"], {}, "--data-dir file is not a directory"),
         (["4", "--run-dir=file"], {}, "--run-dir file is not a directory"),
@@ -467,8 +468,8 @@ note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
 if attempt == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank({STUBBORN!r}, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
-    (run_dir / "log" / "stalled").write_text("{{}}")
     print("error: rank 1 is stuck", file=sys.stderr, flush=True)
+    (run_dir / "log" / "stalled").write_text("{{}}")
     time.sleep(600)
 """
     done = house.run(code)
