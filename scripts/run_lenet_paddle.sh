@@ -3,8 +3,14 @@
 # paddle.distributed.launch starts the ranks, or train.py itself by paddle.distributed.spawn. Neither ever restarts them.
 command=({python} -m paddle.distributed.launch --nnodes={nnodes} --rank={node_rank} --nproc_per_node={nproc}
   --master={master_addr}:{master_port} --host={host} --devices={gpus} --log_dir={log_dir} {train} {options})
-case " $* " in
-*" --launcher=spawn "* | *" --launcher spawn "*) command=({python} {train} --nprocs={nproc} {options}) ;;
-esac
+launcher= previous=
+for word in "$@"; do # of several --launcher the last counts, in either spelling
+  case $previous,$word in
+  --launcher,*) launcher=$word ;;
+  *,--launcher=*) launcher=${word#*=} ;;
+  esac
+  previous=$word
+done
+if [ "$launcher" = spawn ]; then command=({python} {train} --nprocs={nproc} {options}); fi
 export PYTHONWARNINGS=ignore:"No ccache found":UserWarning  # Paddle's, of no use to who only trains
 exec bash "$(dirname "${BASH_SOURCE[0]}")/launcher/launch.sh" lenet_paddle "${command[@]}" -- "$@"

@@ -2,49 +2,43 @@
 
 ``scripts/run_<app>.sh`` hands over its framework's launcher as a template and the user's arguments::
 
-    launch.py <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
+    launch.sh <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
 
-An app whose options.py declares ``COMMANDS`` (name: what it does) takes one of them after N. An app without
-``--resume`` does not train: it has no data set and no checkpoints to settle, and is not started again.
+An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): the call takes one of them after N.
+``LAUNCHER``, what is particular to the app's launcher::
 
-It works in two stages. The first runs on the system's Python with the standard library alone: it tells every mistake
-that can be told without the framework, makes ``.venvs/<app>``, and continues in that environment. The second settles
+    line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
+
+An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
+
+It works in two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
+that can be found without the framework, makes ``.venvs/<app>``, and continues in that environment. The second resolves
 data, run dir and checkpoint, then starts the launcher, again and again if need be, and leaves no process behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import hashlib
 import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
-import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if __name__ == "__main__":  # started as a file: make this package and core importable, not this file's folder
-    root = Path(__file__).resolve().parents[2]
-    sys.path[:1] = [str(root / "scripts"), str(root / "core")]
-
-from launcher import venvs
 from samestep import FatalError, UserError
-from launcher.supervise import Stopped, port_is_free, read_text, reserved_port, run_once, say, stop_on_signals
-from launcher.venvs import ROOT, make_folder
+from samestep.options import Options
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from samestep.checkpoint import Checkpoint
-
+from launcher import supervise, venvs
+from launcher.supervise import read_text, say
+from launcher.venvs import ROOT
 
 HELP = """\
 N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
@@ -64,7 +58,7 @@ exit codes: 0 done, 2 a mistake in the call, 130 and 143 stopped by Ctrl-C and T
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job: how many, which one this is, and where they meet (None on one machine)."""
+    """The machines of a job: how many, which one this is, and their rendezvous (None on one machine)."""
 
     count: int
     rank: int
@@ -73,18 +67,48 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What is decided once, before the ranks start: run dir, data set, and the checkpoint to resume from."""
+class Job:
+    """What to start on this machine: an app's launcher, the words for its ranks, and how many of them."""
 
-    run_dir: Path
-    dataset: str
-    requested_dataset: str
-    checkpoint: Checkpoint | None
+    app: str
+    template: Sequence[str]
+    nproc: int
+    nodes: Nodes
+    options: Options
+    arguments: Sequence[str]  # options, as they were given
+
+    @property
+    def trains(self) -> bool:
+        return hasattr(self.options, "resume")
+
+    def command(self, python: str, port: int, logs: Path, *more: str) -> list[str]:
+        """The launcher's command. A word of the template that names what is not given is left out."""
+        values = {
+            **vars(self.options),
+            "python": python,
+            "nproc": self.nproc,
+            "nnodes": self.nodes.count,
+            "node_rank": self.nodes.rank,
+            "host": None if self.nodes.count > 1 else "127.0.0.1",  # several machines have names of their own
+            "master_addr": self.nodes.master_addr or "127.0.0.1",
+            "master_port": port,
+            "world_size": self.nproc * self.nodes.count,
+            "log_dir": logs,
+            "app": ROOT / "apps" / self.app,
+            "train": ROOT / "apps" / self.app / "train.py",
+        }
+        command: list[str] = []
+        for word in self.template:
+            if word == "{options}":
+                command += [*self.arguments, *more]
+            elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
+                command.append(word.format(**values))
+        return command
 
 
 def main(argv: Sequence[str]) -> int:
     second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
-    stop_on_signals()
+    supervise.stop_on_signals()
     try:
         app, arguments = argv[0], list(argv[1:])
         split = arguments.index("--")
@@ -96,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     except FatalError as problem:
         say(f"error: {problem}")
         return 1
-    except Stopped as stopped:
+    except supervise.Stopped as stopped:
         return 128 + stopped.number
 
 
@@ -112,42 +136,21 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
-    trains = hasattr(options, "resume")
     _check_paths(options)
 
+    job = Job(app, template, nproc, nodes, options, arguments)
     if dry_run:
         python = os.environ.get("PYTHON") or str(venvs.folder(app) / "bin" / "python")
-        port = nodes.master_port or 29500
         logs = (options.run_dir or Path("runs", app, "UTC-TIME")) / "log"
-        print(shlex.join(_command(template, app, python, nproc, nodes, port, logs, arguments, options)))
+        print(shlex.join(job.command(python, nodes.master_port or 29500, logs)))
         return 0
     if not second_stage:
         python = venvs.given_python() or venvs.ensure(app)
         os.environ["SAMESTEP_SECOND_STAGE"] = "1"
         sys.stdout.flush()
-        os.execv(python, [python, __file__, *sys.argv[1:]])
-
+        os.execv(python, [python, *sys.argv])
     venvs.check_requirements(app)
-    if nodes.rank > 0:  # machine 0 settles; its rank 0 tells the others
-        run_dir = options.run_dir or _new_run_dir(app)
-        (run_dir / "log").mkdir(parents=True, exist_ok=True)
-        return _supervise(template, app, nproc, nodes, [*arguments, f"--run-dir={run_dir.resolve()}"], options, run_dir)
-    from samestep import log
-
-    made = None if options.run_dir else _new_run_dir(app)
-    options.run_dir = options.run_dir or made
-    try:
-        settled = settle(app, options) if trains else None
-        run_dir = settled.run_dir if settled else _settle_run_dir(app, options.run_dir)
-    except BaseException:
-        if made:  # nothing has begun: leave nothing
-            shutil.rmtree(made, ignore_errors=True)
-        raise
-    log.unlock(log.WRITER_BYTE)  # rank 0's from here on
-    arguments.append(f"--run-dir={run_dir}")
-    if settled:
-        arguments += ["--resume", f"--dataset={settled.dataset}", f"--requested-dataset={settled.requested_dataset}"]
-    return _supervise(template, app, nproc, nodes, arguments, options, run_dir)
+    return _resolve_and_run(job, getattr(module, "LAUNCHER", {}).get("line_prefix", ""))
 
 
 def _help(app: str, trains: bool) -> str:
@@ -155,48 +158,6 @@ def _help(app: str, trains: bool) -> str:
     return HELP.format(
         app=app, prepares=" and prepares the data" if trains else "", recovers=recovers if trains else ""
     )
-
-
-def settle(app: str, options: Namespace, fresh: bool = True) -> Settled:
-    """Decide run dir, data set and checkpoint, and lock the run dir; the launch script calls this, then rank 0.
-
-    ``fresh`` is False in a process that a launcher started again: --no-resume then no longer applies.
-    Raises UserError when the run dir holds another run, FatalError when none of its checkpoints is good.
-    """
-    from samestep import checkpoint, datasets, log
-    from samestep.options import arithmetic
-
-    run_dir = _settle_run_dir(app, options.run_dir or _run_dir_of_this_job(app))
-    found = None
-    if options.resume or not fresh:
-        found = checkpoint.newest(run_dir, log.warning)
-    else:
-        checkpoint.set_aside(run_dir)
-
-    asked = options.requested_dataset or options.dataset  # None: the user named none
-    if found:  # a resumed run keeps its data set
-        recorded, asked_before = found.arithmetic.get("dataset"), found.state.get("requested_dataset")
-        same = asked in (None, recorded, asked_before)
-        checkpoint.check_same_run(found, app, {**arithmetic(options), "dataset": recorded if same else asked})
-        checkpoint.retire_newer(found)
-        source = datasets.resolve(str(recorded), options.data_dir, fallback=False)
-        return Settled(run_dir, source.name, asked_before or asked or source.name, found)
-    source = datasets.resolve(options.dataset or options.default_dataset, options.data_dir)
-    if source.notice:
-        log.warning(source.notice)
-    return Settled(run_dir, source.name, asked or options.default_dataset, None)
-
-
-def _settle_run_dir(app: str, run_dir: Path) -> Path:
-    """Make the run dir and lock it; returns it as an absolute path."""
-    from samestep import log
-
-    run_dir = run_dir.resolve()
-    make_folder(run_dir / "log")
-    under_script = "SAMESTEP_LAUNCHER" in os.environ
-    for byte in (log.WRITER_BYTE,) if under_script else (log.LAUNCHER_BYTE, log.WRITER_BYTE):
-        log.lock(run_dir, byte, f"{app}, started by {Path(sys.argv[0]).name}")
-    return run_dir
 
 
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -233,7 +194,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
             f"{count} machines, but MASTER_PORT is not set: choose a free port of machine 0, the same on all"
         )
     port = _integer(name, text, least=1, most=65535) if text else None
-    if port and rank == 0 and not port_is_free(port):
+    if port and rank == 0 and not supervise.port_is_free(port):
         raise UserError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
     return Nodes(count, rank, addr, port)
 
@@ -274,7 +235,7 @@ def _app_options(app: str) -> Any:
     return module
 
 
-def _check_paths(options: Namespace) -> None:
+def _check_paths(options: Options) -> None:
     for name in ("data_dir", "run_dir"):
         path = getattr(options, name, None)
         if path is not None and path.exists() and not path.is_dir():
@@ -292,103 +253,71 @@ def _check_paths(options: Namespace) -> None:
         raise UserError(f"--init-from {path} is not a safetensors file: name a run's model.safetensors")
 
 
-def _command(
-    template: Sequence[str],
-    app: str,
-    python: str,
-    nproc: int,
-    nodes: Nodes,
-    port: int,
-    logs: Path,
-    arguments: Sequence[str],
-    options: Namespace,
-) -> list[str]:
-    """The launcher's command. A word of the template that names what is not given is left out."""
-    values = {
-        **vars(options),
-        "python": python,
-        "nproc": nproc,
-        "nnodes": nodes.count,
-        "node_rank": nodes.rank,
-        "host": None if nodes.count > 1 else "127.0.0.1",  # several machines have names of their own
-        "master_addr": nodes.master_addr or "127.0.0.1",
-        "master_port": port,
-        "world_size": nproc * nodes.count,
-        "log_dir": logs,
-        "app": ROOT / "apps" / app,
-        "train": ROOT / "apps" / app / "train.py",
-    }
-    command: list[str] = []
-    for word in template:
-        if word == "{options}":
-            command += arguments
-        elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
-            command.append(word.format(**values))
-    return command
+# --- the job, in the app's environment ---------------------------------------------------------------------------
 
 
-# --- the run dir -------------------------------------------------------------------------------------------------
+def _resolve_and_run(job: Job, line_prefix: str) -> int:
+    """Resolve run dir, data set and checkpoint, and run the job with them."""
+    from samestep import rundir
 
-
-def _new_run_dir(app: str, suffix: str = "") -> Path:
-    from samestep.checkpoint import make_unique
-
-    folder = Path("runs", app, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + suffix)
+    made = None if job.options.run_dir else rundir.new(job.app)
+    run_dir: Path = (made or job.options.run_dir).resolve()
+    job.options.run_dir = run_dir
+    if job.nodes.rank > 0:  # machine 0 resolves; its rank 0 broadcasts
+        rundir.make_folder(run_dir / "log")
+        return _run(job, run_dir, line_prefix)
+    resolved: list[str] = []
     try:
-        return make_unique(folder)
-    except OSError as problem:
-        raise UserError(f"cannot make {folder.resolve()}: {problem.strerror}: name another with --run-dir") from problem
+        if job.trains:
+            found = rundir.resolve(job.app, job.options, verify=False)
+            lock = found.lock
+            resolved = ["--resume", f"--dataset={found.dataset}", f"--requested-dataset={found.requested_dataset}"]
+        else:
+            _, lock = rundir.claim(job.app, run_dir)
+    except BaseException:
+        if made:  # nothing has begun: leave nothing
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+    lock.release(rundir.WRITER_BYTE)  # rank 0's from here on; the launcher's byte is held until this process ends
+    return _run(job, run_dir, line_prefix, *resolved)
 
 
-def _run_dir_of_this_job(app: str) -> Path:
-    """Under a bare launcher: a new run dir, found again by the ranks that the same launcher starts anew.
-
-    Its name carries a key: the launcher's own id of the job, or the launcher's process.
-    """
-    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    slurm = os.environ.get("SLURM_JOB_ID")
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
-    key = elastic if elastic != "none" else f"slurm-{slurm}" if slurm else f"{socket.gethostname()}-{os.getppid()}"
-    suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
-    earlier = sorted(Path("runs", app).glob(f"*{suffix}"))
-    return earlier[-1] if earlier and restarts != "0" else _new_run_dir(app, suffix)
-
-
-# --- the job -----------------------------------------------------------------------------------------------------
-
-
-def _supervise(
-    template: Sequence[str],
-    app: str,
-    nproc: int,
-    nodes: Nodes,
-    arguments: Sequence[str],
-    options: Namespace,
-    run_dir: Path,
-) -> int:
+def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
     """Start the launcher, and again after a failure; return the script's exit code."""
     logs = run_dir / "log"
-    max_restarts = getattr(options, "max_restarts", 0)
+    max_restarts = job.options.max_restarts if job.trains else 0
+    stop_hint = f"; --run-dir={run_dir} resumes" if job.trains else ""
+    see = f"see {logs}/launcher.log and rank-*.log"
+    in_vain = 0  # starts in a row that ended before their first step
     for attempt in range(max_restarts + 1):
-        (logs / "no-restart").unlink(missing_ok=True)
-        with reserved_port(nodes.master_port) as port:
-            command = _command(template, app, sys.executable, nproc, nodes, port, logs, arguments, options)
-            resumes = f"; --run-dir={run_dir} resumes" if hasattr(options, "resume") else ""
-            code = run_once(command, nproc, nodes.count == 1, attempt, logs / "launcher.log", resumes)
+        for name in ("no-restart", "stalled"):  # what an earlier start left
+            (logs / name).unlink(missing_ok=True)
+        environ = supervise.environment(job.nproc, job.nodes.count, attempt)
+        with supervise.reserved_port(job.nodes.master_port) as port:
+            command = job.command(sys.executable, port, logs, f"--run-dir={run_dir}", *resolved)
+            code = supervise.run_once(command, environ, logs, line_prefix, stop_hint)
         if code == 0:
             return 0
         verdict = read_text(logs / "no-restart")
         if verdict is not None:
             return int(json.loads(verdict)["code"])
+        in_vain = 0 if _made_a_step(logs, environ["SAMESTEP_JOB"]) else in_vain + 1
+        if in_vain == 2:  # one such failure may be chance; what fails so twice fails each time
+            say(f"error: the job failed twice before its first step: {see}")
+            return 1
         if attempt < max_restarts:
             again = f"starting it again ({attempt + 1} of {max_restarts})"
             say(f"warning: the job ended with code {code}; {again}, logs in {logs}")
     after = f" after {max_restarts} restarts" if max_restarts else ""
-    say(f"error: the job ended with code {code}{after}: see {logs}/launcher.log and rank-*.log")
+    say(f"error: the job ended with code {code}{after}: {see}")
     return 1
 
 
-if __name__ == "__main__":
-    from launcher.launch import main as package_main  # the package's own classes, not this file's second copy
-
-    sys.exit(package_main(sys.argv[1:]))
+def _made_a_step(logs: Path, job: str) -> bool:
+    """Whether any rank of this machine did an update in this start, by the heartbeats that ranks leave."""
+    for path in logs.glob("alive-*"):
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged one says nothing
+            heartbeat = json.loads(path.read_text())
+            if heartbeat.get("job") == job and heartbeat.get("updates", 0) > 0:
+                return True
+    return False

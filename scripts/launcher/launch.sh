@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Called by scripts/run_<app>.sh: finds a Python to start with, and hands over to scripts/launcher/launch.py.
+# Called by scripts/run_<app>.sh: finds a Python to start with, and hands over to scripts/launcher.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.10 python3.9; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
-    exec "$python" "$root/scripts/launcher/launch.py" "$@"
+    exec "$python" "$root/scripts/launcher" "$@"
   fi
 done
 echo "error: no Python 3.9 or newer was found: install python3, or name one by PYTHON=/path/to/python" >&2

@@ -19,11 +19,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL
+POLL_SECONDS = 0.25  # between looks whether a watchdog has named a stalled rank
 
 
 class Stopped(BaseException):
@@ -44,45 +45,56 @@ def stop_on_signals() -> None:
             signal.signal(number, stop)
 
 
-def run_once(command: Sequence[str], nproc: int, one_machine: bool, attempt: int, log_file: Path, resumes: str) -> int:
-    """One start of the launcher; returns its exit code when all of the job's processes have ended.
-
-    ``resumes`` is said to who stops it.
-    """
-    job = uuid.uuid4().hex
+def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
+    """What one start of the launcher and its ranks find in their environment; SAMESTEP_JOB is new each time."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    launcher = f"{os.getpid()}@{socket.gethostname()}"
-    environ.update(SAMESTEP_JOB=job, SAMESTEP_LAUNCHER=launcher, SAMESTEP_RESTARTS=str(attempt))
+    environ.update(
+        SAMESTEP_JOB=uuid.uuid4().hex,
+        SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
+        SAMESTEP_RESTARTS=str(attempt),
+        SAMESTEP_WORLD_SIZE=str(nproc * node_count),  # what was asked for: a rank that finds another has lost others
+    )
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
     # Some launchers call `python` by name: as in an activated environment, that is this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
-    if one_machine:  # gloo would listen on the address of the host's name
+    if node_count == 1:  # gloo would listen on the address of the host's name
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
+    return environ
+
+
+def run_once(
+    command: Sequence[str], environ: Mapping[str, str], logs: Path, line_prefix: str = "", stop_hint: str = ""
+) -> int:
+    """One start of the launcher; returns its exit code when all of the job's processes have ended.
+
+    ``environ`` is of `environment`. ``line_prefix`` is a regular expression: what the launcher puts before each line of
+    a rank's stderr. ``stop_hint`` is said to who stops the job.
+    """
+    job, log_file = environ["SAMESTEP_JOB"], logs / "launcher.log"
     with log_file.open("ab") as log:
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
     # What the launcher says comes through this pipe; ranks whose launcher keeps their output in files open it too, and
-    # this process's stdout. Such a launcher (its command names log_file's folder) then repeats on its own stdout what
-    # it finds in those files: that is for the log.
+    # this process's stdout. Such a launcher (its command names the logs' folder) then repeats on its own stdout what it
+    # finds in those files: that is for the log.
     messages, errors = os.pipe()
-    keeps_files = any(str(log_file.parent) in word for word in command) and _can_be_opened(1)
-    environ["SAMESTEP_ERRORS"] = str(errors)
-    pump = threading.Thread(target=_pump, args=(os.fdopen(messages, "rb"), log_file, job), daemon=True)
+    keeps_files = any(str(logs) in word for word in command) and _can_be_opened(1)
+    pump = threading.Thread(target=_pump, args=(os.fdopen(messages, "rb"), log_file, line_prefix), daemon=True)
     pump.start()
     process = None
     try:
         # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
         process = subprocess.Popen(
             command,
-            env=environ,
+            env={**environ, "SAMESTEP_ERRORS": str(errors)},
             stdin=subprocess.DEVNULL,
             stdout=errors if keeps_files else None,
             stderr=errors,
             start_new_session=True,
         )
-        code = process.wait()
+        code = _wait(process, job, logs / "stalled")
     except Stopped as stopped:
         after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-        say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){resumes}")
+        say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
         _stop_all(job, process)
         raise
     finally:
@@ -95,23 +107,32 @@ def run_once(command: Sequence[str], nproc: int, one_machine: bool, attempt: int
     return code
 
 
-def _pump(stream: IO[bytes], log_file: Path, job: str) -> None:
-    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too.
+def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
+    """The launcher's exit code, when it has ended.
 
-    When a watchdog has named a stalled rank, the job is ended here: torchrun would wait 30 s for a rank that is
-    stopped to answer its TERM.
+    When a watchdog has named a stalled rank, which it does on the console and then by the file ``stalled``, the job is
+    ended here: torchrun would wait 30 s for a rank that is stopped to answer its TERM.
     """
-    told = set()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=POLL_SECONDS)
+        if stalled.exists():
+            _kill(_processes_of(job), signal.SIGKILL)
+
+
+def _pump(stream: IO[bytes], log_file: Path, line_prefix: str) -> None:
+    """The launcher's and the ranks' stderr: all of it into the log, our own one-line messages on the console too."""
+    prefix = re.compile(line_prefix.encode())
+    shown = set()
     with stream, log_file.open("ab", buffering=0) as log:
         for line in stream:
             with contextlib.suppress(OSError):
                 log.write(line)
-            line = re.sub(rb"^\[\d+\]<stderr>:", b"", line)  # horovodrun's prefix
-            if line.startswith((b"error: ", b"warning: ")) and line not in told:  # what all ranks say is said once
-                told.add(line)
+            found = prefix.match(line)
+            line = line[found.end() :] if found else line
+            if line.startswith((b"error: ", b"warning: ")) and line not in shown:  # what all ranks say is said once
+                shown.add(line)
                 say(line.decode(errors="replace").rstrip())
-            if line.startswith(b"error: no progress"):
-                _kill(_processes_of(job), signal.SIGKILL)
 
 
 def _can_be_opened(descriptor: int) -> bool:

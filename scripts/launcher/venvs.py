@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -15,24 +16,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 from samestep import FatalError, UserError
+
 from launcher.supervise import read_text, say
 
 ROOT = Path(__file__).resolve().parents[2]
+STAMP = "samestep-stamp"
 
 
 def folder(app: str) -> Path:
-    """Where the app's own environment is, or will be."""
+    """Where the app finds its environment: a link to one that is shared by all apps with equal requirements."""
     return ROOT / ".venvs" / app
-
-
-def make_folder(path: Path) -> None:
-    """Raises UserError where that is not possible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"cannot make {path}: {problem.strerror}: name another place") from problem
 
 
 def given_python() -> str | None:
@@ -48,44 +44,99 @@ def given_python() -> str | None:
 
 
 def ensure(app: str) -> str:
-    """Make ``.venvs/<app>`` from the app's requirements and core, unless its stamp says that it is up to date."""
-    venv = folder(app)
+    """The Python of the app's environment, which is made unless there is one of the same Python and requirements.
+
+    An environment is never changed: other requirements make another one, so a running job keeps what it started with.
+    That is also why the Python is named by the environment's own folder and not by the link.
+    """
+    link = folder(app)
+    venv = link.resolve()
+    version = _stamp(venv)
+    if version is None or venv.name != _key(app, version):
+        base, version = _find_python(app)
+        venv = link.with_name(_key(app, version))
+        with _lock(venv):  # two first starts at once: the second waits and finds it made
+            if _stamp(venv) is None:
+                say(f"first start: making .venvs/{app} with Python {version}; pip's own progress follows")
+                _make(app, venv, base)
+                (venv / STAMP).write_text(version)
+            _link(link, venv)
+    return str(venv / "bin" / "python")
+
+
+def _stamp(venv: Path) -> str | None:
+    """The version of its Python, written last: only a whole environment has a stamp."""
+    return read_text(venv / STAMP) if (venv / "bin" / "python").exists() else None
+
+
+def _key(app: str, version: str) -> str:
+    """The name of the environment: 12 hexadecimal digits of what decides its content."""
+    requirements, setup = _app_file(app, "requirements.txt"), _app_file(app, "setup.sh")
+    lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in requirements.splitlines()]
+    built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", requirements, re.MULTILINE)
+    sources = [name for names in re.findall(r"^# builds from: (.*)", setup, re.MULTILINE) for name in names.split()]
+    decides = [
+        version,
+        sorted(filter(None, lines)),
+        sorted(built),
+        (ROOT / "core" / "pyproject.toml").read_text(),
+        [setup, *(_app_file(app, name) for name in sources)],
+    ]
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
+
+
+def _app_file(app: str, name: str) -> str:
+    """Its content; empty where there is none."""
+    return read_text(ROOT / "apps" / app / name) or ""
+
+
+def _lock(venv: Path) -> IO[str]:
+    """Lock the making of an environment until the file that is returned is closed."""
+    path = venv.with_name(f".{venv.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as problem:
+        raise UserError(f"cannot make {path}: {problem.strerror}: or name an interpreter by PYTHON=") from problem
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _make(app: str, venv: Path, base: str) -> None:
+    shutil.rmtree(venv, ignore_errors=True)  # half of one, of a start that was stopped
     requirements, setup = ROOT / "apps" / app / "requirements.txt", ROOT / "apps" / app / "setup.sh"
-    sources = [path for path in (requirements, setup, ROOT / "core" / "pyproject.toml") if path.exists()]
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    stamp, python = venv / "samestep-stamp", venv / "bin" / "python"
-    if read_text(stamp) == wanted and python.exists():
-        return str(python)
-    make_folder(venv.parent)
-    with (venv.parent / f".{app}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two first starts at once: the second waits and finds it made
-        if read_text(stamp) == wanted and python.exists():
-            return str(python)
-        base, version = _find_python(requirements)
-        say(f"first start: making .venvs/{app} with Python {version}; pip's own progress follows")
-        shutil.rmtree(venv, ignore_errors=True)
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-        commands = [[base, "-m", "venv", str(venv)], [*pip, "-r", str(requirements), "-e", str(ROOT / "core")]]
-        if setup.exists():  # what no wheel is published of
-            commands.append(["bash", str(setup), str(python)])
-        for command in commands:
-            # pip talks on stdout; ours belongs to the result.
-            if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-                raise FatalError(f"could not make .venvs/{app}: `{shlex.join(command)}` failed, as it says above")
-        stamp.write_text(wanted)
-    return str(python)
+    python = str(venv / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    commands = [[base, "-m", "venv", str(venv)], [*pip, "-r", str(requirements), "-e", str(ROOT / "core")]]
+    if setup.exists():  # what no wheel is published of
+        commands.append(["bash", str(setup), python])
+    for command in commands:
+        # pip talks on stdout; ours belongs to the result.
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+            raise FatalError(f"could not make .venvs/{app}: `{shlex.join(command)}` failed, as it says above")
 
 
-def _find_python(requirements: Path) -> tuple[str, str]:
-    """A Python that can make environments, of a version the app's pins have wheels for: 3.11 first."""
-    line = re.search(r"^# python: (.*)$", requirements.read_text(), re.MULTILINE)
+def _link(link: Path, venv: Path) -> None:
+    """Let ``link`` lead to ``venv``, at once for whoever follows it."""
+    if link.is_dir() and not link.is_symlink():  # the environment itself, as it was before they were shared
+        shutil.rmtree(link)
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(venv.name)
+    temporary.replace(link)
+
+
+def _find_python(app: str) -> tuple[str, str]:
+    """A Python that can make environments, and its version, one that the app's pins have wheels for: 3.11 first."""
+    line = re.search(r"^# python: (.*)$", _app_file(app, "requirements.txt"), re.MULTILINE)
     versions = line.group(1).split() if line else ["3.11"]
     for command in [*(f"python{version}" for version in versions), "python3", "python"]:
-        probe = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+        probe = "import platform, venv, ensurepip; print(platform.python_version())"
         with contextlib.suppress(OSError):
             answer = subprocess.run([command, "-c", probe], capture_output=True, text=True, check=False)
-            if answer.returncode == 0 and answer.stdout.strip() in versions:
-                return command, answer.stdout.strip()
+            version = answer.stdout.strip()
+            if answer.returncode == 0 and ".".join(version.split(".")[:2]) in versions:
+                return command, version
     raise UserError(
         f"no Python {', '.join(versions)} with the venv module was found: install one (Debian: apt-get install "
         "python3.11-venv), or name an interpreter that has the requirements by PYTHON=/path/to/python"

@@ -6,7 +6,6 @@ ranks are small programs of the standard library, but real processes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,195 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import uuid
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from samestep import UserError, launch
-from samestep.launch import Nodes, read_nodes
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-CORE = Path(launch.__file__).resolve().parents[1]
-LIMIT = 40.0  # seconds that nothing here needs
-OURS = re.compile(
-    "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
-)
-
-OPTIONS = """
-from samestep.options import Parser, add_common
-
-def build_parser(prog=None, usage=None):
-    parser = Parser(prog=prog, usage=usage)
-    add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k",), devices=("auto", "cpu"))
-    return parser
-
-def parse(argv, prog=None, usage=None):
-    return build_parser(prog, usage).parse(argv)
-"""
-# Of an app that measures: commands, and neither a data set nor checkpoints.
-BENCH_OPTIONS = """
-from pathlib import Path
-from samestep.options import Parser
-
-COMMANDS = {"weigh": "a thing", "count": "many"}
-
-def build_parser(prog=None, usage=None):
-    parser = Parser(prog=prog, usage=usage)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what)
-        command.add_argument("--run-dir", type=Path)
-    command.add_argument("--up-to", type=int)
-    return parser
-
-def parse(argv, prog=None, usage=None):
-    return build_parser(prog, usage).parse(argv)
-"""
-# What every launcher below begins with: note() leaves a line for the test, rank() starts a child.
-LAUNCHER = """
-import json, os, signal, subprocess, sys, time
-from pathlib import Path
-
-nproc, port, *options = sys.argv[1:]
-run_dir = Path([option.split("=", 1)[1] for option in options if option.startswith("--run-dir=")][-1])
-attempt = int(os.environ["SAMESTEP_RESTARTS"])
-
-def note(**values):
-    with (run_dir / "notes.jsonl").open("a") as file:
-        file.write(json.dumps(values) + chr(10))
-
-def rank(code, **settings):
-    return subprocess.Popen([sys.executable, "-S", "-c", code], **settings)
-"""
-SLEEPER = "import time; time.sleep(600)"
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-)
-
-
-def environment(**changes: str) -> dict[str, str]:
-    return {**{name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}, **changes}
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LIMIT
-    while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
-
-
-def gone(processes: Callable[[], Sequence[int]]) -> bool:
-    """A process that was sent SIGKILL is gone a moment later."""
-    deadline = time.monotonic() + 5
-    while processes() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not processes()
-
-
-class House:
-    """A repository with one app, ``toy``; all that a test starts there carries a mark by which it is found again."""
-
-    def __init__(self, root: Path, work: Path) -> None:
-        self.root, self.work, self.run_dir = root, work, work / "run"
-        self.mark = uuid.uuid4().hex
-        work.mkdir(exist_ok=True)
-
-    def start(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
-        """``bash run_toy.sh`` with a launcher that is the given program."""
-        path = self.work / "launcher.py"
-        path.write_text(LAUNCHER + launcher)
-        template = ["{python}", str(path), "{nproc}", "{master_port}", "{options}"]
-        words = arguments or ("2",)
-        if not any(word.startswith("--run-dir") for word in words):
-            words = (*words, f"--run-dir={self.run_dir}")
-        return self.script("toy", *template, "--", *words, "--dataset=mnist-5k", **settings)
-
-    def script(
-        self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        def signals() -> None:  # what a login shell hands on, whatever this process was started with
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-
-        return subprocess.Popen(
-            ["bash", str(self.root / "scripts" / "launch.sh"), *words],
-            cwd=self.work,
-            env=environment(PYTHON=sys.executable, SAMESTEP_TEST=self.mark, **(environ or {})),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=signals,
-        )
-
-    def run(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-        return end_of(self.start(launcher, *arguments, **settings))
-
-    def notes(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "notes.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def processes(self) -> list[int]:
-        mark = f"SAMESTEP_TEST={self.mark}".encode()
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
-
-
-def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-@pytest.fixture(scope="session")
-def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("house")
-    shutil.copytree(CORE, root / "core", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    (root / "scripts").mkdir()
-    shutil.copy(REPOSITORY / "scripts" / "launch.sh", root / "scripts")
-    (root / "apps" / "toy").mkdir(parents=True)
-    (root / "apps" / "toy" / "options.py").write_text(OPTIONS)
-    (root / "apps" / "toy" / "requirements.txt").write_text("# the toy needs nothing\n")
-    (root / "apps" / "bench").mkdir()
-    (root / "apps" / "bench" / "options.py").write_text(BENCH_OPTIONS)
-    (root / "apps" / "bench" / "requirements.txt").write_text("# the bench needs nothing\n")
-    for name, constant, seconds in (("supervise.py", "STOP_SECONDS", "1.5"), ("log.py", "LOCK_SECONDS", "0.5")):
-        path = root / "core" / "samestep" / name
-        text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
-        assert count == 1
-        path.write_text(text)
-    return root
-
-
-@pytest.fixture
-def house(house_root: Path, tmp_path: Path) -> Iterator[House]:
-    """At the end of a test nothing that it started may be running."""
-    made = House(house_root, tmp_path / "work")
-    yield made
-    left = [] if gone(made.processes) else made.processes()
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert left == [], "processes were left behind"
-
+from house import CORE, LIMIT, REPOSITORY, SLEEPER, STUBBORN, House, end_of, environment, gone, wait_for
+from launcher import launch, venvs
+from launcher.launch import Job, Nodes, read_nodes
+from processes import is_running
+from samestep import UserError
+from samestep.options import Options
 
 # --- which machine of how many? ----------------------------------------------------------------------------------
 
@@ -323,8 +142,8 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
     names = "python nproc nnodes node_rank master_addr master_port log_dir host gpus sort"
     template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}"]
     options = ["--data-dir={python}", "a b", "{}", "--epochs=1"]
-    given, nodes, logs = Namespace(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
-    command = launch._command(template, "toy", "/py", 4, nodes, 29400, logs, options, given)
+    given, nodes, logs = Options(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
+    command = Job("toy", template, 4, nodes, given, options[:2]).command("/py", 29400, logs, *options[2:])
     assert command == [
         "--python=/py",
         "--nproc=4",
@@ -334,11 +153,11 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         "--master_port=29400",
         "--log_dir=r/log",
         "--sort=x",  # no --host, as there are two machines, and no --gpus, as none are given
-        str(launch.ROOT / "apps" / "toy" / "train.py"),
+        str(venvs.ROOT / "apps" / "toy" / "train.py"),
         *options,  # as they are, whatever is in them
     ]
     one, words = Nodes(1, 0, None, None), ["{master_addr}", "--host={host}"]
-    assert launch._command(words, "toy", "/py", 1, one, 1, logs, [], given) == ["127.0.0.1", "--host=127.0.0.1"]
+    assert Job("toy", words, 1, one, given, []).command("/py", 1, logs) == ["127.0.0.1", "--host=127.0.0.1"]
 
 
 # --- the script of a real app ------------------------------------------------------------------------------------
@@ -397,6 +216,7 @@ def test_help_teaches(tmp_path: Path, words: list[str]) -> None:
         ([], {}, "N, the number of ranks, is missing"),
         (["none"], {}, "N=none is not a whole number"),
         (["4", "--epoch", "1"], {}, "did you mean --epochs?"),
+        (["4", "--dry-rum"], {}, "did you mean --dry-run?"),
         (["4", "--lr=-1"], {}, "--lr: "),
         (["4", "--data-dir=file"], {}, "--data-dir file is not a directory"),
         (["4", "--run-dir=file"], {}, "--run-dir file is not a directory"),
@@ -422,9 +242,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
+@pytest.mark.parametrize(
+    ("words", "spawns"),
+    [
+        ([], False),
+        (["--launcher=spawn"], True),
+        (["--launcher", "spawn"], True),
+        (["--launcher=spawn", "--launcher", "launch"], False),
+        (["--launcher", "spawn", "--launcher=launch"], False),
+        (["--launcher=launch", "--launcher=spawn", "--quiet"], True),
+    ],
+)
+def test_of_several_launchers_the_last_counts(tmp_path: Path, words: list[str], spawns: bool) -> None:
+    """The script must choose as the options do, which train.py reads."""
+    done = call(str(REPOSITORY / "scripts" / "run_lenet_paddle.sh"), "2", *words, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("paddle.distributed.launch" not in done.stdout) == spawns
+    assert ("--nprocs=2" in done.stdout) == spawns
+
+
 @pytest.mark.parametrize(("app", "said"), [("mnist_dpp", "did you mean mnist_ddp?"), ("zzz", "apps: ")])
 def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, said: str) -> None:
-    done = call(str(REPOSITORY / "scripts" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
+    done = call(str(REPOSITORY / "scripts" / "launcher" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: there is no app {app}; ")
     assert said in done.stderr
@@ -445,7 +284,7 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
 
 RESERVE = """
 import contextlib, json, sys
-from samestep import supervise
+from launcher import supervise
 with contextlib.ExitStack() as stack:
     ports = [stack.enter_context(supervise.reserved_port(None)) for _ in range(400)]
     print(json.dumps(ports), flush=True)
@@ -458,7 +297,7 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RESERVE],
-            env=environment(PYTHONPATH=str(CORE), TMPDIR=str(tmp_path)),
+            env=environment(PYTHONPATH=f"{REPOSITORY / 'scripts'}:{CORE}", TMPDIR=str(tmp_path)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -484,7 +323,7 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
 # --- starts and restarts -----------------------------------------------------------------------------------------
 
 
-def test_a_job_gets_what_was_settled_once(house: House) -> None:
+def test_a_job_gets_what_was_resolved_once(house: House) -> None:
     code = "note(nproc=nproc, port=port, options=options, environ=dict(os.environ)); print('RESULT {}')"
     done = house.run(code, "3", "--epochs=2", environ={"PET_NODE_RANK": "0"})
     assert (done.returncode, done.stdout) == (0, "RESULT {}\n"), done.stderr
@@ -496,9 +335,22 @@ def test_a_job_gets_what_was_settled_once(house: House) -> None:
     environ = note["environ"]
     assert environ["SAMESTEP_JOB"]
     assert environ["SAMESTEP_RESTARTS"] == "0"
+    assert environ["SAMESTEP_WORLD_SIZE"] == "3"
     assert int(environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
     assert not [name for name in environ if name.startswith("PET_")]
     assert "SAMESTEP_SECOND_STAGE" not in environ
+
+
+SECOND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+
+
+def test_the_number_of_ranks_that_was_asked_for_counts_all_machines(house: House) -> None:
+    done = house.run("note(n=os.environ['SAMESTEP_WORLD_SIZE'], options=options)", "3", environ=SECOND)
+    assert done.returncode == 0, done.stderr
+    (note,) = house.notes()
+    assert note["n"] == "6"
+    assert f"--run-dir={house.run_dir}" in note["options"]
+    assert "--resume" not in note["options"]  # the first machine resolves the rest
 
 
 def test_threads_that_the_user_set_stay(house: House) -> None:
@@ -517,7 +369,7 @@ def test_the_default_run_dir_is_new_each_time(house: House) -> None:
 
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_job_that_keeps_failing_is_started_again_so_many_times(house: House, restarts: int) -> None:
-    code = "note(attempt=attempt, job=os.environ['SAMESTEP_JOB']); sys.exit(7)"
+    code = "heartbeat(1); note(attempt=attempt, job=os.environ['SAMESTEP_JOB']); sys.exit(7)"
     done = house.run(code, "2", f"--max-restarts={restarts}")
     assert (done.returncode, done.stdout) == (1, "")
     assert [note["attempt"] for note in house.notes()] == list(range(restarts + 1))
@@ -528,6 +380,32 @@ def test_a_job_that_keeps_failing_is_started_again_so_many_times(house: House, r
         assert re.match(rf"warning: .* code 7; starting it again \({number} of {restarts}\)", line)
     assert error.startswith("error: the job ended with code 7")
     assert str(house.run_dir / "log") in error
+
+
+def test_a_job_that_fails_twice_before_its_first_step_is_not_started_again(house: House) -> None:
+    code = """
+note(attempt=attempt)
+heartbeat(0)
+heartbeat(5, rank=1, job="another")
+(run_dir / "log" / "alive-2").write_text("{")
+(run_dir / "log" / "alive-3").write_text("[1]")
+sys.exit(7)
+"""
+    done = house.run(code, "2", "--max-restarts=5")
+    assert done.returncode == 1
+    assert len(house.notes()) == 2
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith("warning: the job ended with code 7; starting it again (1 of 5)")
+    logs = house.run_dir / "log"
+    assert error == f"error: the job failed twice before its first step: see {logs}/launcher.log and rank-*.log"
+
+
+def test_failures_before_the_first_step_count_in_a_row_and_a_step_of_any_rank_ends_the_row(house: House) -> None:
+    code = "note(attempt=attempt)\nif attempt in (1, 3): heartbeat(0), heartbeat(1, rank=1)\nsys.exit(7)"
+    done = house.run(code, "2", "--max-restarts=9")
+    assert done.returncode == 1
+    assert [note["attempt"] for note in house.notes()] == [0, 1, 2, 3, 4, 5]
+    assert done.stderr.splitlines()[-1].startswith("error: the job failed twice before its first step: ")
 
 
 @pytest.mark.parametrize("failure", ["sys.exit(1)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
@@ -571,6 +449,49 @@ os.write(2, b"\\xff bytes" + bytes([10]) + b"error: no newline")
     assert text.count("error: no space left") == 3
     assert "a traceback" in text
     assert "launcher.py" in text  # the command itself
+
+
+@pytest.mark.parametrize(("app", "shown"), [("toy", []), ("prefix", ["error: no space left", "warning: slow"])])
+def test_what_a_launcher_puts_before_each_line_is_known_by_its_app(house: House, app: str, shown: list[str]) -> None:
+    lines = ["[0]<stderr>:error: no space left", "[1]<stderr>:error: no space left", "[12]<stderr>:warning: slow"]
+    code = f"import os; os.write(2, {chr(10).join(lines).encode()!r})"
+    run_dir = f"--run-dir={house.run_dir}"
+    done = end_of(house.script(app, "{python}", "-c", code, "--", "2", run_dir, "--dataset=mnist-5k"))
+    assert (done.returncode, done.stderr.splitlines()) == (0, shown)
+    assert all(line in (house.run_dir / "log" / "launcher.log").read_text() for line in lines)
+
+
+def test_when_a_stalled_rank_is_named_the_job_is_ended_and_started_again(house: House) -> None:
+    """By the watchdog's file alone, although the launcher and a rank ignore TERM; its message still comes out."""
+    code = f"""
+note(attempt=attempt, stalled=(run_dir / "log" / "stalled").exists())
+if attempt == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank({STUBBORN!r}, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
+    print("error: rank 1 is stuck", file=sys.stderr, flush=True)
+    (run_dir / "log" / "stalled").write_text("{{}}")
+    time.sleep(600)
+"""
+    done = house.run(code)
+    assert done.returncode == 0, done.stderr
+    assert [note["stalled"] for note in house.notes()] == [False, False]
+    error, warning = done.stderr.splitlines()
+    assert error == "error: rank 1 is stuck"
+    assert "ended with code -9; starting it again" in warning
+
+
+def test_a_message_ends_no_job_whatever_it_says(house: House) -> None:
+    code = "note()\nprint('error: no progress for 9 s', file=sys.stderr, flush=True)\ntime.sleep(1)"
+    done = house.run(code)
+    assert (done.returncode, done.stderr) == (0, "error: no progress for 9 s\n")
+    assert len(house.notes()) == 1
+
+
+def test_what_an_earlier_job_said_of_a_stalled_rank_does_not_count(house: House) -> None:
+    (house.run_dir / "log").mkdir(parents=True)
+    (house.run_dir / "log" / "stalled").write_text("{}")
+    assert house.run("note()\ntime.sleep(1)").returncode == 0
+    assert len(house.notes()) == 1
 
 
 def test_what_a_killed_launcher_left_is_gone_before_the_next_start(house: House) -> None:
@@ -643,7 +564,7 @@ def test_a_signal_stops_all_descendants(house: House, number: int, code: int, de
 def test_a_second_ctrl_c_kills_at_once(house: House, tmp_path: Path) -> None:
     root = tmp_path / "patient"
     shutil.copytree(house.root, root)
-    path = root / "core" / "samestep" / "supervise.py"
+    path = root / "scripts" / "launcher" / "supervise.py"
     path.write_text(re.sub(r"^STOP_SECONDS = .*", f"STOP_SECONDS = {10 * LIMIT}", path.read_text(), flags=re.MULTILINE))
     patient = House(root, house.work)
     patient.mark = house.mark
@@ -672,7 +593,7 @@ import os, signal, subprocess, sys
 
 def start(self, *arguments, **settings):
     original(self, *arguments, **settings)
-    if settings.get("start_new_session") and sys.argv[0].endswith("launch.py"):
+    if settings.get("start_new_session") and sys.argv[0].endswith("/launcher"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 original, subprocess.Popen.__init__ = subprocess.Popen.__init__, start
@@ -698,7 +619,7 @@ def bench(house: House, code: str, *arguments: str) -> subprocess.CompletedProce
     return end_of(house.script("bench", *template, "--", *arguments))
 
 
-def test_an_app_without_resume_has_its_run_dir_settled_and_nothing_else(house: House) -> None:
+def test_an_app_without_resume_has_its_run_dir_resolved_and_nothing_else(house: House) -> None:
     done = bench(house, "pass", "2", "count", "--up-to=3", f"--run-dir={house.run_dir}")
     assert done.returncode == 0, done.stderr
     app = str(house.root / "apps" / "bench")
@@ -772,6 +693,17 @@ def test_another_runs_checkpoint_is_refused_before_anything_starts(house: House)
     assert house.run(saving(house, 0), "3", "--seed=1", "--epochs=9").returncode == 0  # these may change
 
 
+def test_the_launch_script_reads_no_arrays(house: House) -> None:
+    """A damaged array is for rank 0 to find, which must read it anyway: the launch script neither sees nor moves it."""
+    assert house.run(saving(house, 4), "1").returncode == 0
+    arrays = house.run_dir / "checkpoints" / "step-00000004" / "model.safetensors"
+    arrays.write_bytes(arrays.read_bytes()[:-1] + b"x")
+    done = house.run(saving(house, 0), "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(house.notes()) == 2
+    assert arrays.exists()
+
+
 def test_damaged_checkpoints_stop_the_run_and_no_resume_sets_them_aside(house: House) -> None:
     assert house.run(saving(house, 4), "1").returncode == 0
     (house.run_dir / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
@@ -800,9 +732,19 @@ def test_a_second_job_on_the_same_run_dir_waits_and_names_the_first(house: House
     assert house.run("note()").returncode == 0
 
 
-def test_a_run_dir_that_cannot_be_made_is_one_line(house: House) -> None:
+@pytest.mark.parametrize("environ", [{}, SECOND], ids=["first machine", "second machine"])
+def test_a_run_dir_that_cannot_be_made_is_one_line(house: House, environ: dict[str, str]) -> None:
     (house.work / "file").write_text("")
-    done = house.run("note()", "1", "--run-dir=file/run")
+    done = house.run("note()", "1", "--run-dir=file/run", environ=environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: cannot make ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("environ", [{}, SECOND], ids=["first machine", "second machine"])
+def test_a_default_run_dir_that_cannot_be_made_is_one_line(house: House, environ: dict[str, str]) -> None:
+    (house.work / "runs").write_text("")
+    done = end_of(house.script("toy", "{python}", "-c", "pass", "--", "1", "--dataset=mnist-5k", environ=environ))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: cannot make ")
     assert len(done.stderr.splitlines()) == 1

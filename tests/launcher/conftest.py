@@ -1,0 +1,53 @@
+"""The house in which the launch scripts are tested, and the paths by which its parts are imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "tests")]
+
+from house import BENCH_OPTIONS, CORE, OPTIONS, PREFIX_OPTIONS, House, gone  # noqa: E402
+
+CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+@pytest.fixture(scope="session")
+def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("house")
+    shutil.copytree(CORE, root / "core", ignore=CACHES)
+    shutil.copytree(REPOSITORY / "scripts" / "launcher", root / "scripts" / "launcher", ignore=CACHES)
+    for app, options in (("toy", OPTIONS), ("prefix", PREFIX_OPTIONS), ("bench", BENCH_OPTIONS)):
+        (root / "apps" / app).mkdir(parents=True)
+        (root / "apps" / app / "options.py").write_text(options)
+        (root / "apps" / app / "requirements.txt").write_text(f"# {app} needs nothing\n")
+    for name, constant, seconds in (
+        ("scripts/launcher/supervise.py", "STOP_SECONDS", "1.5"),
+        ("core/samestep/rundir.py", "LOCK_SECONDS", "0.5"),
+    ):
+        path = root / name
+        text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
+        assert count == 1
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def house(house_root: Path, tmp_path: Path) -> Iterator[House]:
+    """At the end of a test nothing that it started may be running."""
+    made = House(house_root, tmp_path / "work")
+    yield made
+    left = [] if gone(made.processes) else made.processes()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert left == [], "processes were left behind"

@@ -1,0 +1,28 @@
+"""Processes as tests find them: by /proc, whoever their parent is by now."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+def environments() -> dict[int, dict[str, str]]:
+    """All processes that can be looked into, by process id, with their environment; zombies have none."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            pairs = (item.partition("=") for item in path.read_bytes().decode(errors="replace").split("\0") if item)
+            found[int(path.parent.name)] = {name: value for name, _, value in pairs}
+    return found
+
+
+def marked(name: str, value: str) -> list[int]:
+    """The processes that carry this variable in their environment."""
+    return [pid for pid, environ in environments().items() if environ.get(name) == value]
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
