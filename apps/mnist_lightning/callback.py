@@ -92,5 +92,5 @@ class RunCallback(pl.Callback):
         self.run.watchdog.beat()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave at once, with the exit codes of `log.run`: Lightning's orderly end may wait, and exits 1 for a Ctrl-C."""
+        """Leave at once, with the exit codes of `log.run`: Lightning's orderly end may wait, and makes a Ctrl-C a 1."""
         raise exception
