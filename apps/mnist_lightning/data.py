@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from model import Rows
 from numpy.typing import NDArray
 from pytorch_lightning import LightningDataModule
 from samestep import datasets
-from samestep.sharding import GlobalBatches
+from samestep.run import Run
+from samestep.sharding import GlobalBatches, Rows, shard
 from torch import Tensor
+
+EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]
 
 
 class Batch(NamedTuple):
-    """This rank's part of a global batch, and what of it that is."""
+    """This rank's shard of a global batch, and what of it that is."""
 
     images: Tensor
     labels: Tensor
@@ -50,31 +52,48 @@ class Batch(NamedTuple):
     step: int  # updates done before this one
 
 
-class Loader:
-    """The steps from ``start`` to ``total``: what Lightning iterates over in place of a DataLoader.
+Item = TypeVar("Item")
 
-    Its DataLoader would fetch sample by sample. An epoch of Lightning's is all that is left of the run: samples are put
-    in order by samestep, which also goes on in the middle of an epoch.
-    """
 
-    def __init__(self, split: Split, batches: GlobalBatches, dtype: torch.dtype, start: int, total: int) -> None:
-        self.split, self.batches, self.dtype, self.start, self.total = split, batches, dtype, start, total
+class Loader(Generic[Item]):
+    """``make(number)`` for each of ``numbers``: whole batches, in place of a DataLoader's sample by sample."""
+
+    def __init__(self, make: Callable[[int], Item], numbers: range) -> None:
+        self.make, self.numbers = make, numbers
 
     def __len__(self) -> int:
-        return max(self.total - self.start, 0)
+        return len(self.numbers)
 
-    def __iter__(self) -> Iterator[Batch]:
-        for step in range(self.start, self.total):
-            images, labels = self.split.batch(self.batches.indices(step), self.dtype)
-            yield Batch(images, labels, Rows(self.batches.first_row(step), self.batches.size(step)), step)
+    def __iter__(self) -> Iterator[Item]:
+        return map(self.make, self.numbers)
 
 
 class Data(LightningDataModule):
-    """samestep's global batches for Lightning's Trainer; evaluation reads the test set itself."""
+    """samestep's global batches, an epoch at a time, and this rank's shard of the test set."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, run: Run, batches: GlobalBatches, training: Split, test: Split, dtype: torch.dtype) -> None:
         super().__init__()
-        self.loader = loader
+        self.run, self.batches, self.training, self.test, self.dtype = run, batches, training, test, dtype
 
-    def train_dataloader(self) -> Loader:
-        return self.loader
+    def train_dataloader(self) -> Loader[Batch]:
+        """The steps of Lightning's current epoch, less those done before this process and those after the run's stop.
+
+        Lightning asks anew at each epoch (``reload_dataloaders_every_n_epochs``) and validates at the end of each.
+        """
+        assert self.trainer is not None
+        first = self.trainer.current_epoch * self.batches.steps_per_epoch
+        last = first + self.batches.steps_per_epoch
+        return Loader(self.train_batch, range(max(first, self.run.start), min(last, self.run.stop)))
+
+    def train_batch(self, step: int) -> Batch:
+        images, labels = self.training.batch(self.batches.indices(step), self.dtype)
+        return Batch(images, labels, self.batches.rows(step), step)
+
+    def val_dataloader(self) -> Loader[tuple[Tensor, Tensor]]:
+        """This rank's shard of the test set, which may be a batch longer or shorter than another's."""
+        indices = np.arange(*shard(len(self.test.labels), self.batches.rank, self.batches.world_size))
+
+        def batch(begin: int) -> tuple[Tensor, Tensor]:
+            return self.test.batch(indices[begin : begin + EVALUATION_BATCH], self.dtype)
+
+        return Loader(batch, range(0, len(indices), EVALUATION_BATCH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, bare, free_port, losses, relative_difference
+from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference
+from samestep import checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
+PROBE = str(Path(__file__).with_name("probe.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -40,11 +43,19 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
     ],
 )
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
-    """In float32 and with dropout: Lightning adds nothing to the arithmetic."""
+    """In float32 and with dropout: Lightning adds nothing to the arithmetic, nor to what is recorded and when."""
     options = ["--dataset=mnist-5k", "--global-batch-size=250", "--max-steps=20", *options]
     ours, theirs = harness.train(n, *options), ddp.train(n, *options)
     assert ours["weights_sha256"] == theirs["weights_sha256"]
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
+    assert list(ours) == list(theirs)
+    assert ours["test_loss"] == theirs["test_loss"]
+    assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
+
+
+def recorded(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, but for how fast it went."""
+    return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 
 @pytest.mark.soak  # in the matrix tests/conformance shows it
@@ -56,6 +67,52 @@ def test_weights_move_between_the_apps(harness: Harness, ddp: Harness) -> None:
         started = target.train(2, *options, run_dir=target.folder / "started")
         assert started["weights_sha256"] == trained["weights_sha256"]
         assert started["test_accuracy"] == trained["test_accuracy"]
+
+
+# --- Lightning's epochs and its validation -------------------------------------------------------------------------
+
+
+def test_each_test_image_counts_once(harness: Harness) -> None:
+    """At 3 ranks, of which none has a third of 1,000; here a plain pass over all of them judges the same weights."""
+    import torch
+    import torch.nn.functional as F
+
+    result = harness.train(3, *SMALL)
+    weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
+    net = {name: torch.from_numpy(array).double() for name, array in weights.items()}
+    data = datasets.load("mnist-5k", harness.folder)
+    x = (torch.from_numpy(data.test_images).unsqueeze(1).double() / 255 - datasets.MEAN) / datasets.STD
+    labels = torch.from_numpy(data.test_labels).long()
+    for name in ("conv1", "conv2"):
+        x = F.relu(F.max_pool2d(F.conv2d(x, net[f"{name}.weight"], net[f"{name}.bias"]), 2))
+    x = F.relu(F.linear(x.flatten(1), net["fc1.weight"], net["fc1.bias"]))
+    scores = F.linear(x, net["fc2.weight"], net["fc2.bias"])
+    assert result["test_loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-5)
+    assert result["test_accuracy"] == (scores.argmax(dim=1) == labels).double().mean().item()
+
+
+def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness) -> None:
+    """Lightning validates at the end of what it takes for an epoch; that one serves for the result."""
+    options = ["--dataset=mnist-5k", "--global-batch-size=250", "--log-every=7"]  # 16 steps an epoch
+    cut = harness.train(2, *options, "--max-steps=20")
+    whole = harness.train(2, *options, "--max-steps=32")
+    tested = {line["step"]: "test_loss" in line for line in metrics(harness.folder / "run")}
+    assert tested == {7: False, 14: False, 16: True, 20: False, 21: False, 28: False, 32: True}
+    assert whole["resumed_from_step"] == 20
+    assert (cut["test_examples"], cut["test_loss"] > whole["test_loss"]) == (1000, True)
+    assert whole["test_loss"] == metrics(harness.folder / "run")[-1]["test_loss"]
+
+
+def test_lightning_counts_on_where_a_run_resumes(harness: Harness) -> None:
+    """Its epochs and steps are the run's, also from the middle of an epoch on."""
+    file = harness.folder / "probe.jsonl"
+    command = [sys.executable, PROBE, "--dataset=mnist-5k", "--global-batch-size=250", "--run-dir=run"]
+    for max_steps in (20, 40, 40):  # the last has nothing to train
+        harness.checked(bare(harness, [*command, f"--max-steps={max_steps}"], PROBE=str(file)), 1)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["validated"] for line in lines if "validated" in line] == [16, 20, 32, 40, 0]
+    steps = [line for line in lines if "step" in line]
+    assert steps == [{"epoch": step // 16, "global_step": step, "step": step} for step in range(40)]
 
 
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------
