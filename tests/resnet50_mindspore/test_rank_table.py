@@ -1,4 +1,4 @@
-"""apps/resnet50_mindspore/make_rank_table.py: what it makes it accepts, in both forms, and each broken table is refused by its rule."""
+"""make_rank_table.py: what it makes it accepts, in both forms, and each broken table is refused by its rule."""
 
 from __future__ import annotations
 
