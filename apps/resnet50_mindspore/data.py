@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import mindspore.dataset as ds
 import numpy as np
+from mindspore import Tensor, nn
 from mindspore.dataset import vision
 from numpy.typing import NDArray
 from samestep import datasets
@@ -30,21 +32,21 @@ class Split:
     labels: NDArray[np.int32]
 
     def training(self, batches: GlobalBatches, steps: Iterable[int], image_size: int) -> ds.Dataset:
-        """This rank's part of each of ``steps``: images float32 [rows, 3, s, s], labels int32 [rows], weights [rows].
+        """This rank's shard of each of ``steps``: images float32 [rows, 3, s, s], labels int32 [rows], weights [rows].
 
-        Every rank has ceil(global batch / ranks) rows at every step, because MindSpore compiles again for another
-        shape and refuses an empty one. Rows that the rank's part does not fill repeat samples of the batch, with
+        Every rank has ceil(global batch / ranks) rows at every step, because MindSpore compiles anew for another
+        shape and refuses an empty one. Rows that the rank's shard does not fill repeat samples of the batch, with
         weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
         """
         rows = -(-batches.global_batch_size // batches.world_size)
 
         def make() -> Iterator[Batch]:
             for step in steps:
-                mine = batches.indices(step)
-                repeated = mine if len(mine) else replace(batches, rank=0, world_size=1).indices(step)
-                indices = np.concatenate([mine, np.resize(repeated, rows - len(mine))])
+                own = batches.indices(step)
+                repeated = own if len(own) else replace(batches, rank=0, world_size=1).indices(step)
+                indices = np.concatenate([own, np.resize(repeated, rows - len(own))])
                 weights = np.zeros(rows, np.float32)
-                weights[: len(mine)] = rows * batches.world_size / batches.size(step)
+                weights[: len(own)] = rows * batches.world_size / batches.size(step)
                 images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
                 yield images, self.labels[indices], weights
 
@@ -87,7 +89,7 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
 
 
 def pipeline(make: Any, rows: int, image_size: int) -> ds.Dataset:
-    """MindSpore's compiled transforms over the images of ``make``, put together again by ``rows``."""
+    """MindSpore's compiled transforms over the images of ``make``, in batches of ``rows``."""
 
     def samples() -> Iterator[tuple[NDArray[Any], ...]]:
         for images, labels, weights in make():
@@ -99,6 +101,15 @@ def pipeline(make: Any, rows: int, image_size: int) -> ds.Dataset:
     dataset = ds.GeneratorDataset(samples, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
     dataset = dataset.map(transforms, "image", num_parallel_workers=1).batch(rows, num_parallel_workers=1)
     return dataset
+
+
+def feed(step: nn.Cell, shards: ds.Dataset, device: str) -> Callable[[], Tensor]:
+    """One update with the next of ``shards`` at each call. On Ascend they wait on the device ("sinking")."""
+    if device == "ascend":
+        sinking: Callable[[], Tensor] = ms.data_sink(step, shards)
+        return sinking
+    batches = shards.create_tuple_iterator(num_epochs=1)
+    return lambda: step(*next(batches))
 
 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:

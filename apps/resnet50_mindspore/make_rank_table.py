@@ -436,12 +436,12 @@ def ask_hccn_tool(tool: str, device: int) -> str:
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=-1, stderr=subprocess.STDOUT, timeout=HCCN_TOOL_SECONDS
         )
-        said = result.stdout.decode(errors="replace").strip() or f"exit code {result.returncode}"
+        output = result.stdout.decode(errors="replace").strip() or f"exit code {result.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    match = re.search(r"^\s*ipaddr\s*:\s*(\S+)", said, re.MULTILINE)
+        output = str(error)
+    match = re.search(r"^\s*ipaddr\s*:\s*(\S+)", output, re.MULTILINE)
     if match is None:
-        _fail(f"{' '.join(command)} gave no address ({_q(said)}): set it, or give --device-ips or --hccn-conf")
+        _fail(f"{' '.join(command)} gave no address ({_q(output)}): set it, or give --device-ips or --hccn-conf")
     return match[1]
 
 
@@ -567,7 +567,7 @@ def run_check(options: argparse.Namespace) -> int:
         try:
             print(f"{path}: right, {read(path, PRODUCTS[options.product])}")
         except RankTableError as error:
-            tell(error)
+            report(error)
             broken = 2
     return broken
 
@@ -584,7 +584,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_check(options)
         (run_make if options.command == "make" else run_merge)(options)
     except RankTableError as error:
-        tell(error)
+        report(error)
         return 2
     return 0
 
@@ -627,7 +627,7 @@ def warn(warnings: Iterable[str]) -> None:
         print(f"warning: {each}", file=sys.stderr)
 
 
-def tell(error: RankTableError) -> None:
+def report(error: RankTableError) -> None:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
 
 

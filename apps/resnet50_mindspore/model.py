@@ -1,8 +1,4 @@
-"""ResNet as torchvision builds it (its "v1.5": a bottleneck strides in its 3x3 convolution), and the losses.
-
-Weights go in and out under torchvision's names. The layouts are the same in both: convolutions OIHW, linear layers
-[out, in]; so are the running statistics (unbiased variance, new = 0.9 old + 0.1 batch).
-"""
+"""ResNet as torchvision builds it (its "v1.5": a bottleneck strides in its 3x3 convolution), and the losses."""
 
 from __future__ import annotations
 
@@ -11,12 +7,6 @@ import math
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from numpy.typing import NDArray
-from samestep.checkpoint import Arrays, mismatch
-
-# A layer's parameters, under MindSpore's names and under torch's.
-BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
-BUFFERS = ("running_mean", "running_var")
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -101,84 +91,18 @@ def build_loss(name: str) -> nn.Cell:
 
 
 def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:
-    """The model with the initial weights that ``seed`` decides; torchvision's distributions.
+    """The model with the initial weights that ``seed`` decides, the same on every rank; torchvision's distributions.
 
     He et al., "Delving deep into rectifiers", ICCV 2015: normal, variance 2 / fan_out, for convolutions.
     """
     model = ResNet(depth, freeze_bn)
     random = np.random.default_rng(seed)
-    initial = {}
-    for name, array in model_arrays(model).items():
-        if array.ndim == 4:
-            fan_out = array.shape[0] * array.shape[2] * array.shape[3]
-            array = random.standard_normal(array.shape, np.float32) * np.float32(math.sqrt(2 / fan_out))
+    for name, parameter in model.parameters_and_names():
+        shape = parameter.shape
+        if len(shape) == 4:
+            scale = np.float32(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
+            parameter.set_data(Tensor(random.standard_normal(shape, np.float32) * scale))
         elif name.startswith("fc."):
             bound = 1 / math.sqrt(model.fc.in_channels)
-            array = random.uniform(-bound, bound, array.shape).astype(np.float32)
-        initial[name] = array
-    load_model(model, initial)
+            parameter.set_data(Tensor(random.uniform(-bound, bound, shape).astype(np.float32)))
     return model
-
-
-def torch_name(name: str) -> str:
-    """``layer1.0.bn1.gamma`` is ``layer1.0.bn1.weight`` in torch."""
-    layer, _, last = name.rpartition(".")
-    return f"{layer}.{BATCH_NORM.get(last, last)}"
-
-
-def parameters(model: ResNet) -> dict[str, ms.Parameter]:
-    """All parameters and running statistics, by torch's names."""
-    return {torch_name(name): parameter for name, parameter in model.parameters_and_names()}
-
-
-def model_arrays(model: ResNet) -> Arrays:
-    """The weights under their canonical names, as arrays on the CPU: what checkpoints and model.safetensors hold."""
-    arrays: Arrays = {}
-    for name, parameter in parameters(model).items():
-        arrays[name] = np.array(parameter.asnumpy())
-        if name.endswith("running_var"):
-            counter = name.replace("running_var", "num_batches_tracked")
-            arrays[counter] = np.array(model.batches_tracked, np.int64)
-    return arrays
-
-
-def optimizer_arrays(model: ResNet, optimizer: nn.Momentum) -> Arrays:
-    """The optimizer's state as ``<parameter>.momentum_buffer``."""
-    return {
-        f"{torch_name(parameter.name)}.momentum_buffer": np.array(moment.asnumpy())
-        for parameter, moment in zip(optimizer.parameters, optimizer.moments)
-    }
-
-
-def load_model(model: ResNet, arrays: Arrays) -> None:
-    """The reverse of `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
-    difference = mismatch(arrays, model_arrays(model))
-    if difference:
-        raise ValueError(difference)
-    for name, parameter in parameters(model).items():
-        parameter.set_data(Tensor(arrays[name]))
-    model.batches_tracked = int(arrays["bn1.num_batches_tracked"])
-
-
-def load_optimizer(model: ResNet, optimizer: nn.Momentum, arrays: Arrays) -> None:
-    """The reverse of `optimizer_arrays`. Raises ValueError unless names, shapes and dtypes are the optimizer's."""
-    difference = mismatch(arrays, optimizer_arrays(model, optimizer))
-    if difference:
-        raise ValueError(difference)
-    for parameter, moment in zip(optimizer.parameters, optimizer.moments):
-        moment.set_data(Tensor(arrays[f"{torch_name(parameter.name)}.momentum_buffer"]))
-
-
-def buffers(model: ResNet) -> NDArray[np.float32]:
-    """All running statistics in one row [k]."""
-    rows = [parameter.asnumpy().ravel() for name, parameter in parameters(model).items() if name.endswith(BUFFERS)]
-    return np.concatenate(rows)
-
-
-def load_buffers(model: ResNet, row: NDArray[np.float32]) -> None:
-    """The reverse of `buffers`."""
-    begin = 0
-    for name, parameter in parameters(model).items():
-        if name.endswith(BUFFERS):
-            parameter.set_data(Tensor(row[begin : begin + parameter.size].reshape(parameter.shape)))
-            begin += parameter.size

@@ -39,7 +39,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         "--parallel",
         choices=("data", "auto", "semi-auto"),
         default="data",
-        help="data: each rank its part of the batch (the default); auto, semi-auto: MindSpore cuts the operators, "
+        help="data: each rank its shard of the batch (the default); auto, semi-auto: MindSpore cuts the operators, "
         "on Ascend alone",
     )
     return parser

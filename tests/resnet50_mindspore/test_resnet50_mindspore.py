@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, Outcome, losses, relative_difference
+from harness import ROOT, Harness, Outcome, free_port, losses, relative_difference
 from samestep import checkpoint, datasets
 
 APP = ROOT / "apps" / "resnet50_mindspore"
@@ -26,7 +26,15 @@ def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
     return harness.start_command(command, harness.folder / "run", **environ).finish()
 
 
-def ask(folder: Path, program: str) -> dict[str, Any]:
+def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
+    """A program by msrun alone, on two ranks."""
+    launcher = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2"]
+    launcher += ["--join=True", f"--master_port={free_port()}", "--log_dir=msrun"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # msrun calls python
+    return bare(harness, [*launcher, *command], OMP_NUM_THREADS="1", PATH=path, **environ)
+
+
+def ask(folder: Path, program: str) -> Any:
     """What a program prints as JSON that imports the app's own files: in a process, as apps share file names.
 
     It is a file, because MindSpore compiles from the source.
@@ -42,8 +50,7 @@ def ask(folder: Path, program: str) -> dict[str, Any]:
         check=False,
     )
     assert answer.returncode == 0, answer.stderr
-    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    return found
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
 # --- model and losses ----------------------------------------------------------------------------------------------
@@ -51,7 +58,8 @@ def ask(folder: Path, program: str) -> dict[str, Any]:
 MODELS = """
 import json, os
 import numpy as np
-from model import build_model, load_model, model_arrays
+from model import build_model
+from weights import load_model, model_arrays
 told = {}
 for depth in (18, 50):
     model = build_model(depth, False, seed=1)
@@ -65,6 +73,67 @@ for depth in (18, 50):
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
+
+
+WEIGHTS = """
+import json, os
+from types import SimpleNamespace as World
+import numpy as np
+import ranks, weights
+from mindspore import nn
+from model import build_model
+ranks.choose_device("cpu")
+model = build_model(18, False, seed=1)
+optimizer = nn.Momentum(model.trainable_params(), 0.1, 0.9)
+model.batches_tracked = 7
+own = weights.buffers(model) + np.arange(len(weights.buffers(model)), dtype=np.float32)
+weights.load_buffers(model, own)
+groups = weights.groups(model, optimizer)  # one process, which never called init()
+told = {
+    "groups": sorted(groups),
+    "each": np.array_equal(groups["buffers"]["each"], own[None]),
+    "own": np.array_equal(weights.buffers(model), own),
+    "running_var": groups["model"]["bn1.running_var"].tobytes() == own[64:128].tobytes(),
+}
+groups["buffers"]["each"] = np.stack([own + 1, own + 2])
+for rank, world_size in ((1, 2), (1, 3)):
+    other = build_model(18, False, seed=2)
+    moments = nn.Momentum(other.trainable_params(), 0.1, 0.9)
+    weights.load(other, moments, World(rank=rank, world_size=world_size), groups)
+    told[world_size] = (weights.buffers(other) - own).max().item()
+    told["counted"] = other.batches_tracked
+weights.load(model, optimizer, World(rank=0, world_size=1), {"model": weights.model_arrays(build_model(18, False, 3))})
+told["weights alone"] = model.batches_tracked
+told["refused"] = []
+for wrong in (groups["buffers"]["each"][:, 1:], np.zeros((2, 0), np.float32)):
+    groups["buffers"]["each"] = wrong
+    try:
+        weights.load(model, optimizer, World(rank=0, world_size=2), groups)
+    except ValueError as problem:
+        told["refused"].append(str(problem))
+rows = [np.array([1, 2**64 - 1], np.uint64), np.array([-1, 2**40]), np.array([np.pi, -0.0]), np.array([3], np.int32)]
+told["gathered"] = all((r := ranks.all_gather(row)).dtype == row.dtype and r.tolist() == [row.tolist()] for row in rows)
+told["broadcast"] = [len(ranks.broadcast(bytes(n))) for n in (0, 1, 5)]
+print(json.dumps(told), flush=True)
+os._exit(0)
+"""
+
+
+def test_weights_out_and_in(tmp_path: Path) -> None:
+    """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
+    told = ask(tmp_path, WEIGHTS)
+    assert told["groups"] == ["buffers", "model", "optimizer"]
+    assert told["each"]
+    assert told["own"]
+    assert told["running_var"]
+    assert told["2"] == 2
+    assert told["3"] == 0
+    assert told["counted"] == 7
+    assert told["weights alone"] == 0
+    assert len(told["refused"]) == 2
+    assert "running statistics have shape" in told["refused"][0]
+    assert told["gathered"]
+    assert told["broadcast"] == [0, 1, 5]
 
 
 def test_the_models_are_torchvisions(tmp_path: Path) -> None:
@@ -120,6 +189,57 @@ def test_the_losses_are_equal(tmp_path: Path) -> None:
         assert np.allclose(told[name]["rows"], exact, rtol=1e-6, atol=1e-6), name
     assert np.allclose(told["expand"]["rows"], told["builtin"]["rows"], rtol=1e-6, atol=1e-6)
     assert np.allclose(told["expand"]["gradient"], told["builtin"]["gradient"], rtol=1e-6, atol=1e-6)
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+TALK = """
+import hashlib, json, os
+import numpy as np
+import ranks
+from samestep import env
+world = env.detect(os.environ)
+if world.role == "scheduler":
+    ranks.serve(60)
+ranks.choose_device("cpu")
+ranks.rendezvous(world, "cpu", 60)
+me = world.rank + 1
+odd = np.array([0x7FF0000000000001 + me, 2**64 - me], np.uint64)  # as float64: a signalling NaN, and another NaN
+rows = [odd, odd.view(np.int64), odd.view(np.float64), odd.view(np.int32), np.array([me], np.float32)]
+gathered = [ranks.all_gather(row) for row in rows]
+told = [[str(each.dtype), each.tobytes().hex()] for each in gathered]
+contents = [bytes(range(256))[:n] for n in (0, 1, 3, 4, 255)]
+told.append([ranks.broadcast(content if world.rank == 0 else b"").hex() for content in contents])
+with open(f"told-{world.rank}.json", "w") as file:
+    json.dump(told, file)
+os._exit(0)
+"""
+
+
+def test_what_ranks_say_arrives_bit_for_bit(harness: Harness) -> None:
+    (harness.folder / "program.py").write_text(TALK)
+    outcome = msrun(harness, str(harness.folder / "program.py"), PYTHONPATH=str(APP))
+    assert outcome.code == 0, outcome
+    told = [json.loads((harness.folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1]
+    odd = np.array([[0x7FF0000000000001 + me, 2**64 - me] for me in (1, 2)], np.uint64).tobytes().hex()
+    assert told[0][:4] == [[name, odd] for name in ("uint64", "int64", "float64", "int32")]
+    assert told[0][4] == ["float32", np.array([1, 2], np.float32).tobytes().hex()]
+    assert told[0][5] == [bytes(range(256))[:n].hex() for n in (0, 1, 3, 4, 255)]
+
+
+HEADLINES = """
+import json, os
+from ranks import headline
+messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
+print(json.dumps([headline(message) for message in messages]), flush=True)
+os._exit(0)
+"""
+
+
+def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(tmp_path: Path) -> None:
+    """MindSpore's messages begin with rules and titles."""
+    assert ask(tmp_path, HEADLINES) == ["", "", "only a title:", "Launch failed: op1", "one"]
 
 
 # --- images --------------------------------------------------------------------------------------------------------
@@ -264,10 +384,7 @@ def test_one_process_by_plain_python(harness: Harness) -> None:
 def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
     options = [*TINY, "--max-steps=3"]
     by_script = harness.train(2, *options, run_dir=harness.folder / "by-script")
-    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--worker_num=2", "--local_worker_num=2"]
-    command += ["--join=True", "--master_port=18118", "--log_dir=msrun", TRAIN, *options, "--run-dir=run"]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    outcome = bare(harness, command, OMP_NUM_THREADS="1", PATH=path)
+    outcome = msrun(harness, TRAIN, *options, "--run-dir=run")
     assert outcome.code == 0, outcome
     result = json.loads((harness.folder / "run" / "result.json").read_text())
     assert result["weights_sha256"] == by_script["weights_sha256"]
