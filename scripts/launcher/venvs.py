@@ -71,7 +71,8 @@ def _stamp(venv: Path) -> str | None:
 
 def _key(app: str, version: str) -> str:
     """The name of the environment: 12 hexadecimal digits of what decides its content."""
-    requirements, setup = _app_file(app, "requirements.txt"), _app_file(app, "setup.sh")
+    apps_folder = ROOT / "apps" / app
+    requirements, setup = (apps_folder / "requirements.txt").read_text(), read_text(apps_folder / "setup.sh") or ""
     lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in requirements.splitlines()]
     built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", requirements, re.MULTILINE)
     sources = [name for names in re.findall(r"^# builds from: (.*)", setup, re.MULTILINE) for name in names.split()]
@@ -80,14 +81,9 @@ def _key(app: str, version: str) -> str:
         sorted(filter(None, lines)),
         sorted(built),
         (ROOT / "core" / "pyproject.toml").read_text(),
-        [setup, *(_app_file(app, name) for name in sources)],
+        [setup, *((apps_folder / name).read_text() for name in sources)],
     ]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
-
-
-def _app_file(app: str, name: str) -> str:
-    """Its content; empty where there is none."""
-    return read_text(ROOT / "apps" / app / name) or ""
 
 
 def _lock(venv: Path) -> IO[str]:
@@ -128,7 +124,8 @@ def _link(link: Path, venv: Path) -> None:
 
 def _find_python(app: str) -> tuple[str, str]:
     """A Python that can make environments, and its version, one that the app's pins have wheels for: 3.11 first."""
-    line = re.search(r"^# python: (.*)$", _app_file(app, "requirements.txt"), re.MULTILINE)
+    requirements = (ROOT / "apps" / app / "requirements.txt").read_text()
+    line = re.search(r"^# python: (.*)$", requirements, re.MULTILINE)
     versions = line.group(1).split() if line else ["3.11"]
     for command in [*(f"python{version}" for version in versions), "python3", "python"]:
         probe = "import platform, venv, ensurepip; print(platform.python_version())"
