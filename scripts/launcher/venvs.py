@@ -71,17 +71,17 @@ def _stamp(venv: Path) -> str | None:
 
 def _key(app: str, version: str) -> str:
     """The name of the environment: 12 hexadecimal digits of what decides its content."""
-    apps_folder = ROOT / "apps" / app
-    requirements, setup = (apps_folder / "requirements.txt").read_text(), read_text(apps_folder / "setup.sh") or ""
+    source = ROOT / "apps" / app
+    requirements, setup = (source / "requirements.txt").read_text(), read_text(source / "setup.sh") or ""
     lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in requirements.splitlines()]
     built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", requirements, re.MULTILINE)
-    sources = [name for names in re.findall(r"^# builds from: (.*)", setup, re.MULTILINE) for name in names.split()]
+    built_from = " ".join(re.findall(r"^# builds from: (.*)", setup, re.MULTILINE)).split()
     decides = [
         version,
         sorted(filter(None, lines)),
         sorted(built),
         (ROOT / "core" / "pyproject.toml").read_text(),
-        [setup, *((apps_folder / name).read_text() for name in sources)],
+        [setup, *((source / name).read_text() for name in built_from)],
     ]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
 
@@ -99,6 +99,7 @@ def _lock(venv: Path) -> IO[str]:
 
 
 def _make(app: str, venv: Path, base: str) -> None:
+    """Make it with the Python ``base``, all but its stamp. Raises FatalError."""
     shutil.rmtree(venv, ignore_errors=True)  # half of one, of a start that was stopped
     requirements, setup = ROOT / "apps" / app / "requirements.txt", ROOT / "apps" / app / "setup.sh"
     python = str(venv / "bin" / "python")
