@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from processes import environments, marked
 from samestep import checkpoint, env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +136,7 @@ class Job:
     def ranks(self) -> dict[int, int]:
         """Process ids of the job's ranks, by rank."""
         found = {}
-        for pid, environ in processes():
+        for pid, environ in environments().items():
             if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
                 world = env.detect(environ)
                 if world.launcher != "none" and world.role == "worker":  # launchers and schedulers have no rank
@@ -166,7 +167,7 @@ class Harness:
         command = ["bash", script, str(n), f"--run-dir={run_dir}", f"--device={self.device}", *options]
         return self.start_command(command, run_dir, **environ)
 
-    def start_command(self, command: Sequence[str], run_dir: Path, cwd: Path | None = None, **environ: str) -> Job:
+    def start_command(self, command: Sequence[str], run_dir: Path, cwd: Path | None = None, /, **environ: str) -> Job:
         process = subprocess.Popen(
             command,
             cwd=cwd or self.folder,
@@ -225,19 +226,8 @@ class Harness:
         """Processes of this test, whoever their parent is by now."""
         return {
             pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            for pid, environ in processes()
-            if environ.get("SAMESTEP_TEST") == self.mark
+            for pid in marked("SAMESTEP_TEST", self.mark)
         }
-
-
-def processes() -> list[tuple[int, dict[str, str]]]:
-    """All processes that can be looked into, with their environment; zombies have none."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            pairs = (item.partition(b"=") for item in entry.read_bytes().split(b"\0") if item)
-            found.append((int(entry.parent.name), {key.decode(): value.decode() for key, _, value in pairs}))
-    return found
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

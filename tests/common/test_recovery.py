@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import App, Harness, last_step, losses, relative_difference
+from processes import parent
 from samestep import checkpoint
 from samestep.sharding import GlobalBatches
 
@@ -96,10 +97,6 @@ def test_what_started_the_ranks_is_killed(
     _table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 # --- kills at exact moments ----------------------------------------------------------------------------------------
 
 
@@ -108,7 +105,7 @@ class Moment:
     name: str
     rank: int
     fault: Callable[[App], dict[str, Any]]
-    mark: pytest.MarkDecorator = pytest.mark.soak
+    mark: str = "soak"
 
 
 def written(app: App, path: str = "") -> str:
@@ -123,12 +120,12 @@ def first_of_second_epoch(app: App) -> int:
 MOMENTS = [
     Moment("in the first step", 1, lambda app: {"step": 0}),
     Moment("in mid-epoch, before any checkpoint of it", 0, lambda app: {"updates": first_of_second_epoch(app) - 1}),
-    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, pytest.mark.slow),
+    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, "slow"),
     Moment("in an evaluation", 1, lambda app: {"evaluating": 2}),
     Moment("before a checkpoint's files", 0, lambda app: {"audit": "os.mkdir", "match": written(app)}),
     Moment("between a checkpoint's files", 0, lambda app: {"audit": "open", "match": written(app, "/optimizer")}),
     Moment("before its manifest", 0, lambda app: {"audit": "open", "match": written(app, "/manifest")}),
-    Moment("before its rename", 0, lambda app: {"audit": "os.rename", "match": written(app)}, pytest.mark.once),
+    Moment("before its rename", 0, lambda app: {"audit": "os.rename", "match": written(app)}, "once"),
     Moment("after its rename", 0, lambda app: {"updates": first_of_second_epoch(app) + 1}),
     Moment("before the final weights", 0, lambda app: {"audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
     Moment("before the result", 0, lambda app: {"audit": "open", "match": r"\.result\.json\.tmp$"}),
@@ -137,7 +134,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(moment, id=moment.name, marks=moment.mark) for moment in MOMENTS],
+    [pytest.param(moment, id=moment.name, marks=getattr(pytest.mark, moment.mark)) for moment in MOMENTS],
 )
 def test_a_rank_is_killed_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import os
 import shutil
@@ -39,7 +40,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     data = datasets.load("mnist-5k", harness.folder)
     images = (torch.from_numpy(data.train_images).unsqueeze(1).double() / 255 - datasets.MEAN) / datasets.STD
     labels = torch.from_numpy(data.train_labels).long()
-    layers = {"conv1": nn.Conv2d(1, 10, 5), "conv2": nn.Conv2d(10, 20, 5)}
+    layers: dict[str, nn.Module] = {"conv1": nn.Conv2d(1, 10, 5), "conv2": nn.Conv2d(10, 20, 5)}
     layers |= {"fc1": nn.Linear(320, 50), "fc2": nn.Linear(50, 10)}
     model = nn.ModuleDict(layers).double()
     model.load_state_dict({name: torch.from_numpy(array) for name, array in initial.items()})
@@ -159,7 +160,7 @@ def test_two_machines_without_a_shared_disk_recover_together(
         folder = harness.folder / f"machine-{node}"
         folder.mkdir()
         command = ["bash", script, str(node + 1), *harness.app.small, "--run-dir=run"]
-        jobs.append(harness.start_command(command, folder / "run", cwd=folder, **nodes, NODE_RANK=str(node)))
+        jobs.append(harness.start_command(command, folder / "run", folder, **nodes, NODE_RANK=str(node)))
     jobs[0].wait_for_step(10)
     os.kill(jobs[1].ranks()[2], signal.SIGKILL)
     first, second = (job.finish() for job in jobs)
@@ -216,9 +217,7 @@ def test_a_corrupted_file_is_named(harness: Harness) -> None:
 
 def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
-    from common import torchvision_that_imports
-
-    torchvision_that_imports()
+    importlib.import_module("common").torchvision_that_imports()
     from torchvision.datasets import MNIST
 
     ours = datasets.load("mnist-5k", tmp_path)
@@ -253,7 +252,7 @@ def test_a_clean_copy_sets_itself_up(harness: Harness) -> None:
         part for part in environ["PATH"].split(os.pathsep) if Path(part) != Path(sys.executable).parent
     )
     for expected in ("first start", ""):
-        job = harness.start_command(command, clone, cwd=clone, PYTHON="", PATH=path)
+        job = harness.start_command(command, clone, clone, PYTHON="", PATH=path)
         outcome = job.finish(limit=600)
         harness.checked(outcome, 1)
         assert expected in outcome.stderr

@@ -124,7 +124,7 @@ def test_ranks_end_when_horovodrun_is_killed(harness: Harness) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_about_machines_is_one_line(harness: Harness, environ: dict[str, str], words: str) -> None:
+def test_a_mistake_about_machines_is_one_line(harness: Harness, environ: dict[str, Any], words: str) -> None:
     outcome = harness.run(2, *SMALL, **environ)
     assert outcome.code == 2, outcome
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr

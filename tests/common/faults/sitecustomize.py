@@ -59,9 +59,9 @@ def _arm() -> None:
                 _change_a_weight()
             return indices(self, step)
 
-        sharding.GlobalBatches.indices = indices_or_strike
+        sharding.GlobalBatches.indices = indices_or_strike  # type: ignore[method-assign]
     if "updates" in _fault or "evaluating" in _fault:
-        beat, evaluated = watchdog.Watchdog.beat, []
+        beat, evaluated = watchdog.Watchdog.beat, list[None]()
 
         def beat_or_strike(self: Any, step: int | None = None) -> None:
             beat(self, step)
@@ -70,7 +70,7 @@ def _arm() -> None:
             if (step is not None and step == _fault.get("updates")) or len(evaluated) == _fault.get("evaluating"):
                 _strike()
 
-        watchdog.Watchdog.beat = beat_or_strike
+        watchdog.Watchdog.beat = beat_or_strike  # type: ignore[method-assign]
 
 
 # The rank itself, not the launcher that has train.py among its arguments.

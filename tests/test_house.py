@@ -1,0 +1,93 @@
+"""The house keeps its shape: what each train.py looks like, what the torch family shares, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/row.py"))  # those that train
+LINES = {"mnist_ddp": 130, "mnist_horovod": 130, "mnist_lightning": 200, "lenet_paddle": 190, "resnet50_mindspore": 190}
+FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # in this order, where the app has them
+# Calls at which ranks talk, whatever the framework; those of Run and ranks.py by what they are called on.
+TALK = re.compile(
+    r"(\b(dist|hvd|fleet)\.(all_reduce|all_gather|broadcast|allreduce|allgather|broadcast_parameters)"
+    r"|\b(ranks\.)?(all_reduce|all_gather|broadcast|rendezvous|order_buckets|distribute|averaged_buffers|evaluate|fit)"
+    r"|\brun\.(restore|save|finish)|\b(DistributedDataParallel|DataParallel|train_step)|\.backward)$"
+)
+
+
+def train_of(app: str) -> tuple[str, ast.Module]:
+    source = (ROOT / "apps" / app / "train.py").read_text()
+    return source, ast.parse(source)
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_a_train_py_is_a_page_or_two(app: str) -> None:
+    source, tree = train_of(app)
+    assert len(source.splitlines()) <= LINES.get(app, 200)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for function in functions:
+        assert (function.end_lineno or 0) - function.lineno < 60, function.name
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS]
+    assert names == [name for name in FUNCTIONS if name in names]
+    assert {"build_optimizer", "train", "main"} <= set(names)
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_every_call_at_which_ranks_talk_is_marked(app: str) -> None:
+    source, tree = train_of(app)
+    lines = source.splitlines()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    talking = [node for node in calls if TALK.search(ast.unparse(node.func))]
+    assert len(talking) > 5
+    for node in talking:
+        shown = lines[node.lineno - 1 : node.end_lineno]
+        assert any("ranks talk" in line.lower() for line in shown), shown
+
+
+def test_the_torch_family_shares_its_files() -> None:
+    """An app never imports another, so what they share is copied, and the copies are one."""
+    for name, least in (("weights.py", 3), ("model.py", 3), ("ranks.py", 2)):
+        found = {app: (ROOT / "apps" / app / name).read_bytes() for app in APPS if app.startswith("mnist_")}
+        alike = [app for app, content in found.items() if content == found["mnist_ddp"]]
+        assert len(alike) >= least, (name, alike)
+
+
+def test_ddp_and_horovod_differ_where_one_migrates() -> None:
+    done = subprocess.run(["bash", "docs/diff_sizes.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
+    changed = dict(re.findall(r"^(\S+): (\d+) changed lines", done.stdout, re.MULTILINE))
+    assert int(changed["mnist_horovod/train.py"]) <= 45
+
+
+def test_nobody_imports_what_is_not_theirs() -> None:
+    """An app: samestep, its framework, its own folder. A rank never needs the launcher."""
+    apps = {path.name for path in ROOT.glob("apps/*") if path.is_dir()}
+    for path in [*ROOT.glob("apps/*/*.py"), *ROOT.glob("core/samestep/*.py")]:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        nodes = ast.walk(ast.parse(path.read_text()))
+        named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        roots = {name.split(".")[0] for name in named}
+        assert not roots & {"launcher", "apps", *apps}, path
+
+
+def test_scripts_holds_doors_only() -> None:
+    listed = subprocess.run(["git", "ls-files", "scripts"], cwd=ROOT, capture_output=True, text=True, check=True)
+    outside = {name for name in listed.stdout.split() if not name.startswith("scripts/launcher/")}
+    doors = {"scripts/test.sh", "scripts/verify_horovod.sh"} | {
+        f"scripts/run_{path.name}.sh" for path in ROOT.glob("apps/*")
+    }
+    assert outside <= doors
+
+
+def test_every_app_has_its_row_its_door_and_its_environment() -> None:
+    environments = (ROOT / "tox.ini").read_text()
+    for app in (path.parent.name for path in ROOT.glob("apps/*/train.py")):
+        assert app in APPS, f"tests/{app}/row.py is missing"
+        assert (ROOT / "scripts" / f"run_{app}.sh").exists()
+        assert re.search(rf"^\[testenv:{app}-", environments, re.MULTILINE), f"tox.ini lacks {app}"
