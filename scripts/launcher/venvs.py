@@ -71,23 +71,19 @@ def _stamp(venv: Path) -> str | None:
 
 def _key(app: str, version: str) -> str:
     """The name of the environment: 12 hexadecimal digits of what decides its content."""
-    requirements, setup = _app_file(app, "requirements.txt"), _app_file(app, "setup.sh")
+    source = ROOT / "apps" / app
+    requirements, setup = (source / "requirements.txt").read_text(), read_text(source / "setup.sh") or ""
     lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in requirements.splitlines()]
     built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", requirements, re.MULTILINE)
-    sources = [name for names in re.findall(r"^# builds from: (.*)", setup, re.MULTILINE) for name in names.split()]
+    built_from = " ".join(re.findall(r"^# builds from: (.*)", setup, re.MULTILINE)).split()
     decides = [
         version,
         sorted(filter(None, lines)),
         sorted(built),
         (ROOT / "core" / "pyproject.toml").read_text(),
-        [setup, *(_app_file(app, name) for name in sources)],
+        [setup, *((source / name).read_text() for name in built_from)],
     ]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
-
-
-def _app_file(app: str, name: str) -> str:
-    """Its content; empty where there is none."""
-    return read_text(ROOT / "apps" / app / name) or ""
 
 
 def _lock(venv: Path) -> IO[str]:
@@ -103,6 +99,7 @@ def _lock(venv: Path) -> IO[str]:
 
 
 def _make(app: str, venv: Path, base: str) -> None:
+    """Make it with the Python ``base``, all but its stamp. Raises FatalError."""
     shutil.rmtree(venv, ignore_errors=True)  # half of one, of a start that was stopped
     requirements, setup = ROOT / "apps" / app / "requirements.txt", ROOT / "apps" / app / "setup.sh"
     python = str(venv / "bin" / "python")
@@ -128,7 +125,8 @@ def _link(link: Path, venv: Path) -> None:
 
 def _find_python(app: str) -> tuple[str, str]:
     """A Python that can make environments, and its version, one that the app's pins have wheels for: 3.11 first."""
-    line = re.search(r"^# python: (.*)$", _app_file(app, "requirements.txt"), re.MULTILINE)
+    requirements = (ROOT / "apps" / app / "requirements.txt").read_text()
+    line = re.search(r"^# python: (.*)$", requirements, re.MULTILINE)
     versions = line.group(1).split() if line else ["3.11"]
     for command in [*(f"python{version}" for version in versions), "python3", "python"]:
         probe = "import platform, venv, ensurepip; print(platform.python_version())"

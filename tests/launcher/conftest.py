@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "tests")]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from house import BENCH_OPTIONS, CORE, OPTIONS, PREFIX_OPTIONS, House, gone  # noqa: E402
 

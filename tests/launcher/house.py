@@ -59,12 +59,7 @@ def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
 """
 # Of an app whose launcher puts something before each line of a rank's stderr.
-PREFIX_OPTIONS = (
-    OPTIONS
-    + """
-LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}
-"""
-)
+PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
 # What every launcher begins with: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
 LAUNCHER = """
 import json, os, signal, subprocess, sys, time

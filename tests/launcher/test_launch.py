@@ -480,6 +480,39 @@ if attempt == 0:
     assert "ended with code -9; starting it again" in warning
 
 
+# Of a launcher with one rank that core's own watchdog watches.
+WATCHED = """
+code = '''
+import os, sys, time
+from pathlib import Path
+from samestep import env, log, watchdog
+log.start(Path(sys.argv[1]), 0, False)
+dog = watchdog.Watchdog(Path(sys.argv[1]), env.detect(os.environ), float(sys.argv[2]))
+'''
+note(attempt=attempt)
+def watched(more, timeout):
+    return subprocess.run([sys.executable, "-c", code + more, str(run_dir), str(timeout)]).returncode
+"""
+
+
+def test_what_the_watchdog_leaves_is_what_the_launch_script_looks_for(house: House) -> None:
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif attempt == 0: watched('time.sleep(600)', 1), time.sleep(600)"
+    )
+    done = house.run(WATCHED + code)
+    assert done.returncode == 0, done.stderr
+    error, warning = done.stderr.splitlines()
+    assert error.startswith("error: no progress for 1 s: rank 0 ")
+    assert "ended with code -9; starting it again" in warning
+
+
+@pytest.mark.parametrize(("rank", "starts"), [("sys.exit(7)", 2), ("dog.beat(1); sys.exit(7)", 3)])
+def test_a_heartbeat_says_whether_a_start_got_to_a_step(house: House, rank: str, starts: int) -> None:
+    done = house.run(f"{WATCHED}sys.exit(watched({rank!r}, 60))", "1", "--max-restarts=2")
+    assert done.returncode == 1
+    assert len(house.notes()) == starts
+
+
 def test_a_message_ends_no_job_whatever_it_says(house: House) -> None:
     code = "note()\nprint('error: no progress for 9 s', file=sys.stderr, flush=True)\ntime.sleep(1)"
     done = house.run(code)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy
 import pytest
 from house import House, end_of, gone
+from launcher import venvs
 
 # On PATH as python3 and python3.11. It claims to be of another version where a file says so.
 BASE = """#!/usr/bin/env bash
@@ -156,21 +157,10 @@ def test_first_starts_at_once_make_one(street: Street) -> None:
     assert street.made() == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "apps/toy/requirements.txt: torch==1.1",
-        "apps/toy/requirements.txt: # horovod==0.1 is built by setup.sh",
-        "apps/toy/setup.sh: # builds from: build.py",
-        "core/pyproject.toml: # new",
-    ],
-)
-def test_other_requirements_make_another_and_leave_the_old_one_as_it_was(street: Street, change: str) -> None:
+def test_other_requirements_make_another_and_leave_the_old_one_as_it_was(street: Street) -> None:
     old = street.python()
     (old / "mine").write_text("")
-    path, _, line = change.partition(": ")
-    with (street.root / path).open("a") as file:
-        file.write(f"{line}\n")
+    street.require("toy", "torch==1.1")
     new = street.python()
     assert new != old
     assert os.readlink(street.venvs / "toy") == new.name
@@ -179,18 +169,52 @@ def test_other_requirements_make_another_and_leave_the_old_one_as_it_was(street:
     assert street.made() == 2
 
 
-def test_what_setup_builds_from_counts_and_nothing_beside_it(street: Street) -> None:
-    app = street.root / "apps" / "toy"
+REQUIREMENTS = "# horovod==0.1 is built by setup.sh\ntorch==1.0\nnumpy==2.0\n"
+CONTENT = {
+    "apps/toy/requirements.txt": REQUIREMENTS,
+    "apps/toy/setup.sh": "# builds from: build.py tools/more.txt\n",
+    "apps/toy/build.py": "0",
+    "apps/toy/tools/more.txt": "0",
+    "apps/toy/other.py": "0",
+    "core/pyproject.toml": "[project]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "counts"),
+    [
+        ("apps/toy/requirements.txt", REQUIREMENTS.replace("2.0", "2.1"), True),
+        ("apps/toy/requirements.txt", REQUIREMENTS.replace("0.1", "0.2"), True),
+        ("apps/toy/requirements.txt", REQUIREMENTS.replace("torch==1.0\n", ""), True),
+        ("apps/toy/requirements.txt", f"# Some words.\n\n{REQUIREMENTS}", False),
+        ("apps/toy/requirements.txt", REQUIREMENTS.replace("2.0", "2.0  # arrays"), False),
+        ("apps/toy/requirements.txt", "".join(sorted(REQUIREMENTS.splitlines(keepends=True))), False),
+        ("apps/toy/setup.sh", CONTENT["apps/toy/setup.sh"] + "exit 1\n", True),
+        ("apps/toy/build.py", "1", True),
+        ("apps/toy/tools/more.txt", "1", True),
+        ("apps/toy/other.py", "1", False),
+        ("core/pyproject.toml", "[project]\nname = 'x'\n", True),
+    ],
+)
+def test_what_decides_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str, counts: bool
+) -> None:
+    monkeypatch.setattr(venvs, "ROOT", tmp_path)
+    for name, text in CONTENT.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = venvs._key("toy", "3.11.7")
+    assert re.fullmatch("[0-9a-f]{12}", before)
+    assert venvs._key("toy", "3.11.8") != before
+    (tmp_path / path).write_text(content)
+    assert (venvs._key("toy", "3.11.7") != before) == counts
+
+
+def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
     note = f'echo "setup $1" >> {shlex.quote(str(street.work / "pip.notes"))}'
-    (app / "setup.sh").write_text(f"# builds from: build.py tools/more.txt\n{note}\n")
-    (app / "tools").mkdir()
-    keys = [street.python()]
-    assert street.notes()[-1] == f"setup {keys[0]}/bin/python"
-    for name in ("build.py", "tools/more.txt", "other.py"):
-        (app / name).write_text("1")
-        keys.append(street.python())
-    assert keys[3] == keys[2]
-    assert len(set(keys)) == 3
+    (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
+    python = street.python() / "bin" / "python"
+    assert street.notes()[-1] == f"setup {python}"
 
 
 def test_another_full_version_of_python_makes_another(street: Street) -> None:
