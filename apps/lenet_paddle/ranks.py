@@ -69,11 +69,12 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
         os.environ |= {"PADDLE_MASTER": endpoint, "PADDLE_CURRENT_ENDPOINT": endpoint}
     if world.world_size == 1:  # Paddle makes no process group for a single rank
         return
-    dist.init_parallel_env()  # ranks talk
     if api == "fleet":
         if device == "cpu":
             fresh_store()  # ranks talk
         fleet.init(is_collective=True)  # ranks talk
+    else:
+        dist.init_parallel_env()  # ranks talk
 
 
 def fresh_store() -> None:
@@ -83,6 +84,7 @@ def fresh_store() -> None:
     makes a second group of all ranks, for data parallelism; a rank that reads before the others have written finds
     addresses of the first one, and waits for ever: 5 of 40 starts on 3 ranks did.
     """
+    dist.init_parallel_env()  # ranks talk
     host = dist.ParallelEnv().trainer_endpoints[0].split(":")[0]
     with socket.socket() as probe:
         probe.bind((host if dist.get_rank() == 0 else "", 0))
@@ -145,8 +147,10 @@ def order_buckets(parallel: nn.Layer, images: Tensor, labels: Tensor) -> None:
 @contextmanager
 def unchanged(model: nn.Layer) -> Iterator[None]:
     """Passes in this context leave no gradients, and weights and buffers as they were."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}  # batch normalisation counts
+    # Paddle counts what batch normalisation keeps, running mean and variance, among the parameters.
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
     yield
     model.clear_gradients()
-    for name, value in model.state_dict().items():
-        value.set_value(before[name])
+    for tensor, value in zip(tensors, before):
+        tensor.set_value(value)
