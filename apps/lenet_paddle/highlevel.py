@@ -9,16 +9,17 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
+import ranks
 from data import Split
 from paddle import Tensor, nn
 from paddle.callbacks import Callback
 from paddle.metric import Accuracy
 from paddle.optimizer import Optimizer
-from ranks import all_reduce
-from samestep.sharding import GlobalBatches, part, step_seed
+from samestep.sharding import GlobalBatches, shard, step_seed
 from samestep.watchdog import Watchdog
 
 NO_LABEL = -1  # of a row that counts for nothing: paddle.Model cannot do with an empty batch, nor with unequal ones
+EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
 
 
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
@@ -27,31 +28,32 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
     def forward(self, scores: Tensor, labels: Tensor, global_size: Tensor | None = None) -> Tensor:
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
         self.loss_sum = loss_sum.detach()
-        return (
-            loss_sum if global_size is None else loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
-        )
+        if global_size is None:
+            return loss_sum
+        return loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
 
 
 class Batches:
-    """This rank's parts of the global batches; each pass over it is an epoch, the first begins at step ``start``."""
+    """This rank's shards of the global batches of ``steps``; each pass over it goes on to the end of an epoch.
 
-    def __init__(self, split: Split, batches: GlobalBatches, dtype: str, start: int, total: int) -> None:
-        self.split, self.batches, self.dtype, self.total = split, batches, dtype, total
-        self.step, self._next = start, start
+    ``step`` is the one whose shard was taken last.
+    """
+
+    def __init__(self, split: Split, batches: GlobalBatches, dtype: str, steps: range) -> None:
+        self.split, self.batches, self.dtype, self.stop = split, batches, dtype, steps.stop
+        self.step, self._next = steps.start, steps.start
 
     def __len__(self) -> int:
-        return min(self.batches.steps_per_epoch, self.total - self._next)
+        return min(self.batches.steps_per_epoch, self.stop - self._next)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        while self._next < self.total:
+        while self._next < self.stop:
             self.step, self._next = self._next, self._next + 1
             paddle.seed(step_seed(self.batches.seed, self.step))
             images, labels = self.split.batch(self.batches.indices(self.step), self.dtype)
-            if not len(labels):
-                images, labels = (
-                    self.split.batch(np.zeros(1, np.int64), self.dtype)[0],
-                    paddle.full([1], NO_LABEL, "int64"),
-                )
+            if not len(labels):  # ranks outnumber the samples
+                images, _ = self.split.batch(np.zeros(1, np.int64), self.dtype)
+                labels = paddle.full([1], NO_LABEL, "int64")
             yield images, labels, paddle.to_tensor(self.batches.size(self.step))
             if self._next % self.batches.steps_per_epoch == 0:
                 return
@@ -60,38 +62,38 @@ class Batches:
 class HighLevel:
     """paddle.Model around the network, its loss and its metric."""
 
-    def __init__(self, network: nn.Layer, optimizer: Optimizer, sample: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, network: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
         self.loss, self.accuracy = MeanOverGlobalBatch(), Accuracy(topk=(1, 2))
         self.model = paddle.Model(network)
         self.model.prepare(optimizer, self.loss, self.accuracy)  # ranks talk: rank 0's weights are everyone's
-        for _ in range(2):  # as settle_buckets, for the DataParallel that paddle.Model made
-            self.model.train_batch([sample[0]], [sample[1], paddle.to_tensor(1)], update=False)
-        network.clear_gradients()
+        with ranks.unchanged(network):  # as ranks.order_buckets, for the DataParallel that paddle.Model made
+            for _ in range(2):
+                self.model.train_batch([images], [labels, paddle.to_tensor(1)], update=False)  # ranks talk
 
-    def fit(self, batches: Batches, epochs: int, record: Callable[[int, Tensor], None]) -> None:
-        """Train; after each update ``record(step, this rank's summed loss)``."""
+    def fit(self, batches: Batches, epochs: int, after_update: Callable[[int, Tensor], None]) -> None:
+        """Train; after each update call ``after_update(step, this rank's summed loss)``."""
         callback = Callback()
-        callback.on_train_batch_end = lambda step, logs=None: record(batches.step, self.loss.loss_sum)
-        self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk at each step
+        callback.on_train_batch_end = lambda step, logs=None: after_update(batches.step, self.loss.loss_sum)
+        self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk: at each step
 
-    def evaluate(self, test: Split, batch_size: int, dtype: str, watchdog: Watchdog) -> dict[str, Any]:
+    def evaluate(self, test: Split, dtype: str, watchdog: Watchdog) -> dict[str, Any]:
         """Loss and accuracy over the whole test set, each example counted once.
 
         paddle.Model gathers scores and labels of all ranks and counts on every rank. It wants equal shapes of them,
-        so that the shorter parts are filled up with a row that no score can match and that is not counted.
+        so that the shorter shards are filled up with a row that no score can match and that is not counted.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        parts = [part(len(test.labels), each, world_size) for each in range(world_size)]
-        longest = max(last - first for first, last in parts)
-        first, last = parts[rank]
+        shards = [shard(len(test.labels), each, world_size) for each in range(world_size)]
+        longest = max(last - first for first, last in shards)
+        first, last = shards[rank]
         rows = np.minimum(np.arange(first, first + longest), last - 1)
 
         sums = np.zeros(2)  # this rank's summed loss and examples
         correct: list[float] = []  # of all ranks: within the first one, and within the first two
 
         def padded() -> Iterator[tuple[Tensor, Tensor]]:
-            for begin in range(0, longest, batch_size):
-                chosen = rows[begin : begin + batch_size]
+            for begin in range(0, longest, EVALUATION_BATCH):
+                chosen = rows[begin : begin + EVALUATION_BATCH]
                 images, labels = test.batch(chosen, dtype)
                 real = np.arange(begin, begin + len(chosen)) < last - first
                 sums[1] += real.sum()
@@ -106,9 +108,9 @@ class HighLevel:
         callback = Callback()
         callback.on_eval_batch_end = on_eval_batch_end
         self.accuracy.reset()  # of what it counted in training
-        self.model.evaluate(padded(), verbose=0, callbacks=[callback])  # ranks talk at each batch
+        self.model.evaluate(padded(), verbose=0, callbacks=[callback])  # ranks talk: at each batch
         total = paddle.to_tensor(sums)
-        all_reduce(total)  # ranks talk
+        ranks.all_reduce(total)  # ranks talk
         loss_sum, examples = total.tolist()
         return {
             "test_loss": loss_sum / examples,

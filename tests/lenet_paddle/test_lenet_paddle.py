@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference, write_fashion
+from harness import ROOT, Harness, Outcome, bare, free_port, losses, metrics, relative_difference, write_fashion
 from samestep import checkpoint
 
-TRAIN = str(ROOT / "apps" / "lenet_paddle" / "train.py")
+APP = ROOT / "apps" / "lenet_paddle"
+TRAIN = str(APP / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 LAUNCH = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node=2", "--log_dir=paddle-log"]
 FLEETRUN = [str(Path(sys.executable).parent / "fleetrun"), *LAUNCH[3:]]
@@ -65,6 +66,138 @@ def test_the_weights_have_pytorchs_names_and_layouts(harness: Harness) -> None:
         "fc.2.weight": (10, 84),
     }
     assert sum(array.size for array in weights.values()) == 61_610
+
+
+# --- what ranks say to each other, and what a checkpoint holds ------------------------------------------------------
+
+RENDEZVOUS = """
+import os
+import numpy as np
+import paddle
+import ranks
+from samestep import env
+world = env.detect(os.environ)
+ranks.rendezvous(world, "cpu", 60, "basic")
+"""
+TRAINED = """
+import paddle
+import weights
+from paddle import nn
+from samestep import FatalError
+
+def trained(build):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = build(model.parameters())
+    update(model, optimizer)
+    return model, optimizer
+
+def update(model, optimizer):
+    model(paddle.ones([5, 3])).sum().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+"""
+
+
+def in_app(harness: Harness, n: int, code: str) -> Outcome:
+    """Run ``code`` with the app's modules, on n ranks."""
+    file = harness.folder / "in_app.py"
+    file.write_text(code)
+    path = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(file)] if n == 1 else [*LAUNCH[:3], f"--nproc_per_node={n}", *LAUNCH[4:], str(file)]
+    return bare(harness, command, PYTHONPATH=path, PADDLE_DISTRI_BACKEND="gloo")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_bytes_and_arrays_arrive_bit_for_bit(harness: Harness, n: int) -> None:
+    code = """
+for content in (b"", bytes(range(256)), bytes(100_000)):
+    assert ranks.broadcast(content if world.rank == 0 else b"another") == content
+rows = [np.array([2**62 + 1, -1]), np.array([2**31 - 1, 7], np.int32), np.array([0.1, -0.0, np.nan]), np.zeros(3, "u1")]
+for row in rows:
+    mine = row + np.array(world.rank, row.dtype)
+    everyones = ranks.all_gather(mine)
+    assert everyones.dtype == row.dtype
+    assert everyones.shape == (world.world_size, len(row))
+    expected = [row + np.array(rank, row.dtype) for rank in range(world.world_size)]
+    assert everyones.tobytes() == np.stack(expected).tobytes()
+"""
+    outcome = in_app(harness, n, RENDEZVOUS + code)
+    assert outcome.code == 0, outcome
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ordering_the_buckets_leaves_batch_normalisation_as_it_was(harness: Harness, n: int) -> None:
+    code = """
+paddle.seed(1)  # on all ranks alike: what is not is made so before the passes
+model = paddle.nn.Sequential(paddle.nn.Conv2D(1, 2, 3), paddle.nn.BatchNorm2D(2), paddle.nn.Flatten())
+model.register_buffer("own", paddle.ones([2]), persistable=False)
+def count(layer, inputs):
+    layer.own.add_(paddle.ones([2]))
+model.register_forward_pre_hook(count)
+optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
+def bits():
+    return [tensor.numpy().tobytes() for tensor in (*model.state_dict().values(), *model.buffers())]
+images, labels = paddle.randn([1, 1, 5, 5]), paddle.zeros([1], "int64")
+for api in ("basic", "highlevel"):
+    before = bits()
+    if api == "basic":
+        ranks.order_buckets(ranks.distribute(api, model, optimizer)[0], images, labels)
+    else:
+        from highlevel import HighLevel
+        HighLevel(model, optimizer, images, labels)
+    assert bits() == before, api
+    assert not any(each.grad is not None and each.grad.abs().sum().item() for each in model.parameters())
+model(images)
+assert bits() != before  # a pass outside does count
+"""
+    outcome = in_app(harness, n, RENDEZVOUS + code)
+    assert outcome.code == 0, outcome
+
+
+def test_what_is_saved_of_an_optimizer_is_loaded(harness: Harness) -> None:
+    code = """
+for build in (
+    lambda p: paddle.optimizer.Adam(0.1, parameters=p),
+    lambda p: paddle.optimizer.AdamW(0.1, parameters=p),
+    lambda p: paddle.optimizer.Momentum(0.1, 0.9, parameters=p),
+    lambda p: paddle.optimizer.SGD(0.1, parameters=p),
+):
+    model, optimizer = trained(build)
+    saved = weights.groups(model, optimizer)
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    its_optimizer = build(other.parameters())
+    weights.load(other, its_optimizer, saved)
+    update(model, optimizer)
+    update(other, its_optimizer)
+    one, two = weights.groups(model, optimizer), weights.groups(other, its_optimizer)
+    for group in ("model", "optimizer"):
+        assert list(one[group]) == list(two[group])
+        assert all(one[group][name].tobytes() == two[group][name].tobytes() for name in one[group])
+"""
+    outcome = in_app(harness, 1, TRAINED + code)
+    assert outcome.code == 0, outcome
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused(harness: Harness) -> None:
+    """It would be resumed without a part of its state, and nobody would notice."""
+    code = """
+schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
+for build, words in (
+    (lambda p: paddle.optimizer.RMSProp(0.1, parameters=p), "RMSProp's linear_"),
+    (lambda p: paddle.optimizer.Adam(0.1, parameters=p, amsgrad=True), "_moment2_max_0 cannot"),
+    (lambda p: paddle.optimizer.Adam(0.1, parameters=p, name="my"), "_my_moment1_0 cannot"),
+    (lambda p: paddle.optimizer.Momentum(schedule, parameters=p), "Momentum's LR_Scheduler cannot"),
+):
+    try:
+        weights.groups(*trained(build))
+    except FatalError as problem:
+        assert words in str(problem), problem
+        assert "use another optimizer" in str(problem)
+    else:
+        raise AssertionError(words)
+"""
+    outcome = in_app(harness, 1, TRAINED + code)
+    assert outcome.code == 0, outcome
 
 
 # --- recovery by every API and launcher ----------------------------------------------------------------------------
@@ -149,6 +282,32 @@ def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: di
     assert outcome.code == 2, outcome
     assert len(outcome.stderr.splitlines()) == 1
     assert words in outcome.stderr
+
+
+def test_as_many_ranks_come_as_were_asked_for(harness: Harness) -> None:
+    """The script starts what its first --launcher asks for, and train.py heeds its last: that would be one rank."""
+    outcome = harness.run(2, *SMALL, "--launcher=spawn", "--launcher=launch")
+    assert outcome.code == 2, outcome
+    assert len(outcome.stderr.splitlines()) == 1
+    assert "asked for 2 ranks, but 1 came" in outcome.stderr
+    assert not metrics(harness.folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("command", "came"),
+    [
+        ([sys.executable, TRAIN, "--nprocs=2", "--launcher=spawn", "--launcher=launch"], 1),
+        ([sys.executable, TRAIN, "--nprocs=3", "--launcher=spawn"], 3),
+        ([*LAUNCH[:3], "--nproc_per_node=1", *LAUNCH[4:], TRAIN], 1),
+    ],
+    ids=["plain", "spawn", "launch"],
+)
+def test_every_rank_counts_the_ranks(harness: Harness, command: list[str], came: int) -> None:
+    outcome = bare(harness, [*command, *SMALL, "--device=cpu", "--run-dir=run"], SAMESTEP_WORLD_SIZE="2")
+    assert outcome.code == 2, outcome
+    (line,) = {*outcome.errors, *(line for line in outcome.stdout.splitlines() if line.startswith("error: "))}
+    assert f"asked for 2 ranks, but {came} came" in line
+    assert not (harness.folder / "run").exists()
 
 
 @pytest.mark.parametrize("launcher", ["launch", "spawn"])
