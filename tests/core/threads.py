@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Faults:
 
     after_update: Callable[[int, int, Model], None] = lambda rank, done, model: None
     before_finish: Callable[[int, Model], None] = lambda rank, model: None
-    loss_scale: Callable[[int], float] = lambda step: 1.0
+    loss_scale: Mapping[int, float] = field(default_factory=dict)  # by what a step's loss is multiplied
 
 
 @dataclass
@@ -192,12 +193,14 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
     counted("begin", lambda: run.begin(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
     sum_since = 0.0
     for step in range(run.start, run.stop):
-        loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale(step)
+        loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale.get(
+            step, 1.0
+        )
         sum_since += loss_sum
         gradient = ranks.all_gather(np.array([loss_sum])).sum() / batches.rows(step).global_size
         model.update(gradient, options.momentum)
         faults.after_update(world.rank, step + 1, model)
-        due: Due = counted("done", lambda step=step: run.done(step))
+        due: Due = counted("done", partial(run.done, step))
         me.dues[step + 1] = due
         if me.first_beat is None:
             me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
@@ -205,7 +208,7 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
             last, since = ranks.all_gather(np.array([loss_sum, sum_since])).sum(axis=0).tolist()
             sum_since = 0.0
             tested = evaluate(model, data.test_labels, ranks, world) if due.test else {}
-            me.lines.append(counted("record", lambda: run.record(last, since, tested)))  # noqa: B023
+            me.lines.append(counted("record", partial(run.record, last, since, tested)))
         if due.save:
             counted("save", lambda: run.save(ranks, model.groups))
     tested = run.tested or evaluate(model, data.test_labels, ranks, world)
