@@ -248,8 +248,10 @@ class Run:
     # --- what came of it -----------------------------------------------------------------------------------------
 
     def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any]) -> None:
-        """Make sure that all ranks hold the same weights, and write them. Raises FatalError where they do not."""
+        """Make sure that all ranks hold the same weights, and write them. FatalError where they are no result."""
         self._bar.close()
+        if not math.isfinite(loss := tested.get("test_loss", 0.0)):
+            raise FatalError(f"the test loss is {loss} after step {self.stop}: lower --lr, now {self.options.lr}")
         seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
         digest = checkpoint.weights_sha256(weights)
         everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))

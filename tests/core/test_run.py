@@ -566,6 +566,23 @@ def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(ru
         assert checkpoints(run_dir) == ["step-00000004"]
 
 
+def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Console) -> None:
+    """The last update is the one that no later loss tells of; and NaN in result.json would be no JSON."""
+
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if done == max_steps:
+            model.groups["model"]["w"][...] = np.nan
+
+    for max_steps in (5, 8):  # within an epoch, and at its end
+        options = its(run_dir, "--no-resume", f"--max-steps={max_steps}")
+        for rank in job(2, options, Faults(after_update=after_update)):
+            assert isinstance(rank.error, FatalError), rank.error
+            assert str(rank.error) == f"the test loss is nan after step {max_steps}: lower --lr, now 1.0"
+    assert not (run_dir / "result.json").exists()
+    assert not (run_dir / "model.safetensors").exists()
+    assert "RESULT" not in console.out.getvalue()
+
+
 # --- what ranks compare ----------------------------------------------------------------------------------------------
 
 
