@@ -198,8 +198,9 @@ class Run:
         """
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
-        if not math.isfinite(loss):
-            raise FatalError(f"the loss is {loss} at step {self._step}: lower --lr, now {self.options.lr}")
+        for value, when in ((loss, "at"), (sum_since, "before")):
+            if not math.isfinite(value):
+                raise FatalError(f"the loss is {value} {when} step {self._step}: lower --lr, now {self.options.lr}")
         self._epoch_sum += sum_since
         self._train_loss = self._epoch_sum / (samples - epoch * batches.n)
         if self._step % batches.steps_per_epoch == 0:
