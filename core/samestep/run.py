@@ -198,8 +198,9 @@ class Run:
         """
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
-        if not math.isfinite(loss):
-            raise FatalError(f"the loss is {loss} at step {self._step}: lower --lr, now {self.options.lr}")
+        for value, when in ((loss, "at"), (sum_since, "before")):
+            if not math.isfinite(value):
+                raise FatalError(f"the loss is {value} {when} step {self._step}: lower --lr, now {self.options.lr}")
         self._epoch_sum += sum_since
         self._train_loss = self._epoch_sum / (samples - epoch * batches.n)
         if self._step % batches.steps_per_epoch == 0:
@@ -248,8 +249,10 @@ class Run:
     # --- what came of it -----------------------------------------------------------------------------------------
 
     def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any]) -> None:
-        """Make sure that all ranks hold the same weights, and write them. Raises FatalError where they do not."""
+        """Make sure that all ranks hold the same weights, and write them. FatalError where they are no result."""
         self._bar.close()
+        if not math.isfinite(loss := tested.get("test_loss", 0.0)):
+            raise FatalError(f"the test loss is {loss} after step {self.stop}: lower --lr, now {self.options.lr}")
         seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
         digest = checkpoint.weights_sha256(weights)
         everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))

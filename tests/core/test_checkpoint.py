@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -26,11 +27,12 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from samestep import FatalError, UserError, checkpoint
+from samestep import FatalError, UserError, checkpoint, safetensors_writer
 from samestep.checkpoint import Arrays, Checkpoint, Damaged
 
 CORE = str(Path(checkpoint.__file__).parents[1])
 FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors")
+DTYPES = "uint64 int64 float64 complex64 float32 uint32 int32 float16 uint16 int16 int8 uint8 bool".split()
 ARITHMETIC = {"lr": 0.1, "seed": 1, "dataset": "mnist-5k"}
 
 
@@ -129,34 +131,10 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     assert json.dumps(found.state, sort_keys=True) == json.dumps(state, sort_keys=True)
 
 
-DTYPES = "uint64 int64 float64 complex64 float32 uint32 int32 float16 uint16 int16 int8 uint8 bool >f8 >i2".split()
-
-
-@given(
-    shapes=st.dictionaries(
-        st.text(max_size=9),
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.booleans()),
-        max_size=20,
-    ),
-    small=st.sampled_from([0, 10, 1 << 20]),
-)
-def test_a_file_is_byte_by_byte_what_the_safetensors_library_writes(shapes: dict[str, Any], small: int) -> None:
-    """The library copies all arrays twice, so its format is written here; large arrays are not copied at all."""
-    draw = np.random.default_rng(len(shapes))
-    arrays: Arrays = {}
-    for name, (dtype, shape, transposed) in shapes.items():
-        array = draw.integers(0, 100, shape).astype(dtype)
-        arrays[name] = array.T if transposed else array
-    wanted = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_SMALL", small)
-        assert b"".join(checkpoint._as_safetensors(arrays)) == wanted
-
-
 @pytest.mark.parametrize("small", [0, 100, 1 << 20])
 def test_large_files_are_saved_as_small_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     """Large: written array by array, while a thread makes the checksum."""
-    monkeypatch.setattr(checkpoint, "_SMALL", small)
+    monkeypatch.setattr(safetensors_writer, "SMALL", small)
     for step in range(1, 5):
         folder = save(tmp_path, step, keep=2)
         assert_same(checkpoint.read(folder).arrays("model"), values()["model"])
@@ -295,12 +273,16 @@ def test_what_is_not_a_manifest_is_damaged(tmp_path: Path, content: bytes) -> No
     printable(caught.value)
 
 
+def each(field: str, *wrong: Any) -> list[tuple[str, Any]]:
+    return [(field, value) for value in wrong]
+
+
 WRONG_FIELDS: list[tuple[str, Any]] = [
-    *(("format", value) for value in (0, 2, "1", None, [1], {}, "1\n2", "\ud800")),
-    *(("step", value) for value in (4, -3, "3", 3.5, None, [3], 10**40)),
-    *(("state", value) for value in (None, [], "x", 1)),
-    *(("arithmetic", value) for value in (None, [], "x", 1)),
-    *(("files", value) for value in (None, [], "x", 1, ["model.safetensors"])),
+    *each("format", 0, 2, "1", None, [1], {}, "1\n2", "\ud800"),
+    *each("step", 4, -3, "3", 3.5, None, [3], 10**40),
+    *each("state", None, [], "x", 1),
+    *each("arithmetic", None, [], "x", 1),
+    *each("files", None, [], "x", 1, ["model.safetensors"]),
     ("files", {"model.safetensors": None}),
     ("files", {"model.safetensors": []}),
     ("files", {"model.safetensors": {}}),
@@ -527,6 +509,83 @@ def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
     assert found.step == 3
     save(tmp_path, 4)
     assert sorted(path.name for path in whole.parent.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_the_newest_in_which_ranks_differed_is_kept_but_no_longer_counted(tmp_path: Path) -> None:
+    checkpoint.retire_unequal(tmp_path)  # there is none
+    for _ in range(2):  # the second time its name is taken
+        for step in (1, 2, 3):
+            save(tmp_path, step)
+        checkpoint.retire_unequal(tmp_path)
+        assert steps(tmp_path) == [1, 2]
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("u*")) == ["unequal-step-00000003"]
+        found = checkpoint.newest(tmp_path, no_warning)
+        assert found is not None
+        assert found.step == 2
+    save(tmp_path, 3, keep=2)
+    assert steps(tmp_path) == [2, 3]
+
+
+# --- by manifests alone ------------------------------------------------------------------------------------------
+
+
+def test_by_its_manifest_alone_no_array_is_read(tmp_path: Path) -> None:
+    """A launch script must not wait for a terabyte that rank 0 reads again."""
+    folder = save(tmp_path, 3)
+    verified = checkpoint.read(folder)
+    for name in FILES[1:]:
+        (folder / name).write_bytes(bytes((folder / name).stat().st_size))
+    found = checkpoint.read(folder, verify=False)
+    assert found.contents == {}
+    assert dataclasses.replace(found, contents=verified.contents) == verified
+    with pytest.raises(Damaged):
+        checkpoint.read(folder)
+
+
+def test_by_its_manifest_alone_arrays_that_cannot_be_read_are_not_missed(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(b"")
+    size = 1 << 42  # 4 TiB of nothing: no memory holds them
+    os.truncate(folder / "model.safetensors", size)
+    files = {**body_of(folder)["files"], "model.safetensors": {**facts(content), "size": size}}
+    (folder / "manifest.json").write_bytes(sealed({**body_of(folder), "files": files}))
+    assert checkpoint.read(folder, verify=False).step == 3
+
+
+@pytest.mark.parametrize("damage", ["longer", "shorter", "missing"])
+def test_by_its_manifest_alone_a_files_size_still_counts(tmp_path: Path, damage: str) -> None:
+    folder = save(tmp_path, 3)
+    path = folder / "optimizer.safetensors"
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(content + b"\0" if damage == "longer" else content[:-1])
+    with pytest.raises(Damaged, match=r"optimizer\.safetensors"):
+        checkpoint.read(folder, verify=False)
+
+
+def test_by_manifests_alone_the_newest_may_be_one_that_verification_skips(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    spoil(tmp_path / "checkpoints" / "step-00000003")
+    quick = checkpoint.newest(tmp_path, no_warning, verify=False)
+    verified = checkpoint.newest(tmp_path, lambda text: None)
+    assert quick is not None
+    assert verified is not None
+    assert (quick.step, verified.step) == (3, 2)
+
+
+def test_by_manifests_alone_a_damaged_manifest_is_skipped_and_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_bytes(b"{}")
+    warnings: list[str] = []
+    found = checkpoint.newest(tmp_path, warnings.append, verify=False)
+    assert found is not None
+    assert found.step == 1
+    (text,) = warnings
+    assert text.startswith("checkpoint step-00000002 (")
 
 
 def test_what_was_given_may_change_while_the_disk_is_waited_for(tmp_path: Path) -> None:
@@ -769,30 +828,6 @@ def test_another_app_is_refused_and_the_same_run_is_not(tmp_path: Path) -> None:
         checkpoint.check_same_run(found, "lenet", ARITHMETIC)
 
 
-def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> None:
-    checkpoint.set_aside(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    for _ in range(3):  # all within a second, perhaps
-        save(tmp_path, 3)
-        for name in ("metrics.jsonl", "model.safetensors", "result.json", "notes.txt"):
-            (tmp_path / name).write_text(name)
-        (tmp_path / "log").mkdir(exist_ok=True)
-        checkpoint.set_aside(tmp_path)
-        assert checkpoint.newest(tmp_path, no_warning) is None
-    aside = sorted(tmp_path.glob("earlier-*"))
-    assert len(aside) == 3
-    for folder in aside:
-        moved = sorted(path.name for path in folder.iterdir())
-        assert moved == ["checkpoints", "metrics.jsonl", "model.safetensors", "result.json"]
-        assert steps(folder) == [3]
-    assert sorted(path.name for path in tmp_path.iterdir() if path not in aside) == ["log", "notes.txt"]
-
-
-def test_make_unique_never_returns_a_folder_twice(tmp_path: Path) -> None:
-    names = [checkpoint.make_unique(tmp_path / "runs" / "now").name for _ in range(4)]
-    assert names == ["now", "now-2", "now-3", "now-4"]
-
-
 # --- weights -----------------------------------------------------------------------------------------------------
 
 
@@ -850,6 +885,53 @@ def test_the_weights_hash_tells_all_else(other: Callable[[Any], Any]) -> None:
 def test_the_weights_hash_tells_a_scalar_from_a_row_of_one() -> None:
     row = np.array([1.5], dtype=np.float32)
     assert checkpoint.weights_sha256({"w": row}) != checkpoint.weights_sha256({"w": row.reshape(())})
+
+
+def shapes_and_layouts() -> dict[str, NDArray[Any]]:
+    """Arrays of all dtypes, of every length from 0 to 25 bytes, 0-d, empty, strided and not aligned."""
+    draw = np.random.default_rng(0)
+    found: dict[str, NDArray[Any]] = {}
+    for dtype in DTYPES:
+        itemsize = np.dtype(dtype).itemsize
+        for count in (0, 1, 3, 5):
+            content = draw.integers(0, 2, count * itemsize, dtype=np.uint8)  # 0 and 1 are good in any dtype
+            found[f"{dtype} [{count}]"] = content.view(dtype)
+        found[f"{dtype} []"] = draw.integers(0, 2, itemsize, dtype=np.uint8).view(dtype).reshape(())
+        grid = draw.integers(0, 2, 35 * itemsize, dtype=np.uint8).view(dtype).reshape(5, 7)
+        found |= {
+            f"{dtype} transposed": grid.T,
+            f"{dtype} strided": grid[::2, 1::3],
+            f"{dtype} reversed": grid[:, ::-1],
+        }
+    for length in range(26):
+        found[f"{length} bytes"] = draw.integers(0, 256, length, dtype=np.uint8)
+        found[f"{length} bytes, not aligned"] = np.frombuffer(b"x" + draw.bytes(length), np.uint8)[1:]
+    found["empty"] = np.zeros((0, 3), np.float32)
+    return found
+
+
+LAYOUTS = shapes_and_layouts()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_one_bit_that_is_flipped_changes_the_bit_sum(name: str) -> None:
+    array = LAYOUTS[name]
+    before = checkpoint.bit_sum(array)
+    assert 0 <= before < 2**64
+    content = bytearray(array.tobytes())
+    assert checkpoint.bit_sum(np.frombuffer(bytes(content), array.dtype).reshape(array.shape)) == before
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        assert checkpoint.bit_sum(np.frombuffer(bytes(content), array.dtype).reshape(array.shape)) != before, bit
+        content[bit // 8] ^= 1 << bit % 8
+
+
+def test_the_bit_sum_is_that_of_the_bits_and_not_of_the_numbers() -> None:
+    zeros = np.array([0.0, -0.0, np.nan, np.inf])
+    assert checkpoint.bit_sum(zeros) == sum(zeros.view(np.uint64).tolist()) % 2**64
+    assert checkpoint.bit_sum(np.array(-0.0)) == 2**63
+    assert checkpoint.bit_sum(np.full(8, 2**64 - 1, np.uint64)) == 2**64 - 8  # modulo 2**64
+    assert checkpoint.bit_sum(np.zeros(0)) == 0
 
 
 def test_saved_weights_come_back_and_hash_alike(tmp_path: Path) -> None:

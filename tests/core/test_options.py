@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
-import shutil
-import subprocess
-import sys
-from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from samestep import UserError, options
-from samestep.options import MAY_CHANGE_AT_RESUME, Parser, add_common, arithmetic, as_json
-
-ROOT = Path(__file__).resolve().parents[2]
-CORE = str(Path(options.__file__).parents[1])
-APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
+from samestep.options import MAY_CHANGE_AT_RESUME, Options, Parser, add_common, arithmetic, as_json
 
 
-def parse(*arguments: str) -> Namespace:
+def parse(*arguments: str, may_change_at_resume: Sequence[str] = ()) -> Options:
     parser = Parser(prog="toy")
     add_common(
         parser,
@@ -30,17 +21,9 @@ def parse(*arguments: str) -> Namespace:
         lr="0.1",
         datasets=("mnist-5k", "mnist"),
         devices=("auto", "cpu", "cuda"),
+        may_change_at_resume=may_change_at_resume,
     )
     return parser.parse(arguments)
-
-
-def app_options(app: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{app}_options", ROOT / "apps" / app / "options.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------
@@ -125,8 +108,6 @@ def test_the_defaults() -> None:
         "init_from": None,
         "dataset": None,
         "requested_dataset": None,
-        "default_dataset": "mnist-5k",
-        "may_change_at_resume": [],
         "data_dir": Path("data"),
         "run_dir": None,
         "resume": True,
@@ -186,8 +167,6 @@ CHANGED: dict[str, Any] = {
     "init_from": Path("x"),
     "dataset": "mnist",
     "requested_dataset": "mnist",
-    "default_dataset": "mnist",
-    "may_change_at_resume": ["momentum"],
     "data_dir": Path("x"),
     "run_dir": Path("x"),
     "resume": False,
@@ -212,8 +191,17 @@ def test_an_option_counts_unless_it_may_change(name: str) -> None:
 
 
 def test_an_apps_own_option_counts_unless_the_app_says_otherwise() -> None:
-    given = Namespace(momentum=0.9, logger="csv", quiet=True, may_change_at_resume=["logger"])
-    assert arithmetic(given) == {"momentum": 0.9}
+    given = parse("--lr=0.1", may_change_at_resume=["logger"])
+    before = arithmetic(given)
+    given.momentum, given.logger = 0.9, "csv"
+    assert arithmetic(given) == {**before, "momentum": 0.9}
+
+
+def test_what_the_parser_knows_stands_beside_the_options() -> None:
+    given = parse(may_change_at_resume=["logger"])
+    assert (given.default_dataset, given.may_change_at_resume) == ("mnist-5k", ["logger"])
+    for found in (vars(given), arithmetic(given), as_json(given)):
+        assert not {"default_dataset", "may_change_at_resume"} & found.keys()
 
 
 def test_options_become_json_and_come_back_the_same() -> None:
@@ -224,92 +212,3 @@ def test_options_become_json_and_come_back_the_same() -> None:
     assert as_json(given).keys() == vars(given).keys()
     assert as_json(given)["run_dir"] == "runs/x"
     assert as_json(given)["init_from"] == "m.safetensors"
-
-
-# --- every app ---------------------------------------------------------------------------------------------------
-
-TRAINING = [app for app in APPS if not hasattr(app_options(app), "COMMANDS")]  # the others measure
-
-
-def test_commands_have_run_dir_and_nothing_of_a_training_that_resumes() -> None:
-    for app in set(APPS) - set(TRAINING):
-        module = app_options(app)
-        for command in module.COMMANDS:
-            parsed = module.parse([command, "--run-dir=runs/x"])
-            assert parsed.run_dir == Path("runs/x")
-            assert not hasattr(parsed, "resume")
-            assert command in module.build_parser().help_for([command, "--help"])
-
-
-@pytest.mark.parametrize("app", TRAINING)
-def test_every_app_has_the_common_options(app: str) -> None:
-    parsed = app_options(app).parse([])
-    assert vars(parse()).keys() <= vars(parsed).keys()
-    assert parsed.lr is not None  # what the app chooses is in the record and in the checkpoint
-    json.dumps(arithmetic(parsed))
-
-
-@pytest.mark.parametrize("app", TRAINING)
-def test_every_app_explains_itself(app: str) -> None:
-    text = app_options(app).build_parser(usage="the usage").format_help()
-    assert "the usage" in text
-    assert all(option in text for option in [*WHOLE, *REAL, "--no-resume", "--init-from", "--run-dir"])
-
-
-@pytest.mark.parametrize("app", APPS)
-def test_every_app_tells_a_mistake_as_user_error(app: str) -> None:
-    for bad in (["--epochs=x"], ["--lr=0"], ["--no-such-option"], ["5"]):
-        with pytest.raises(UserError):
-            app_options(app).parse(bad)
-
-
-# --- the system's Python -----------------------------------------------------------------------------------------
-
-FIRST_STAGE = """
-import importlib.util, runpy, sys
-sys.path.insert(0, sys.argv[1])
-missing = [name for name in ("numpy", "safetensors", "tqdm", "pytest", "pip") if importlib.util.find_spec(name) is None]
-assert "numpy" in missing and "pytest" in missing, "third-party packages can be imported here, so nothing is shown"
-import samestep.launch, samestep.options
-for path in sys.argv[2:]:
-    module = runpy.run_path(path)
-    if "COMMANDS" in module:
-        command = next(iter(module["COMMANDS"]))
-        assert module["parse"]([command]).command == command
-        continue
-    parsed = module["parse"](["--epochs", "1", "--no-resume"])
-    assert parsed.epochs == 1 and parsed.resume is False
-own = [name for name in sys.modules if name.startswith("samestep")]
-assert set(own) <= {"samestep", *(f"samestep.{name}" for name in ("launch", "options", "supervise", "venvs"))}, own
-print("ok")
-"""
-
-
-def interpreters() -> list[str]:
-    """This one, and a 3.9 where one works."""
-    found = [sys.executable]
-    oldest = shutil.which("python3.9")
-    if oldest and subprocess.run([oldest, "-c", ""], capture_output=True, timeout=30, check=False).returncode == 0:
-        found.append(oldest)
-    return found
-
-
-@pytest.mark.parametrize("python", interpreters())
-def test_the_first_stage_needs_only_the_standard_library(python: str) -> None:
-    apps = [str(ROOT / "apps" / app / "options.py") for app in APPS]
-    done = subprocess.run(  # -I and -S: no PYTHONPATH, no site-packages
-        [python, "-I", "-S", "-c", FIRST_STAGE, CORE, *apps], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(Path(CORE, "samestep", f"{name}.py") for name in ("__init__", "launch", "options", "supervise", "venvs")),
-        *(ROOT / "apps" / app / "options.py" for app in APPS),
-    ],
-    ids=lambda path: "/".join(path.parts[-2:]),
-)
-def test_the_first_stage_is_written_in_the_language_of_python_3_9(path: Path) -> None:
-    ast.parse(path.read_text(), feature_version=(3, 9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from samestep import sharding
-from samestep.sharding import GlobalBatches, part, permute
+from samestep.sharding import GlobalBatches, Rows, permute, shard
 
 SEEDS = st.integers(0, 2**64 - 1)
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.sampled_from([1023, 1024, 1025, 2**11, 2**11 + 1]))
@@ -176,10 +177,21 @@ def test_seeds_and_epochs_are_unrelated() -> None:
 # Its cost
 
 
-def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluated = []
+def count_evaluations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many values went through the bijection, call by call, from here on."""
+    evaluated: list[int] = []
     feistel = sharding._feistel
-    monkeypatch.setattr(sharding, "_feistel", lambda v, *rest: (evaluated.append(v.size), feistel(v, *rest))[1])
+
+    def counted(values: NDArray[np.uint64], *rest: Any) -> NDArray[np.uint64]:
+        evaluated.append(values.size)
+        return feistel(values, *rest)
+
+    monkeypatch.setattr(sharding, "_feistel", counted)
+    return evaluated
+
+
+def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated = count_evaluations(monkeypatch)
     tracemalloc.start()
     try:
         batches = GlobalBatches(10**12, 256, seed=0, rank=1, world_size=2)
@@ -196,24 +208,22 @@ def test_a_trillion_samples_start_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("n", [2**10 + 1, 2**20 - 1, 2**20, 2**20 + 1, 60_000, 10**9, 2**62 + 1])
 def test_next_to_nothing_walks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data set just above a power of two costs what one just below it costs."""
-    evaluated = []
-    feistel = sharding._feistel
-    monkeypatch.setattr(sharding, "_feistel", lambda v, *rest: (evaluated.append(v.size), feistel(v, *rest))[1])
+    evaluated = count_evaluations(monkeypatch)
     count = min(n, 100_000)
     permute(np.arange(count), n, 0, 0)
     assert sum(evaluated) <= 1.04 * count
 
 
-# Parts and batches
+# Shards and batches
 
 
 @quick
 @given(st.integers(0, 10**6), WORLDS)
-def test_parts_tile_and_differ_by_at_most_one(length: int, world_size: int) -> None:
-    parts = [part(length, rank, world_size) for rank in range(world_size)]
-    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
-    assert parts[-1][1] == length
-    sizes = [stop - start for start, stop in parts]
+def test_shards_tile_and_differ_by_at_most_one(length: int, world_size: int) -> None:
+    shards = [shard(length, rank, world_size) for rank in range(world_size)]
+    assert [start for start, _ in shards] == [0, *(stop for _, stop in shards[:-1])]
+    assert shards[-1][1] == length
+    sizes = [stop - start for start, stop in shards]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -222,9 +232,23 @@ def test_parts_tile_and_differ_by_at_most_one(length: int, world_size: int) -> N
 def test_same_global_batches_at_any_world_size(n: int, batch: int, seed: int, world_size: int, step: int) -> None:
     whole = GlobalBatches(n, batch, seed)
     ranks = [GlobalBatches(n, batch, seed, rank, world_size) for rank in range(world_size)]
-    parts = [rank.indices(step) for rank in ranks]
-    assert np.array_equal(np.concatenate(parts), whole.indices(step))
-    assert sum(map(len, parts)) == ranks[0].size(step)
+    shards = [rank.indices(step) for rank in ranks]
+    assert np.array_equal(np.concatenate(shards), whole.indices(step))
+    assert sum(map(len, shards)) == ranks[0].size(step)
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 400), SEEDS, WORLDS, st.integers(0, 50))
+def test_rows_say_where_a_ranks_indices_stand_in_the_global_batch(
+    n: int, batch: int, seed: int, world_size: int, step: int
+) -> None:
+    whole = GlobalBatches(n, batch, seed).indices(step)
+    for rank in range(world_size):
+        batches = GlobalBatches(n, batch, seed, rank, world_size)
+        indices, (first, global_size) = batches.indices(step), batches.rows(step)
+        assert batches.rows(step) == Rows(first, global_size)
+        assert global_size == len(whole)
+        assert np.array_equal(whole[first : first + len(indices)], indices)
 
 
 @quick
@@ -298,7 +322,7 @@ def test_refuses_bad_batches(arguments: tuple[int, ...]) -> None:
 
 def test_refuses_bad_calls() -> None:
     batches = GlobalBatches(10, 2, seed=0)
-    for method in (batches.epoch, batches.size, batches.samples_seen, batches.indices):
+    for method in (batches.epoch, batches.size, batches.rows, batches.samples_seen, batches.indices):
         with pytest.raises(ValueError, match="step must be at least 0"):
             method(-1)
     for positions in ([10], [-1]):
@@ -307,6 +331,6 @@ def test_refuses_bad_calls() -> None:
     with pytest.raises(ValueError, match="epoch must be"):
         permute(np.arange(3), 10, 0, -1)
     with pytest.raises(ValueError, match="length must be"):
-        part(-1, 0, 1)
+        shard(-1, 0, 1)
     with pytest.raises(TypeError):
-        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type]
+        permute(np.array([0.5]), 10, 0, 0)  # type: ignore[arg-type, unused-ignore]  # by NumPy's version

@@ -32,10 +32,14 @@ its = json.loads(sys.argv[1])
 run_dir = Path(its["run_dir"])
 watchdog._TICK, watchdog._SILENT = its["tick"], its["silent"]
 log.start(run_dir, its["rank"], False)
-dog = watchdog.Watchdog.start(run_dir, World(its["rank"], its["world"], launcher=its["launcher"]), its["timeout"])
-assert watchdog.Watchdog.start(run_dir, World(0, 1), 0.001) is dog
-for step in range(its["steps"]):
+dog = watchdog.Watchdog(run_dir, World(its["rank"], its["world"], launcher=its["launcher"]), its["timeout"])
+if its["restored"]:
+    dog.restored(its["restored"])
+for step in range(its["restored"], its["steps"]):
     dog.beat(step + 1)
+if its["stops"]:
+    dog.stop()
+    time.sleep(its["stops"])
 end = time.monotonic() + its["beats"]
 while time.monotonic() < end:
     dog.beat()
@@ -64,7 +68,7 @@ class Job:
 
     def rank_command(self, **changes: Any) -> list[str]:
         its = {"rank": 0, "world": 1, "launcher": "torchrun", "timeout": 0.5, "steps": 0, "beats": 0.0, "waits": True}
-        its |= {"tick": 0.1, "silent": 1.0, "run_dir": str(self.run_dir), **changes}
+        its |= {"restored": 0, "stops": 0.0, "tick": 0.1, "silent": 1.0, "run_dir": str(self.run_dir), **changes}
         return ["-c", RANK, json.dumps(its)]
 
     def start(self, command: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -96,7 +100,8 @@ class Job:
                 return values if condition(values) else None
             return None
 
-        return wait_for(seen)
+        found: dict[str, Any] = wait_for(seen)
+        return found
 
     def clean_up(self) -> None:
         for process in self._processes:
@@ -150,6 +155,40 @@ def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
     assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")
     assert abs(first["time"] - time.time()) < LIMIT
     job.alive(0, lambda seen: seen["time"] > first["time"])  # although the rank stands still
+
+
+def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
+    """The launch script wants to know whether a start that failed got so far."""
+    job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # no tick comes in between
+    assert job.alive(0, lambda seen: seen["updates"] == 1)["step"] == 8
+
+
+def test_later_updates_are_left_to_the_ticks(job: Job) -> None:
+    """A heartbeat is a file: writing one at each update would cost more than the update."""
+    job.rank(steps=9, tick=LIMIT, timeout=LIMIT, beats=0.5)
+    assert job.alive(0, lambda seen: seen["updates"] > 0)["step"] == 1
+
+
+def test_a_restored_rank_is_at_its_checkpoints_step_and_has_made_no_update(job: Job) -> None:
+    process = job.rank(restored=7, timeout=1.5)
+    assert job.alive(0, lambda seen: seen["step"] == 7)["updates"] == 0
+    assert ended(process).endswith(f"rank 0 ({HOST}, pid {process.pid}) last alive at step 7")
+
+
+def test_a_rank_that_the_watchdog_ends_leaves_who_was_to_blame_for_the_launch_script(job: Job) -> None:
+    process = job.rank(steps=7)
+    line = ended(process)
+    stalled = json.loads((job.run_dir / "log" / "stalled").read_text())
+    assert stalled["rank"] == 0
+    assert line == f"error: no progress for 0.5 s: {stalled['culprit']}"
+    assert not list((job.run_dir / "log").glob(".*")), "a half-written file is left"
+
+
+def test_a_watchdog_that_is_stopped_ends_nothing(job: Job) -> None:
+    process = job.rank(steps=3, stops=1.5, waits=False)
+    assert process.communicate(timeout=LIMIT) == ("", "")
+    assert process.returncode == 0
+    assert not (job.run_dir / "log" / "stalled").exists()
 
 
 def test_a_stopped_rank_is_named_by_the_others(job: Job) -> None:

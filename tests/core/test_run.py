@@ -1,0 +1,809 @@
+"""The life of a run, without a framework: its ranks are threads, and everything else is real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import threads
+from programs import HOLD, running
+from samestep import FatalError, RankZeroError, UserError, checkpoint, log
+from samestep.env import World
+from samestep.options import arithmetic
+from samestep.run import Due, Run, processor
+from samestep.sharding import GlobalBatches
+from threads import CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
+
+EPOCH = 4  # steps: 20 images in batches of 6
+STEPS = 3 * EPOCH
+
+
+@dataclasses.dataclass
+class Console:
+    """What `log.start` would take from this process: its standard output and error, and what it was called with."""
+
+    started: list[tuple[Path, int, bool]]
+    out: StringIO
+    errors: StringIO
+
+    def warnings(self) -> list[str]:
+        return [line for line in self.errors.getvalue().splitlines() if line.startswith("warning: ")]
+
+
+@pytest.fixture(autouse=True)
+def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A process of its own: no launcher's variables, another folder, and its output in memory."""
+    found = Console([], StringIO(), StringIO())
+
+    def start(run_dir: Path, rank: int, quiet: bool) -> None:
+        (run_dir / "log").mkdir(parents=True, exist_ok=True)
+        found.started.append((run_dir, rank, quiet))
+
+    monkeypatch.setattr(log, "start", start)
+    monkeypatch.setattr(log, "_console", found.out)
+    monkeypatch.setattr(log, "_console_errors", found.errors)
+    for name in ("LAUNCHER", "WORLD_SIZE", "RESTARTS", "JOB"):
+        monkeypatch.delenv(f"SAMESTEP_{name}", raising=False)
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "data")
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def its(run_dir: Path, *options: str) -> list[str]:
+    return ["--run-dir", str(run_dir), "--log-every=1", "--checkpoint-every=2", *options]
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that steps made, but for their speed."""
+    lines = [line for line in lines_of(run_dir) if "step" in line]
+    return [{name: value for name, value in line.items() if name != "samples_per_second"} for line in lines]
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return result
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.glob("checkpoints/*"))
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    found = checkpoint.newest(run_dir, lambda text: None)
+    assert found is not None
+    return found.state
+
+
+def crash(at: int) -> Faults:
+    """All ranks are killed after the update ``at``, before it counts."""
+
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if done == at:
+            raise CrashError
+
+    return Faults(after_update=after_update)
+
+
+def stopped_after(run_dir: Path, step: int, *options: str, ranks: int = 2) -> None:
+    """A run that was killed in the update after ``step``."""
+    for rank in job(ranks, its(run_dir, *options), crash(step + 1)):
+        assert isinstance(rank.error, CrashError), rank.error
+
+
+def all_done(ranks: list[Rank]) -> list[Run]:
+    return [rank.done for rank in ranks]
+
+
+def the_same(one: Path, other: Path) -> None:
+    """Two runs gave the same numbers, at whatever number of ranks."""
+    assert steps_of(one) == steps_of(other)
+    differs = {"world_size", "seconds", "samples_per_second", "resumed_from_step", "run_dir", "restarts"}
+    first, second = result_of(one), result_of(other)
+    assert first.keys() == second.keys()
+    assert {name for name in first if first[name] != second[name]} <= differs
+
+
+# --- before anything -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["dtype", "epochs", "seed"])
+def test_options_that_lack_what_every_result_repeats_fail_before_training(run_dir: Path, missing: str) -> None:
+    options = parse(*its(run_dir))
+    delattr(options, missing)
+    with pytest.raises(FatalError, match=rf"the options of toy lack {missing}: add them in apps/toy/options\.py"):
+        Run("toy", options, World(0, 1))
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("asked_for", ["3", "1"])
+def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_callers_mistake(
+    run_dir: Path, asked_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMESTEP_WORLD_SIZE", asked_for)
+    with pytest.raises(UserError, match=rf"asked for {asked_for} ranks, but 2 came \(launcher: torchrun\)"):
+        Run("toy", parse(*its(run_dir)), World(1, 2, launcher="torchrun"))
+    monkeypatch.setenv("SAMESTEP_WORLD_SIZE", "2")
+    Run("toy", parse(*its(run_dir)), World(1, 2))
+    assert not run_dir.exists()
+
+
+def test_under_the_launch_script_which_holds_the_lock_a_rank_writes_from_its_start(
+    run_dir: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
+    run = Run("toy", parse(*its(run_dir), "--quiet"), World(1, 2))
+    run.watchdog.stop()
+    assert console.started == [(run_dir, 1, True)]
+    assert json.loads((run_dir / "log" / "alive-1").read_text())["updates"] == 0
+
+
+def test_under_a_bare_launcher_nothing_is_written_before_the_run_dir_is_locked(run_dir: Path, console: Console) -> None:
+    run_dir.mkdir()
+    ended: list[list[Rank]] = []
+    with running(HOLD.format("WRITER_BYTE"), run_dir, until="held") as holder:
+        second = threading.Thread(target=lambda: ended.append(job(2, its(run_dir))), daemon=True)
+        second.start()
+        deadline = time.monotonic() + threads.LIMIT
+        while not console.warnings():
+            assert time.monotonic() < deadline, "it does not wait"
+            time.sleep(0.01)
+        assert sorted(path.name for path in run_dir.rglob("*")) == [".lock", "log"]
+        assert not console.started
+        holder.communicate(timeout=threads.LIMIT)  # its stdin ends, and so does it
+        second.join(threads.LIMIT)
+    all_done(ended[0])
+    assert {rank for _, rank, _ in console.started} == {0, 1}
+    assert result_of(run_dir)["steps"] == STEPS
+
+
+# --- restore ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_begins_at_0_with_the_apps_own_weights(run_dir: Path) -> None:
+    ranks = job(3, its(run_dir, "--max-steps=0"))
+    for rank, run in zip(ranks, all_done(ranks)):
+        assert (run.start, run.stop, run.resumed_from) == (0, 0, None)
+        assert rank.loaded == []
+        assert rank.options.dataset == "mnist"
+        assert rank.options.run_dir == run_dir
+
+
+def test_without_a_run_dir_all_ranks_get_the_same_new_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        ranks = job(3, ["--max-steps=1"])
+        all_done(ranks)
+        (folder,) = {rank.options.run_dir for rank in ranks}
+        assert folder.is_absolute()
+        assert folder.parent == tmp_path / "runs" / "toy"
+        assert (folder / "result.json").exists()
+    assert len(list((tmp_path / "runs" / "toy").iterdir())) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_resume_loads_the_same_bytes_on_every_rank(run_dir: Path, world_size: int) -> None:
+    stopped_after(run_dir, 6)
+    saved = checkpoint.newest(run_dir, lambda text: None)
+    assert saved is not None
+    ranks = job(world_size, its(run_dir, "--max-steps=6"))
+    for rank, run in zip(ranks, all_done(ranks)):
+        assert (run.start, run.stop, run.resumed_from) == (6, 6, 6)
+        assert rank.loaded == [["model", "optimizer"]]
+        for group, arrays in rank.model.groups.items():
+            for name, array in arrays.items():
+                assert array.tobytes() == saved.arrays(group)[name].tobytes()
+
+
+def refused(ranks: list[Rank], kind: type[Exception], code: int) -> str:
+    """Rank 0 was refused, and all others end with its code, silently; returns what rank 0 says."""
+    assert type(ranks[0].error) is kind, ranks[0].error
+    for rank in ranks[1:]:
+        assert isinstance(rank.error, RankZeroError), rank.error
+        assert rank.error.exit_code == code
+        assert rank.loaded == []
+    text = str(ranks[0].error)
+    assert text.isprintable()  # one line
+    return text
+
+
+def other_app(run_dir: Path) -> list[Rank]:
+    return job(3, its(run_dir), app="lenet")
+
+
+def other_options(run_dir: Path) -> list[Rank]:
+    return job(3, its(run_dir, "--lr=2", "--momentum=0.25"))
+
+
+def no_such_data(run_dir: Path) -> list[Rank]:
+    return job(3, its(run_dir / "new", "--data-dir=/dev/null"))
+
+
+def no_such_weights(run_dir: Path) -> list[Rank]:
+    return job(3, its(run_dir / "new", "--init-from=nowhere.safetensors"))
+
+
+def damaged_weights(run_dir: Path) -> list[Rank]:
+    (run_dir / "bad.safetensors").write_bytes(b"\xff" * 30)
+    return job(3, its(run_dir / "new", f"--init-from={run_dir}/bad.safetensors"))
+
+
+def run_dir_is_a_file(run_dir: Path) -> list[Rank]:
+    return job(3, its(run_dir / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (other_app, ["holds a run of toy, not of lenet", "choose another --run-dir"]),
+        (other_options, ["--lr 1.0 in the checkpoint, 2.0 now", "--momentum 0.5 in the checkpoint, 0.25 now"]),
+        (no_such_data, ["the data folder /dev/null is not a folder"]),
+        (no_such_weights, ["--init-from nowhere.safetensors", "No such file"]),
+        (damaged_weights, ["bad.safetensors is not a readable safetensors file"]),
+        (run_dir_is_a_file, ["cannot make", "name another place"]),
+    ],
+)
+def test_the_callers_mistake_is_told_by_rank_0_and_loads_nothing(
+    run_dir: Path, start: Callable[[Path], list[Rank]], said: list[str]
+) -> None:
+    stopped_after(run_dir, 6)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and "log" not in path.parts}
+    ranks = start(run_dir)
+    text = refused(ranks, UserError, 2)
+    assert all(words in text for words in said), text
+    assert ranks[0].loaded == []
+    assert all(path.read_bytes() == content for path, content in before.items() if path.name != ".lock")
+
+
+def test_with_no_good_checkpoint_all_ranks_fail_and_nothing_is_lost(run_dir: Path) -> None:
+    stopped_after(run_dir, 6)
+    before = checkpoints(run_dir)
+    for name in before:
+        path = run_dir / "checkpoints" / name / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    ranks = job(3, its(run_dir))
+    assert "is good" in refused(ranks, FatalError, 1)
+    assert ranks[0].loaded == []
+    assert checkpoints(run_dir) == before
+
+
+def test_a_checkpoint_that_does_not_fit_is_fatal_and_reaches_no_other_rank(run_dir: Path) -> None:
+    stopped_after(run_dir, 6)
+    text = refused(job(3, its(run_dir), size=4), FatalError, 1)
+    assert "step-00000006 does not fit the model: w has shape [5], not [4]" in text
+
+
+def test_weights_to_begin_with_that_do_not_fit_are_the_callers_mistake(run_dir: Path) -> None:
+    all_done(job(1, its(run_dir)))
+    text = refused(job(3, its(run_dir / "new", f"--init-from={run_dir}/model.safetensors"), size=4), UserError, 2)
+    assert text == f"--init-from {run_dir}/model.safetensors does not fit the model: w has shape [5], not [4]"
+
+
+def test_a_damaged_checkpoint_is_skipped_kept_and_its_steps_are_made_again(run_dir: Path, tmp_path: Path) -> None:
+    all_done(job(2, its(tmp_path / "undisturbed")))
+    stopped_after(run_dir, 8)
+    path = run_dir / "checkpoints" / "step-00000008" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert [run.resumed_from for run in all_done(job(3, its(run_dir)))] == [6, 6, 6]
+    assert "damaged-step-00000008" in checkpoints(run_dir)
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_weights_to_begin_with_reach_every_rank_without_optimizer_state(run_dir: Path) -> None:
+    all_done(job(1, its(run_dir / "one")))
+    weights = safetensors.numpy.load_file(run_dir / "one" / "model.safetensors")
+    ranks = job(3, its(run_dir / "two", f"--init-from={run_dir}/one/model.safetensors", "--max-steps=0"))
+    for rank, run in zip(ranks, all_done(ranks)):
+        assert (run.start, run.resumed_from) == (0, None)
+        assert rank.loaded == [["model"]]
+        assert all(array.tobytes() == weights[name].tobytes() for name, array in rank.model.groups["model"].items())
+        assert not rank.model.groups["optimizer"]["w.momentum"].any()
+    assert result_of(run_dir / "two")["weights_sha256"] == checkpoint.weights_sha256(weights)
+
+
+def test_a_checkpoint_wins_over_weights_to_begin_with_and_the_log_says_so(run_dir: Path, console: Console) -> None:
+    all_done(job(1, its(run_dir / "one", "--seed=7")))
+    init_from = f"--init-from={run_dir}/one/model.safetensors"
+    stopped_after(run_dir / "two", 6, init_from)
+    console.out.truncate(0)
+    ranks = job(2, its(run_dir / "two", init_from))
+    assert [run.resumed_from for run in all_done(ranks)] == [6, 6]
+    assert all(rank.loaded == [["model", "optimizer"]] for rank in ranks)
+    assert f"step-00000006 of the run dir wins over --init-from {run_dir}/one/model.safetensors" in (
+        console.out.getvalue()
+    )
+
+
+def test_no_resume_sets_the_earlier_run_aside(run_dir: Path) -> None:
+    stopped_after(run_dir, 6, "--seed=7")
+    before = checkpoints(run_dir)
+    assert [run.resumed_from for run in all_done(job(2, its(run_dir, "--no-resume")))] == [None, None]
+    (aside,) = run_dir.glob("earlier-*")
+    assert checkpoints(aside) == before
+    assert [line["step"] for line in steps_of(aside)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in steps_of(run_dir)] == list(range(1, STEPS + 1))
+
+
+def test_no_resume_no_longer_applies_to_ranks_that_their_launcher_started_again(run_dir: Path) -> None:
+    stopped_after(run_dir, 6, "--no-resume")
+    ranks = job(2, its(run_dir, "--no-resume"), world={"restart_count": 1})
+    assert [run.resumed_from for run in all_done(ranks)] == [6, 6]
+    assert not list(run_dir.glob("earlier-*"))
+
+
+# --- on which data ---------------------------------------------------------------------------------------------------
+
+
+def test_data_that_were_swapped_between_two_starts_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    stopped_after(run_dir, 6)
+    put(tmp_path / "data", label=1)
+    before = checkpoints(run_dir)
+    ranks = job(3, its(run_dir))
+    text = refused(ranks, UserError, 2)
+    assert f"{run_dir} was trained on other data: data/mnist has changed since" in text
+    assert state_of(run_dir)["dataset_fingerprint"][:12] in text
+    assert ranks[0].loaded == []
+    assert checkpoints(run_dir) == before
+    put(tmp_path / "data")  # the former files
+    all_done(job(3, its(run_dir)))
+
+
+def test_data_that_moved_but_did_not_change_are_no_other_data(run_dir: Path, tmp_path: Path) -> None:
+    stopped_after(run_dir, 6)
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    assert all_done(job(2, its(run_dir, f"--data-dir={tmp_path}/elsewhere")))[0].resumed_from == 6
+
+
+def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warning(
+    run_dir: Path, console: Console
+) -> None:
+    """As earlier versions wrote them."""
+    stopped_after(run_dir, 6)
+    found = checkpoint.newest(run_dir, lambda text: None)
+    assert found is not None
+    state = {name: value for name, value in found.state.items() if name != "dataset_fingerprint"}
+    groups = {group: found.arrays(group) for group in found.contents}
+    checkpoint.save(run_dir, "toy", 6, groups, state, found.arithmetic, keep=3)
+    checkpoint.finish()
+    all_done(job(3, its(run_dir)))
+    (warning,) = console.warnings()
+    assert "step-00000006 does not say which data it saw" in warning
+    assert state_of(run_dir)["dataset_fingerprint"] == found.state["dataset_fingerprint"]
+
+
+def test_a_run_remembers_which_data_were_asked_for_and_which_it_got(run_dir: Path) -> None:
+    """With no network the launch script gives mnist-5k to who asked for mnist; at a resume there may be one."""
+    options = its(run_dir, "--global-batch-size=1000")
+    for rank in job(2, [*options, "--dataset=mnist-5k", "--requested-dataset=mnist"], crash(3)):
+        assert isinstance(rank.error, CrashError)
+    assert state_of(run_dir)["requested_dataset"] == "mnist"
+    for asked in (["--dataset=mnist"], [], ["--dataset=mnist-5k"]):
+        ranks = job(2, [*options, *asked, "--max-steps=2"])
+        assert [run.resumed_from for run in all_done(ranks)] == [2, 2]
+        assert {rank.options.dataset for rank in ranks} == {"mnist-5k"}
+        assert result_of(run_dir)["dataset"] == "mnist-5k"
+
+
+def test_other_data_than_a_run_was_begun_with_are_refused(run_dir: Path) -> None:
+    stopped_after(run_dir, 2)
+    assert state_of(run_dir)["requested_dataset"] == "mnist"
+    text = refused(job(2, its(run_dir, "--dataset=mnist-5k")), UserError, 2)
+    assert "--dataset mnist in the checkpoint, mnist-5k now" in text
+
+
+# --- what is due -----------------------------------------------------------------------------------------------------
+
+CADENCES: list[tuple[list[str], list[int], list[int], list[int]]] = [  # options; steps of log, test, save
+    (["--log-every=1", "--checkpoint-every=0"], list(range(1, 13)), [4, 8, 12], [4, 8, 12]),
+    (["--log-every=100", "--checkpoint-every=0"], [4, 8, 12], [4, 8, 12], [4, 8, 12]),
+    (["--log-every=5", "--checkpoint-every=0"], [4, 5, 8, 10, 12], [4, 8, 12], [4, 8, 12]),
+    (["--log-every=100", "--checkpoint-every=3"], [3, 4, 6, 8, 9, 12], [4, 8, 12], [3, 4, 6, 8, 9, 12]),
+    (["--log-every=100", "--checkpoint-every=100"], [4, 8, 12], [4, 8, 12], [4, 8, 12]),
+    (["--log-every=100", "--checkpoint-every=1"], list(range(1, 13)), [4, 8, 12], list(range(1, 13))),
+    (["--log-every=100", "--checkpoint-every=0", "--max-steps=6"], [4, 6], [4], [4, 6]),
+    (["--log-every=100", "--checkpoint-every=0", "--max-steps=8"], [4, 8], [4, 8], [4, 8]),
+    (["--log-every=2", "--checkpoint-every=3", "--max-steps=5"], [2, 3, 4, 5], [4], [3, 4, 5]),
+    (["--log-every=1", "--checkpoint-every=0", "--max-steps=99", "--epochs=1"], [1, 2, 3, 4], [4], [4]),
+    (["--log-every=1", "--checkpoint-every=1", "--epochs=0"], [], [], []),
+    (["--log-every=1", "--checkpoint-every=1", "--max-steps=0"], [], [], []),
+]
+
+
+@pytest.mark.parametrize(("options", "logged", "tested", "saved"), CADENCES)
+def test_what_is_due_after_each_update(
+    run_dir: Path, options: list[str], logged: list[int], tested: list[int], saved: list[int]
+) -> None:
+    ranks = job(2, ["--run-dir", str(run_dir), "--keep-checkpoints=99", *options])
+    (run, _) = all_done(ranks)
+    wanted = {step: Due(step in logged, step in tested, step in saved) for step in range(1, run.stop + 1)}
+    assert [rank.dues for rank in ranks] == [wanted, wanted]
+    assert [line["step"] for line in steps_of(run_dir)] == logged
+    assert [line["step"] for line in steps_of(run_dir) if "test_loss" in line] == tested
+    assert checkpoints(run_dir) == [f"step-{step:08d}" for step in saved]
+
+
+def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path) -> None:
+    options = ["--log-every=3", "--checkpoint-every=5"]
+    undisturbed = job(2, its(tmp_path / "undisturbed", *options))
+    stopped_after(run_dir, 7, *options)
+    ranks = job(3, its(run_dir, *options))
+    all_done(ranks)
+    assert ranks[0].run is not None
+    assert ranks[0].run.start == 5
+    wanted = {step: due for step, due in undisturbed[0].dues.items() if step > 5}
+    assert [rank.dues for rank in ranks] == [wanted] * 3
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_ranks_talk_about_the_run_at_its_restore_its_checkpoints_and_its_end_alone(run_dir: Path) -> None:
+    for _ in range(2):  # a new run, and one that is resumed
+        for rank in job(2, its(run_dir, "--max-steps=5", "--epochs=9", "--checkpoint-every=0")):
+            steps = len(rank.dues)
+            rank.done  # noqa: B018
+            groups = len(rank.loaded and rank.loaded[0])
+            without = {"begin": 0, "report": 0, "finish": 1, "restore": 1 + groups}
+            assert rank.talks == without | ({"done": 0, "record": 0, "save": 2} if steps else {})
+
+
+# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+def samples(step: int) -> list[int]:
+    """The global batch of a step, counted from 0."""
+    return [int(sample) for sample in GlobalBatches(threads.TRAINING, 6, 1).indices(step)]
+
+
+def mean_loss(steps: range) -> float:
+    losses = [loss_of(sample, step) for step in steps for sample in samples(step)]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_a_line_says_what_happened_whatever_the_number_of_ranks(run_dir: Path, world_size: int) -> None:
+    ranks = job(world_size, its(run_dir))
+    all_done(ranks)
+    assert (
+        steps_of(run_dir)
+        == [
+            {
+                "step": step + 1,
+                "epoch": step // EPOCH,
+                "samples_seen": step // EPOCH * threads.TRAINING + min((step % EPOCH + 1) * 6, threads.TRAINING),
+                "loss": mean_loss(range(step, step + 1)),  # before the update, over all ranks
+                **({name: line[name] for name in ("test_loss", "test_accuracy", "test_examples")} if tested else {}),
+            }
+            for step, line in enumerate(lines_of(run_dir)[1:])
+            for tested in [(step + 1) % EPOCH == 0]
+        ]
+    )
+    assert all(line["samples_per_second"] > 0 for line in lines_of(run_dir)[1:])
+    assert [line["test_examples"] for line in steps_of(run_dir)[EPOCH - 1 :: EPOCH]] == [threads.TEST] * 3
+    for rank in ranks:  # every rank is told the same, but for the speed that it saw itself
+        told = [{name: value for name, value in line.items() if name != "samples_per_second"} for line in rank.lines]
+        assert told == steps_of(run_dir)
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("max_steps", "counted"), [(12, range(8, 12)), (10, range(8, 10)), (4, range(4)), (1, range(1))]
+)
+def test_the_train_loss_is_the_mean_over_the_last_epochs_samples_or_those_seen(
+    run_dir: Path, log_every: int, max_steps: int, counted: range
+) -> None:
+    all_done(job(3, its(run_dir, f"--log-every={log_every}", f"--max-steps={max_steps}", "--checkpoint-every=0")))
+    assert result_of(run_dir)["train_loss"] == mean_loss(counted)
+
+
+@pytest.mark.parametrize("kills", [[1], [2], [3], [4], [5], [8], [11], [3, 3, 7], [5, 6, 9, 11]])
+def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
+    run_dir: Path, tmp_path: Path, kills: list[int]
+) -> None:
+    """Each start is at another number of ranks; what was done after the last checkpoint is done again."""
+    undisturbed = tmp_path / "undisturbed"
+    all_done(job(2, its(undisturbed, "--log-every=2", "--checkpoint-every=3")))
+    for start, kill in enumerate(kills):
+        stopped_after(run_dir, kill, "--log-every=2", "--checkpoint-every=3", ranks=1 + start % 3)
+    all_done(job(1 + len(kills) % 3, its(run_dir, "--log-every=2", "--checkpoint-every=3")))
+    the_same(run_dir, undisturbed)
+    resumed = [line["resumed"]["step"] for line in lines_of(run_dir) if "resumed" in line]
+    saved = [3, 4, 6, 8, 9]
+    assert resumed == sorted(max(step for step in saved if step <= kill) for kill in kills if kill >= 3)
+
+
+def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
+    arguments = its(run_dir, "--seed=3")
+    world = {"launcher": "torchrun", "node_count": 1}
+    for rank in job(2, arguments, crash(3), world=world):
+        assert isinstance(rank.error, CrashError)
+    all_done(job(2, arguments, world=world))
+    header, resumed = lines_of(run_dir)[0], lines_of(run_dir)[3]["resumed"]
+    assert resumed.pop("step") == 2
+    for found in (header, resumed):
+        assert {"app", "time", "python", "machine", "host", "numpy", "world", "options"} == found.keys()
+        assert (found["app"], found["numpy"]) == ("toy", np.__version__)
+        assert found["world"] == dataclasses.asdict(World(0, 2, launcher="torchrun", node_count=1))
+        wanted = vars(parse(*arguments)) | {"run_dir": str(run_dir), "data_dir": "data", "dataset": "mnist"}
+        assert found["options"] == wanted  # and nothing of the parser's own
+
+
+def test_a_loss_that_is_no_number_ends_every_rank_and_names_the_learning_rate(run_dir: Path) -> None:
+    for scale in (np.nan, np.inf):
+        faults = Faults(loss_scale={6: scale})
+        for rank in job(3, its(run_dir, "--no-resume"), faults):
+            assert isinstance(rank.error, FatalError)
+            assert str(rank.error) == f"the loss is {scale} at step 7: lower --lr, now 1.0"
+        assert [line["step"] for line in steps_of(run_dir)] == [1, 2, 3, 4, 5, 6]
+        assert checkpoints(run_dir)[-1] == "step-00000006"
+
+
+def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(run_dir: Path) -> None:
+    """One update's loss overflows, the next one's does not: the epoch's mean would be no number, nor JSON."""
+    for scale in (np.nan, np.inf):
+        faults = Faults(loss_scale={4: scale})
+        for rank in job(2, its(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
+            assert isinstance(rank.error, FatalError), rank.error
+            assert str(rank.error) == f"the loss is {scale} before step 6: lower --lr, now 1.0"
+        assert [line["step"] for line in steps_of(run_dir)] == [3, 4]
+        assert checkpoints(run_dir) == ["step-00000004"]
+
+
+def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Console) -> None:
+    """The last update is the one that no later loss tells of; and NaN in result.json would be no JSON."""
+
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if done == max_steps:
+            model.groups["model"]["w"][...] = np.nan
+
+    for max_steps in (5, 8):  # within an epoch, and at its end
+        options = its(run_dir, "--no-resume", f"--max-steps={max_steps}")
+        for rank in job(2, options, Faults(after_update=after_update)):
+            assert isinstance(rank.error, FatalError), rank.error
+            assert str(rank.error) == f"the test loss is nan after step {max_steps}: lower --lr, now 1.0"
+    assert not (run_dir / "result.json").exists()
+    assert not (run_dir / "model.safetensors").exists()
+    assert "RESULT" not in console.out.getvalue()
+
+
+# --- what ranks compare ----------------------------------------------------------------------------------------------
+
+
+def flip(array: np.ndarray[Any, Any], bit: int = 0) -> None:
+    """Flip one bit of the last value."""
+    content = bytearray(array.tobytes())
+    content[-1 - bit // 8] ^= 1 << bit % 8
+    array[...] = np.frombuffer(bytes(content), array.dtype).reshape(array.shape)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "bit", "differing"),
+    [
+        ("model", "w", 0, [1]),
+        ("model", "w", 24, [2]),
+        ("model", "updates", 7, [1, 2]),
+        ("optimizer", "w.momentum", 6, [1]),
+        ("optimizer", "w.momentum", 25, [0]),
+    ],
+)
+def test_what_is_not_the_same_on_all_ranks_is_never_saved(
+    run_dir: Path, tmp_path: Path, group: str, name: str, bit: int, differing: list[int]
+) -> None:
+    all_done(job(2, its(tmp_path / "undisturbed")))
+
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if done == 8 and rank in differing:
+            flip(model.groups[group][name], bit)
+
+    blamed = [1, 2] if differing == [0] else differing  # two against one is no proof: rank 0 is the measure
+    for rank in job(3, its(run_dir), Faults(after_update=after_update)):
+        assert isinstance(rank.error, FatalError), rank.error
+        assert str(rank.error).startswith(f"ranks {blamed} differ from rank 0 at step 8, first in {group} {name}: ")
+        assert str(rank.error).isprintable()
+    assert checkpoints(run_dir) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert [run.resumed_from for run in all_done(job(2, its(run_dir)))] == [6, 6]
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_the_first_array_that_differs_is_named_with_its_ranks_alone(run_dir: Path) -> None:
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if done == 8 and rank == 1:
+            flip(model.groups["model"]["updates"])
+        if done == 8 and rank in (1, 2):
+            flip(model.groups["optimizer"]["w.momentum"])
+
+    for rank in job(3, its(run_dir), Faults(after_update=after_update)):
+        assert "ranks [1] differ from rank 0 at step 8, first in model updates" in str(rank.error)
+
+
+@pytest.mark.parametrize(("checkpoint_every", "resumed_from"), [(2, 10), (0, 8)])
+def test_weights_that_turn_out_unequal_at_the_end_are_never_gone_on_from(
+    run_dir: Path, tmp_path: Path, checkpoint_every: int, resumed_from: int
+) -> None:
+    cadence = f"--checkpoint-every={checkpoint_every}"
+    all_done(job(2, its(tmp_path / "undisturbed", cadence)))
+
+    def before_finish(rank: int, model: Model) -> None:
+        if rank == 1:
+            flip(model.groups["model"]["w"])
+
+    for rank in job(3, its(run_dir, cadence), Faults(before_finish=before_finish)):
+        assert isinstance(rank.error, FatalError), rank.error
+        assert "ranks [1] ended with other weights than rank 0" in str(rank.error)
+    assert "unequal-step-00000012" in checkpoints(run_dir)
+    assert "step-00000012" not in checkpoints(run_dir)
+    assert not (run_dir / "result.json").exists()
+    assert not (run_dir / "model.safetensors").exists()
+    assert [run.resumed_from for run in all_done(job(2, its(run_dir, cadence)))] == [resumed_from] * 2
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_a_run_of_one_checkpoint_whose_weights_are_unequal_begins_anew(run_dir: Path, tmp_path: Path) -> None:
+    options = ["--epochs=1", "--checkpoint-every=0"]
+    all_done(job(2, its(tmp_path / "undisturbed", *options)))
+    faults = Faults(before_finish=lambda rank, model: flip(model.groups["model"]["w"]) if rank == 1 else None)
+    assert all(isinstance(rank.error, FatalError) for rank in job(2, its(run_dir, *options), faults))
+    assert [run.resumed_from for run in all_done(job(2, its(run_dir, *options)))] == [None, None]
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_a_rank_that_is_left_alone_is_told_so_in_these_tests(run_dir: Path) -> None:
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if (rank, done) == (1, 3):
+            raise CrashError
+
+    ranks = job(3, its(run_dir), Faults(after_update=after_update))
+    assert [type(rank.error) for rank in ranks] == [LeftAloneError, CrashError, LeftAloneError]
+
+
+# --- what came of it -------------------------------------------------------------------------------------------------
+
+RESULT = """
+app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs steps
+global_batch_size seed train_loss test_loss test_accuracy test_examples seconds samples_per_second restarts
+resumed_from_step weights_sha256 run_dir
+"""
+
+
+def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_RESTARTS", "2")
+    ranks = job(2, its(run_dir), world={"launcher": "torchrun", "node_count": 1, "restart_count": 1})
+    all_done(ranks)
+    told = [line for line in console.out.getvalue().splitlines() if line.startswith("RESULT ")]
+    assert console.out.getvalue().splitlines()[-1:] == told  # once, by rank 0, and last
+    result = json.loads(told[0].removeprefix("RESULT "))
+    assert result == result_of(run_dir)
+    assert result.keys() == set(RESULT.split())
+    wanted = {
+        "app": "toy",
+        "framework": "numpy",
+        "framework_version": np.__version__,
+        "launcher": "torchrun",
+        "backend": "threads",
+        "device": "cpu",
+        "dtype": "float32",
+        "world_size": 2,
+        "node_count": 1,
+        "dataset": "mnist",
+        "train_examples": threads.TRAINING,
+        "epochs": 3,
+        "steps": STEPS,
+        "global_batch_size": 6,
+        "seed": 1,
+        "train_loss": mean_loss(range(8, 12)),
+        "test_loss": steps_of(run_dir)[-1]["test_loss"],
+        "test_accuracy": 0.5,
+        "test_examples": threads.TEST,
+        "restarts": 3,  # the launch script's and the launcher's own
+        "resumed_from_step": None,
+        "weights_sha256": checkpoint.weights_sha256(safetensors.numpy.load_file(run_dir / "model.safetensors")),
+        "run_dir": str(run_dir),
+    }
+    assert {name: result[name] for name in wanted} == wanted
+    assert result["seconds"] > 0
+    assert result["samples_per_second"] > 0
+    for rank in ranks:
+        assert checkpoint.weights_sha256(rank.model.groups["model"]) == wanted["weights_sha256"]
+
+
+def test_an_evaluation_is_one_line_on_the_console(run_dir: Path, console: Console) -> None:
+    all_done(job(1, its(run_dir)))
+    said = [line for line in console.out.getvalue().splitlines() if line.startswith("epoch ")]
+    tested = [line for line in steps_of(run_dir) if "test_loss" in line]
+    means = [mean_loss(range(begin, begin + EPOCH)) for begin in range(0, STEPS, EPOCH)]
+    assert said == [
+        f"epoch {epoch}/3  step {epoch * EPOCH}  train loss {mean:.4f}  test loss {line['test_loss']:.4f}  "
+        "test accuracy 0.5000"
+        for epoch, (mean, line) in enumerate(zip(means, tested), start=1)
+    ]
+
+
+def test_a_finished_run_reports_again_and_trains_nothing(run_dir: Path, console: Console) -> None:
+    all_done(job(2, its(run_dir)))
+    lines, saved, first = steps_of(run_dir), checkpoints(run_dir), result_of(run_dir)
+    for name in ("result.json", "model.safetensors"):
+        (run_dir / name).unlink()
+    ranks = job(3, its(run_dir))
+    for rank, run in zip(ranks, all_done(ranks)):
+        assert run.start == run.stop == STEPS
+        assert rank.dues == {}
+    assert (steps_of(run_dir), checkpoints(run_dir)) == (lines, saved)
+    again = result_of(run_dir)
+    changed = {"world_size", "seconds", "samples_per_second", "resumed_from_step"}
+    assert {name for name in first if again[name] != first[name]} <= changed
+    assert again["resumed_from_step"] == STEPS
+    assert again["seconds"] > 0
+    assert (run_dir / "model.safetensors").exists()
+
+
+def test_a_finished_run_may_be_given_more_epochs(run_dir: Path, tmp_path: Path) -> None:
+    all_done(job(2, its(tmp_path / "undisturbed")))
+    all_done(job(2, its(run_dir, "--epochs=2")))
+    assert [run.resumed_from for run in all_done(job(3, its(run_dir)))] == [8, 8, 8]
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_a_resumed_run_that_is_past_its_last_step_stays_where_it_is(run_dir: Path) -> None:
+    stopped_after(run_dir, 6)
+    assert [(run.start, run.stop) for run in all_done(job(2, its(run_dir, "--max-steps=3")))] == [(6, 6)] * 2
+    assert result_of(run_dir)["steps"] == 6
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_starts(run_dir: Path) -> None:
+    stopped_after(run_dir, 6)
+    found = checkpoint.newest(run_dir, lambda text: None)
+    assert found is not None
+    assert found.state["seconds"] > 0
+    groups = {group: found.arrays(group) for group in found.contents}
+    checkpoint.save(run_dir, "toy", 6, groups, {**found.state, "seconds": 5000.0}, found.arithmetic, keep=3)
+    checkpoint.finish()
+    all_done(job(2, its(run_dir)))
+    assert 5000 < result_of(run_dir)["seconds"] < 5000 + threads.LIMIT
+
+
+def test_a_checkpoint_says_what_a_resume_must_repeat(run_dir: Path) -> None:
+    ranks = job(2, its(run_dir, "--momentum=0.25", "--keep-checkpoints=2"))
+    all_done(ranks)
+    assert checkpoints(run_dir) == ["step-00000010", "step-00000012"]
+    found = checkpoint.newest(run_dir, lambda text: None)
+    assert found is not None
+    assert found.arithmetic == arithmetic(ranks[0].options)
+    assert found.arithmetic["momentum"] == 0.25
+    wanted = {"requested_dataset", "dataset_fingerprint", "epoch_loss_sum", "train_loss", "seconds"}
+    assert found.state.keys() == wanted
+    assert (found.state["epoch_loss_sum"], found.state["train_loss"]) == (0.0, mean_loss(range(8, 12)))
+
+
+# --- who is alive ----------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_after_a_resume_begin_at_the_restored_step(run_dir: Path) -> None:
+    for rank in job(2, its(run_dir), crash(7)):
+        assert rank.first_beat is not None
+        assert (json.loads(rank.first_beat)["step"], json.loads(rank.first_beat)["updates"]) == (1, 1)
+    for rank in job(3, its(run_dir)):
+        rank.done  # noqa: B018
+        assert rank.first_beat is not None
+        assert (json.loads(rank.first_beat)["step"], json.loads(rank.first_beat)["updates"]) == (7, 1)
+
+
+def test_the_processor_has_a_name_of_one_line() -> None:
+    assert processor()
+    assert processor().isprintable()

@@ -1,0 +1,257 @@
+"""A toy app whose ranks are threads of this process: what `samestep.run` does for an app, and no framework around it.
+
+All its numbers are sums of few powers of two, so that they are the same at any number of ranks, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from samestep import checkpoint, datasets
+from samestep.checkpoint import Arrays
+from samestep.env import World
+from samestep.options import Options, Parser, add_common, real
+from samestep.run import Due, Groups, Run
+from samestep.sharding import GlobalBatches, shard
+
+LIMIT = 30.0  # seconds that no exchange needs
+TRAINING, TEST = 20, 6  # images of the data that `put` writes
+
+
+class LeftAloneError(Exception):
+    """Another rank ended before it took part in an exchange: what a framework's collective would wait for."""
+
+
+class CrashError(Exception):
+    """Stands for a kill: this rank does nothing any more."""
+
+
+class Meeting:
+    """Where the threads of one job exchange what they have; none waits for one that has ended."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._given: list[dict[int, Any]] = []  # of each exchange, by rank
+        self._ended: set[int] = set()
+
+    def exchange(self, rank: int, turn: int, mine: Any) -> list[Any]:
+        with self._changed:
+            while len(self._given) <= turn:
+                self._given.append({})
+            given = self._given[turn]
+            given[rank] = mine
+            self._changed.notify_all()
+            settled = self._changed.wait_for(
+                lambda: len(given) == self._world_size or bool(self._ended - given.keys()), LIMIT
+            )
+            if not settled or len(given) < self._world_size:
+                raise LeftAloneError(f"rank {rank} waits for {sorted({*range(self._world_size)} - given.keys())}")
+            return [given[each] for each in range(self._world_size)]
+
+    def end(self, rank: int) -> None:
+        with self._changed:
+            self._ended.add(rank)
+            self._changed.notify_all()
+
+
+@dataclass
+class Ranks:
+    """What an app's ranks.py is to `Run`, for one thread."""
+
+    meeting: Meeting
+    rank: int
+    turn: int = 0  # exchanges so far
+
+    def broadcast(self, content: bytes) -> bytes:
+        assert isinstance(content, bytes)
+        received: bytes = self._exchange(content)[0]
+        return received
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        assert row.ndim == 1
+        return np.stack(self._exchange(row.copy()))
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        self.turn += 1
+        return self.meeting.exchange(self.rank, self.turn - 1, mine)
+
+
+def parse(*arguments: str) -> Options:
+    """The toy's options; without more, 3 epochs of 4 steps on what `put` writes."""
+    parser = Parser(prog="toy")
+    add_common(parser, epochs=3, global_batch_size=6, lr="1", datasets=("mnist", "mnist-5k"), devices=("auto", "cpu"))
+    parser.add_argument("--momentum", type=real(0.0), default=0.5)
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    options = parser.parse([*arguments])
+    options.lr = 1.0 if options.lr is None else options.lr
+    return options
+
+
+def put(data_dir: Path, label: int = 0) -> Path:
+    """Write a data set of 20 + 6 images; ``label`` tells one from another. Returns its folder."""
+    folder = data_dir / "mnist"
+    folder.mkdir(parents=True, exist_ok=True)
+    for images_file, labels_file, n in ((*datasets.FILES[:2], TRAINING), (*datasets.FILES[2:], TEST)):
+        images, labels = np.full((n, 28, 28), 7, np.uint8), np.full(n, label, np.uint8)
+        for file, array in ((images_file, images), (labels_file, labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+            (folder / file).write_bytes(header + array.tobytes())
+    return folder
+
+
+def loss_of(sample: int, step: int) -> float:
+    """The toy's loss of a sample, before the update of ``step``: sixteenths, so that sums are exact."""
+    return ((sample * 7 + step * 5) % 64 + 1) / 16
+
+
+@dataclass
+class Model:
+    """Weights and optimizer state, as a framework would have them."""
+
+    groups: dict[str, Arrays]
+
+    def load(self, groups: Groups) -> None:
+        """Raises ValueError for what does not fit."""
+        for group, arrays in groups.items():
+            difference = checkpoint.mismatch(arrays, self.groups[group])
+            if difference:
+                raise ValueError(difference)
+            for name, array in arrays.items():
+                self.groups[group][name][...] = array
+
+    def update(self, gradient: float, momentum: float) -> None:
+        weights, velocity = self.groups["model"], self.groups["optimizer"]["w.momentum"]
+        velocity[...] = momentum * velocity + gradient
+        weights["w"][...] -= velocity / 64
+        weights["updates"][...] += 1
+
+
+def build_model(size: int = 5, dtype: str = "float32") -> Model:
+    w: Arrays = {"w": np.ones(size, dtype), "updates": np.zeros((), np.int64)}
+    return Model({"model": w, "optimizer": {"w.momentum": np.zeros(size, dtype)}})
+
+
+@dataclass
+class Faults:
+    """What goes wrong in a job; by default nothing does. Called on every rank, with the model, after that update."""
+
+    after_update: Callable[[int, int, Model], None] = lambda rank, done, model: None
+    before_finish: Callable[[int, Model], None] = lambda rank, model: None
+    loss_scale: Mapping[int, float] = field(default_factory=dict)  # by what a step's loss is multiplied
+
+
+@dataclass
+class Rank:
+    """What one thread did, and how it ended."""
+
+    options: Options
+    model: Model
+    loaded: list[list[str]] = field(default_factory=list)  # the groups of each call of `load`
+    run: Run | None = None
+    dues: dict[int, Due] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    talks: dict[str, int] = field(default_factory=dict)  # exchanges that Run itself made, by its method
+    first_beat: str | None = None  # the heartbeat's file after the first update
+    error: BaseException | None = None
+
+    @property
+    def done(self) -> Run:
+        """Its run, which has not failed."""
+        if self.error:
+            raise self.error
+        assert self.run is not None
+        return self.run
+
+
+def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> None:
+    """The loop of every app, and its `main`."""
+    options, model = me.options, me.model
+
+    def load(groups: Groups) -> None:
+        me.loaded.append(sorted(groups))
+        model.load(groups)
+
+    def counted(name: str, call: Callable[[], Any]) -> Any:
+        before = ranks.turn
+        result = call()
+        me.talks[name] = me.talks.get(name, 0) + ranks.turn - before
+        return result
+
+    me.run = run = Run(app, options, world)
+    counted("restore", lambda: run.restore(ranks, load))
+    data = datasets.load(options.dataset, options.data_dir)
+    n = len(data.train_labels)
+    batches = GlobalBatches(n, options.global_batch_size, options.seed, world.rank, world.world_size)
+    counted("begin", lambda: run.begin(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
+    sum_since = 0.0
+    for step in range(run.start, run.stop):
+        loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale.get(
+            step, 1.0
+        )
+        sum_since += loss_sum
+        gradient = ranks.all_gather(np.array([loss_sum])).sum() / batches.rows(step).global_size
+        model.update(gradient, options.momentum)
+        faults.after_update(world.rank, step + 1, model)
+        due: Due = counted("done", partial(run.done, step))
+        me.dues[step + 1] = due
+        if me.first_beat is None:
+            me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
+        if due.log:
+            last, since = ranks.all_gather(np.array([loss_sum, sum_since])).sum(axis=0).tolist()
+            sum_since = 0.0
+            tested = evaluate(model, data.test_labels, ranks, world) if due.test else {}
+            me.lines.append(counted("record", partial(run.record, last, since, tested)))
+        if due.save:
+            counted("save", lambda: run.save(ranks, model.groups))
+    tested = run.tested or evaluate(model, data.test_labels, ranks, world)
+    faults.before_finish(world.rank, model)
+    counted("finish", lambda: run.finish(ranks, model.groups["model"], tested))
+    counted("report", lambda: run.report("numpy", np.__version__, "threads", "cpu"))
+
+
+def evaluate(model: Model, labels: NDArray[np.uint8], ranks: Ranks, world: World) -> dict[str, Any]:
+    first, last = shard(len(labels), world.rank, world.world_size)
+    mine = np.array([float(model.groups["model"]["w"][0]) * (last - first), float(last - first)])
+    loss_sum, examples = ranks.all_gather(mine).sum(axis=0).tolist()
+    return {"test_loss": loss_sum / examples, "test_accuracy": 0.5, "test_examples": int(examples)}
+
+
+def job(
+    world_size: int,
+    arguments: Sequence[str],
+    faults: Faults | None = None,
+    app: str = "toy",
+    size: int = 5,
+    world: Mapping[str, Any] | None = None,
+) -> list[Rank]:
+    """Run the toy at ``world_size`` ranks to its end, good or bad; ``world`` is what else a launcher says."""
+    meeting = Meeting(world_size)
+    ranks = [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]
+
+    def live(rank: int) -> None:
+        me = ranks[rank]
+        try:
+            train(me, app, World(rank, world_size, **(world or {})), Ranks(meeting, rank), faults or Faults())
+        except BaseException as problem:
+            me.error = problem
+        finally:
+            meeting.end(rank)
+            if me.run and hasattr(me.run, "watchdog"):
+                me.run.watchdog.stop()  # of a failed rank it would end this process
+
+    threads = [threading.Thread(target=live, args=[rank], daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT)
+        assert not thread.is_alive(), "a rank hangs"
+    checkpoint.finish()  # as log.run does, whatever happened
+    return ranks
