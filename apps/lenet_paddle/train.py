@@ -41,6 +41,7 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, Rows, shard, step_seed
 from samestep.watchdog import Watchdog
 from spawn import spawn
+from visual import Scalars
 
 APP = Path(__file__).resolve().parent.name
 EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
@@ -104,7 +105,7 @@ def train(run: Run, options: Options, device: str) -> None:
     n = len(training.labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, dist.get_rank(), dist.get_world_size())
     run.begin(batches, len(test.labels), "lenet", device, ranks.facts(device))
-    scalars = open_scalars(options) if options.visualdl and run.world.rank == 0 else None
+    scalars = Scalars(options.visualdl, options.run_dir) if options.visualdl and run.world.rank == 0 else None
 
     sample = training.batch(np.arange(1), dtype)
     if options.api == "highlevel":
@@ -131,10 +132,11 @@ def train(run: Run, options: Options, device: str) -> None:
         if due.save:
             run.save(ranks, weights.groups(model, optimizer))  # ranks talk: they compare, then rank 0 writes
 
+    steps = range(run.start, run.stop)
     if options.api == "highlevel":
-        high.fit(Batches(training, batches, dtype, range(run.start, run.stop)), options.epochs, after_update)
+        high.fit(Batches(training, batches, dtype, steps), options.epochs, after_update)  # ranks talk
     else:
-        for step in range(run.start, run.stop):
+        for step in steps:
             paddle.seed(step_seed(options.seed, step))
             images, labels = training.batch(batches.indices(step), dtype)
             loss_sum = train_step(parallel, its_optimizer, images, labels, batches.rows(step))  # ranks talk
@@ -144,12 +146,6 @@ def train(run: Run, options: Options, device: str) -> None:
 
     tested = run.tested or test_now()  # ranks talk
     run.finish(ranks, weights.model_arrays(model), tested)  # ranks talk: all must hold the same weights
-
-
-def open_scalars(options: Options) -> Any:
-    from visual import Scalars  # VisualDL takes a second to import
-
-    return Scalars(options.visualdl, options.run_dir)
 
 
 def run_rank() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from samestep import UserError
-from visualdl import LogWriter
 
 FILE = "vdlrecords.samestep.log"  # VisualDL shows files whose name begins so
 TAGS = {
@@ -28,6 +27,8 @@ class Scalars:
             (folder / FILE).unlink(missing_ok=True)
         except OSError as problem:
             raise UserError(f"cannot write --visualdl {folder}: {problem.strerror}") from problem
+        from visualdl import LogWriter  # which takes a second to import, and only this option needs
+
         self._writer = LogWriter(logdir=str(folder), file_name=FILE)
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             values = json.loads(line)
