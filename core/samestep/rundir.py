@@ -114,7 +114,7 @@ def _of_this_job(app: str) -> Path:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
     key = elastic if elastic != "none" else f"slurm-{slurm}" if slurm else f"{socket.gethostname()}-{os.getppid()}"
     suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
-    earlier = sorted(Path("runs", app).glob(f"*{suffix}"))
+    earlier = sorted(Path("runs", app).glob(f"*{suffix}*"))
     return earlier[-1] if earlier and restarts != "0" else new(app, suffix)
 
 

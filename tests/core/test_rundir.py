@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
+import sys
+from io import StringIO
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import numpy as np
 import pytest
 from programs import HOLD, LIMIT, TRY, child, running, start
-from samestep import checkpoint, rundir
+from samestep import FatalError, UserError, checkpoint, datasets, log, rundir
+from samestep.options import Options, arithmetic
+from threads import parse, put
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a job without a launch script is started; the data are there."""
+    monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "data")
+    return tmp_path
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> StringIO:
+    """What the console's standard error is told."""
+    found = StringIO()
+    monkeypatch.setattr(log, "_console_errors", found)
+    return found
 
 
 def save(run_dir: Path, step: int) -> Path:
@@ -138,3 +164,158 @@ def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> Non
 def test_make_unique_never_returns_a_folder_twice(tmp_path: Path) -> None:
     names = [rundir.make_unique(tmp_path / "runs" / "now").name for _ in range(4)]
     assert names == ["now", "now-2", "now-3", "now-4"]
+
+
+def test_a_claimed_run_dir_is_made_and_told_as_an_absolute_path(run_folder: Path) -> None:
+    found, _ = rundir.claim("toy", Path("a", "..", "run"))
+    assert found == run_folder / "run"
+    assert (found / "log").is_dir()
+    assert f"toy, started by {Path(sys.argv[0]).name} (host " in (found / ".lock").read_text()
+
+
+CLAIM = """
+rundir.LOCK_SECONDS = 0.0
+def main():
+    rundir.claim("toy", run_dir)
+    print("got it")
+log.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("held", "under_script", "code"),
+    [("LAUNCHER_BYTE", True, 0), ("LAUNCHER_BYTE", False, 2), ("WRITER_BYTE", True, 2)],
+)
+def test_rank_0_holds_both_bytes_where_no_launch_script_holds_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, under_script: bool, code: int
+) -> None:
+    if under_script:
+        monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
+    else:
+        monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
+    with running(HOLD.format(held), tmp_path, until="held"):
+        done = child(CLAIM, tmp_path)
+    assert (done.returncode, done.stdout) == (code, "" if code else "got it\n")
+
+
+@pytest.mark.parametrize("in_the_way", ["runs", "runs/toy"])
+def test_a_new_run_dir_that_cannot_be_made_is_the_callers_mistake(run_folder: Path, in_the_way: str) -> None:
+    (run_folder / in_the_way).parent.mkdir(exist_ok=True)
+    (run_folder / in_the_way).write_text("a file")
+    with pytest.raises(UserError, match=r"cannot make .*/runs/toy/.*: name another with --run-dir"):
+        rundir.new("toy")
+
+
+@pytest.mark.parametrize(
+    ("job", "restart"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "one"}, {"TORCHELASTIC_RESTART_COUNT": "2"}),
+        ({"SLURM_JOB_ID": "77"}, {"SLURM_RESTART_COUNT": "1"}),
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RESTART_COUNT": "1"}),  # the same launcher's process
+    ],
+)
+def test_ranks_that_their_launcher_starts_again_find_their_run_dir_and_a_new_job_gets_another(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str], restart: dict[str, str]
+) -> None:
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    first = rundir.resolve("toy", parse()).run_dir
+    second = rundir.resolve("toy", parse()).run_dir
+    assert first.parent == run_folder / "runs" / "toy"
+    assert first != second
+    for name, value in restart.items():
+        monkeypatch.setenv(name, value)
+    assert rundir.resolve("toy", parse(), fresh=False).run_dir == second
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert rundir.resolve("toy", parse(), fresh=False).run_dir not in (first, second)
+
+
+# --- what a run in it goes on from -------------------------------------------------------------------------------
+
+
+def begun(run_dir: Path, *saved: int, **state: Any) -> Options:
+    """The options of a run that has left checkpoints."""
+    options = parse("--run-dir", str(run_dir))
+    fingerprint = datasets.resolve("mnist", options.data_dir).fingerprint
+    for step in saved:
+        state = {"requested_dataset": "mnist", "dataset_fingerprint": fingerprint, **state}
+        recorded = {**arithmetic(options), "dataset": "mnist"}
+        checkpoint.save(run_dir, "toy", step, {"model": {"w": np.ones(3)}}, state, recorded, keep=9)
+    checkpoint.finish()
+    return options
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def spoil(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+
+def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_folder: Path, said: StringIO) -> None:
+    options = begun(run_folder / "run", 1, 2, 3, 4)
+    spoil(run_folder / "run" / "checkpoints" / "step-00000003")
+    (run_folder / "run" / "checkpoints" / "step-00000004" / "manifest.json").write_bytes(b"{}")
+    before = contents(run_folder / "run" / "checkpoints")
+    quick = rundir.resolve("toy", options, verify=False)
+    assert quick.checkpoint is not None
+    assert quick.checkpoint.step == 3  # whose manifest is good
+    assert said.getvalue() == ""
+    assert contents(run_folder / "run" / "checkpoints") == before
+    verified = rundir.resolve("toy", options)
+    assert verified.checkpoint is not None
+    assert verified.checkpoint.step == 2
+    warnings = said.getvalue().splitlines()
+    assert [line.split(" (")[0] for line in warnings] == [
+        "warning: checkpoint step-00000004",
+        "warning: checkpoint step-00000003",
+    ]
+    assert sorted(path.name for path in (run_folder / "run" / "checkpoints").iterdir()) == [
+        "damaged-step-00000003",
+        "damaged-step-00000004",
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_other_data_are_refused_before_any_array_is_read(run_folder: Path, verify: bool) -> None:
+    options = begun(run_folder / "run", 1, 2)
+    put(run_folder / "data", label=1)
+    with pytest.raises(UserError, match="was trained on other data: data/mnist has changed since"):
+        rundir.resolve("toy", options, verify=verify)
+    assert steps(run_folder / "run") == [1, 2]
+
+
+@pytest.mark.parametrize(("verify", "warnings"), [(True, 1), (False, 0)])
+def test_that_a_checkpoint_does_not_name_its_data_is_told_once(
+    run_folder: Path, said: StringIO, verify: bool, warnings: int
+) -> None:
+    options = begun(run_folder / "run", 1, dataset_fingerprint=None)
+    assert rundir.resolve("toy", options, verify=verify).fingerprint is not None
+    assert len(said.getvalue().splitlines()) == warnings
+
+
+def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for_is_remembered(
+    run_folder: Path, said: StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(run_folder / "data")
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens to the port of discard
+    monkeypatch.delenv("no_proxy", raising=False)
+    found = rundir.resolve("toy", parse("--run-dir=run"))
+    assert (found.dataset, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
+    assert "MNIST could not be downloaded" in said.getvalue()
+
+
+def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None:
+    options = begun(run_folder / "run", 1)
+    spoil(run_folder / "run" / "checkpoints" / "step-00000001")
+    with pytest.raises(FatalError, match="no checkpoint"):
+        rundir.resolve("toy", options)
+    options.resume = False
+    assert rundir.resolve("toy", options).checkpoint is None
+    assert steps(run_folder / "run") == []
+    assert len(list((run_folder / "run").glob("earlier-*"))) == 1
