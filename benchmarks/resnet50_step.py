@@ -46,10 +46,12 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     import mindspore as ms
     import numpy as np
     from mindspore import Tensor
-    from model import build_model, load_model, model_arrays
+    from model import build_model
     from options import parse
+    from ranks import choose_device
     from samestep import checkpoint
-    from train import build_optimizer, build_step, choose_device
+    from train import build_optimizer, build_step
+    from weights import load_model, model_arrays
 
     if os.environ["ONEDNN_MAX_CPU_ISA"] == "app":
         del os.environ["ONEDNN_MAX_CPU_ISA"]  # what the app sets

@@ -29,7 +29,7 @@ from samestep.rundir import make_unique
 from samestep.watchdog import Watchdog
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 APP = "collectives_lab"
 MEETING_SECONDS = 60.0
@@ -130,7 +130,7 @@ def rendezvous(options: Namespace) -> tuple[env.World, torch.device]:
         # Starting takes a while on a busy machine; only from here on does --timeout apply.
         with talk("meeting the other ranks", limit=max(MEETING_SECONDS, options.timeout)):
             within = timedelta(seconds=max(MEETING_SECONDS, options.timeout))
-            store, _, _ = next(rendezvous("env://", timeout=within))
+            store, _, _ = next(torch_rendezvous("env://", timeout=within))
             store.set(f"here-{world.rank}", "")
             store.wait([f"here-{rank}" for rank in range(world.world_size)], within)
     with talk("meeting the other ranks"):
