@@ -44,7 +44,7 @@ def test_every_call_at_which_ranks_talk_is_marked(app: str) -> None:
     lines = source.splitlines()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     talking = [node for node in calls if TALK.search(ast.unparse(node.func))]
-    assert len(talking) > 5
+    assert len(talking) >= 5
     for node in talking:
         shown = lines[node.lineno - 1 : node.end_lineno]
         assert any("ranks talk" in line.lower() for line in shown), shown

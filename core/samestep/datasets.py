@@ -94,11 +94,7 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> Found:
 
 
 def load(name: str, data_dir: Path) -> Dataset:
-    """Read and verify a data set. Looks where `resolve` looks, without fallback.
-
-    Raises:
-        UserError: as `resolve`.
-    """
+    """Read and verify a data set. Looks where `resolve` looks, without fallback; raises UserError as it does."""
     return _read(_find(name, data_dir, fallback=False))
 
 
@@ -108,11 +104,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     Format: 0, 0, 8 (the code of uint8), number of dimensions; then each dimension as a big-endian uint32; then the
     values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
 
-    Returns:
-        uint8 array, writable, of the shape the file states.
-
-    Raises:
-        UserError: the file cannot be read or is damaged; names it.
+    Returns a writable uint8 array of the shape that the file states. Raises UserError, which names the file, when it
+    cannot be read or is damaged.
     """
     try:
         data = path.read_bytes()
@@ -144,11 +137,8 @@ def read_cifar(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.
     Format: one record an image, its label in one byte, then its red, its green and its blue plane, each 32 x 32 in C
     order. Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
 
-    Returns:
-        images uint8 [records, 32, 32, 3], the planes now last, and labels uint8 [records].
-
-    Raises:
-        UserError: the file cannot be read or is damaged; names it.
+    Returns images uint8 [records, 32, 32, 3], the planes now last, and labels uint8 [records]. Raises UserError, which
+    names the file, when it cannot be read or is damaged.
     """
     try:
         data = path.read_bytes()

@@ -68,17 +68,17 @@ class Run:
         missing = [name for name in REPORTED if not hasattr(options, name)]
         if missing:
             raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
+        self.app, self.options, self.world = app, options, world
+        self.tested: dict[str, Any] = {}
+        self._opened = False
+        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
+            self._open()
         asked_for = os.environ.get("SAMESTEP_WORLD_SIZE", str(world.world_size))
         if asked_for != str(world.world_size):
             raise UserError(
                 f"the launch script was asked for {asked_for} ranks, but {world.world_size} came (launcher: "
                 f"{world.launcher}): let N and the options say the same"
             )
-        self.app, self.options, self.world = app, options, world
-        self.tested: dict[str, Any] = {}
-        self._opened = False
-        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
-            self._open()
 
     def _open(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""

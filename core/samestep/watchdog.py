@@ -42,6 +42,7 @@ class Watchdog:
         """The rank goes on from ``step``: updates that other processes have done."""
         self._step = step
         self.beat()
+        self._write_alive()
 
     def beat(self, step: int | None = None) -> None:
         """The rank goes on: after each update, ``step`` of them being done, and after each evaluated batch."""

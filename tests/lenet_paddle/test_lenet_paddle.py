@@ -280,7 +280,7 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: dict[str, str], words: str) -> None:
+def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: dict[str, Any], words: str) -> None:
     outcome = harness.run(2, *options, **environ)
     assert outcome.code == 2, outcome
     assert len(outcome.stderr.splitlines()) == 1
