@@ -359,7 +359,7 @@ def test_data_that_were_swapped_between_two_starts_are_refused(run_dir: Path, tm
     before = checkpoints(run_dir)
     ranks = job(3, its(run_dir))
     text = refused(ranks, UserError, 2)
-    assert f"{run_dir} was trained on other data: data/mnist has changed since" in text
+    assert f"{run_dir} was trained on other data: {tmp_path}/data/mnist has changed since" in text
     assert state_of(run_dir)["dataset_fingerprint"][:12] in text
     assert ranks[0].loaded == []
     assert checkpoints(run_dir) == before
