@@ -75,9 +75,9 @@ def _check_same_data(found: checkpoint.Checkpoint, source: datasets.Found, warn:
         log.warning(f"{found.folder.name} does not say which data it saw: taking {source.name} as it is now for them")
     if trained_on not in (None, source.fingerprint):
         raise UserError(
-            f"{found.folder.parents[1]} was trained on other data: {source.folder.resolve()} has changed since (SHA-256 "
-            f"{str(trained_on)[:12]} in the checkpoint, {str(source.fingerprint)[:12]} now): put the former files "
-            "back, or choose another --run-dir"
+            f"{found.folder.parents[1]} was trained on other data: {source.folder.resolve()} has changed since "
+            f"(SHA-256 {str(trained_on)[:12]} in the checkpoint, {str(source.fingerprint)[:12]} now): put the former "
+            "files back, or choose another --run-dir"
         )
 
 

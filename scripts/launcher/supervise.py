@@ -52,12 +52,14 @@ def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
         SAMESTEP_JOB=uuid.uuid4().hex,
         SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
         SAMESTEP_RESTARTS=str(attempt),
-        SAMESTEP_WORLD_SIZE=str(nproc * node_count),  # what was asked for: a rank that finds another has lost others
     )
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
     # Some launchers call `python` by name: as in an activated environment, that is this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
-    if node_count == 1:  # gloo would listen on the address of the host's name
+    environ.pop("SAMESTEP_WORLD_SIZE", None)
+    if node_count == 1:  # of several machines each may have another N
+        environ["SAMESTEP_WORLD_SIZE"] = str(nproc)  # what was asked for: a rank that finds another has lost others
+        # gloo would listen on the address of the host's name
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
     return environ
 

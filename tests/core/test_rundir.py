@@ -284,7 +284,7 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
 def test_other_data_are_refused_before_any_array_is_read(run_folder: Path, verify: bool) -> None:
     options = begun(run_folder / "run", 1, 2)
     put(run_folder / "data", label=1)
-    with pytest.raises(UserError, match="was trained on other data: .*/data/mnist has changed since"):
+    with pytest.raises(UserError, match=r"was trained on other data: .*/data/mnist has changed since"):
         rundir.resolve("toy", options, verify=verify)
     assert steps(run_folder / "run") == [1, 2]
 
