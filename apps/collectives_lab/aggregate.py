@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import Split, load
-from model import Net, Rows, build_model
+from model import Net, build_model
 from options import parse
 from ranks import facts, finish, gather_json, rendezvous, slowest_seconds, talk, talking, write_json
 from samestep import env, log
-from samestep.sharding import GlobalBatches, shard, step_seed
+from samestep.sharding import GlobalBatches, Rows, shard, step_seed
 from show import Picture, Table, duration, new_figure, picture, ranks_of, size
 from strategies import SCHEMES, STRATEGIES, Strategy, ring_messages, sent
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ def train(
         images, labels = training.batch(batches.indices(step), dtype)
         talking.events.clear()
         begun = time.monotonic()
-        rows = Rows(batches.first_row(step), batches.size(step))
+        rows = batches.rows(step)
         losses[step] = train_step(strategy, module, optimizer, images, labels, rows)
         strategy.after_step(step, step == total - 1)
         finish(device)

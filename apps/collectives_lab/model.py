@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
+from samestep.sharding import Rows
 from torch import Tensor, nn
-
-
-class Rows(NamedTuple):
-    """Which rows of a global batch these images are: ``first`` on, out of ``global_size``."""
-
-    first: int
-    global_size: int
 
 
 def dropout(x: Tensor, p: float, rows: Rows) -> Tensor:

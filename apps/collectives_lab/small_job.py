@@ -21,12 +21,12 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from aggregate import train_step
 from data import load
-from model import Rows, build_model
+from model import build_model
 from options import parse
 from ranks import rendezvous
 from samestep import UserError, log
 from samestep.checkpoint import weights_sha256, write_atomic
-from samestep.sharding import GlobalBatches, step_seed
+from samestep.sharding import GlobalBatches, Rows, step_seed
 from strategies import STRATEGIES
 
 BATCH, SEED = 128, 1
@@ -50,7 +50,7 @@ def rank_main(run_dir: Path, steps: int, dying: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         torch.manual_seed(step_seed(SEED, step))
         images, labels = training.batch(batches.indices(step), torch.float64)
-        train_step(strategy, module, optimizer, images, labels, Rows(batches.first_row(step), batches.size(step)))
+        train_step(strategy, module, optimizer, images, labels, batches.rows(step))
     weights = {name: each.detach().cpu().numpy() for name, each in model.state_dict().items()}
     found = {"rank": world.rank, "meeting_seconds": met, "weights_sha256": weights_sha256(weights)}
     write_atomic(run_dir / f"rank-{world.rank}.json", json.dumps(found).encode())

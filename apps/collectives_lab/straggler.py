@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import Split, load
-from model import Rows, build_model
+from model import build_model
 from options import parse
 from ranks import facts, finish, gather_json, rendezvous, talk, talking, write_json
 from samestep import UserError, env, log
@@ -112,7 +112,7 @@ class Bench:
         strategy, options, every = self.strategy, self.options, getattr(self.strategy, "every", 0)
         torch.manual_seed(step_seed(options.seed, self.step))
         images, labels = self.training.batch(self.batches.indices(self.step), self.dtype)
-        rows = Rows(self.batches.first_row(self.step), self.batches.size(self.step))
+        rows = self.batches.rows(self.step)
         self.optimizer.zero_grad()
         loss_sum = F.nll_loss(self.module(images, rows), labels, reduction="sum")
         with talk(strategy.backward):

@@ -21,7 +21,7 @@ import torch
 from model import build_model
 from options import check_hosts
 from samestep import UserError
-from samestep.sharding import GlobalBatches, Rows
+from samestep.sharding import GlobalBatches
 from train import train_step
 
 SECONDS = 180  # for the ranks to start, check and end
@@ -115,7 +115,7 @@ def checks_of_a_rank() -> dict[str, Any]:
     images = torch.from_numpy(np.random.default_rng(rank).random((len(indices), 1, 28, 28), np.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
-    rows = Rows(batches.first_row(0), batches.size(0))
+    rows = batches.rows(0)
     train_step(model, optimizer, images, torch.from_numpy(indices % 10), rows)
     return {
         "rank": rank,
