@@ -120,7 +120,7 @@ def first_of_second_epoch(app: App) -> int:
 MOMENTS = [
     Moment("in the first step", 1, lambda app: {"step": 0}),
     Moment("in mid-epoch, before any checkpoint of it", 0, lambda app: {"updates": first_of_second_epoch(app) - 1}),
-    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, "slow"),
+    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, "once"),
     Moment("in an evaluation", 1, lambda app: {"evaluating": 2}),
     Moment("before a checkpoint's files", 0, lambda app: {"audit": "os.mkdir", "match": written(app)}),
     Moment("between a checkpoint's files", 0, lambda app: {"audit": "open", "match": written(app, "/optimizer")}),
@@ -212,7 +212,7 @@ def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Cal
     assert result["restarts"] == 1
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_two_jobs_at_once_do_not_disturb_each_other(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -226,9 +226,10 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 
 @pytest.mark.once
-def test_resume_at_other_numbers_of_ranks(harness: Harness) -> None:
+def test_resume_at_other_numbers_of_ranks(harness: Harness, soak: bool) -> None:
     """2, then 3, 1 and 4 ranks, changing in mid-epoch: the same losses, and no sample twice or missed."""
     batch, plan = harness.app.relay
+    plan = plan if soak else [*plan[:2], plan[-1]]
     steps = plan[-1][1]
     options = [*harness.app.exact, *harness.app.variants[0], f"--global-batch-size={batch}"]
     options.append(f"--checkpoint-every={harness.app.every}")
@@ -356,7 +357,7 @@ def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     assert snapshot(run_dir) == kept
 
 
-@pytest.mark.slow
+@pytest.mark.once
 def test_a_checkpoint_made_by_hand_must_fit_the_model(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
