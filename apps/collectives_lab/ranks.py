@@ -147,7 +147,7 @@ def rendezvous(options: Namespace) -> tuple[env.World, torch.device]:
             chosen["run_dir"] = str(make_unique(Path("runs", APP, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))))
         options.run_dir = Path(broadcast_json(chosen, device)["run_dir"])
         log.start(options.run_dir, world.rank, options.quiet)
-    Watchdog(options.run_dir, world, math.inf)  # ends orphans; limits on waiting are `talk`'s
+    Watchdog(world, math.inf).write_to(options.run_dir / "log")  # ends orphans; limits on waiting are `talk`'s
     return world, device
 
 

@@ -2,7 +2,8 @@
 
 Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where are the bytes?), ``run`` (what is due,
 and what came of it?), ``rundir`` (whose folder is it?), ``checkpoint`` (what survives?), ``log`` (what happened?),
-``watchdog`` (is everyone alive?) and ``options`` (the options every app shares). None imports a training framework.
+``watchdog`` (is everyone alive?) and ``options`` (the options every app shares). ``download`` and
+``safetensors_writer`` serve ``datasets`` and ``checkpoint``. None imports a training framework.
 """
 
 __version__ = "0.1.0"

@@ -5,7 +5,8 @@ A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safet
 seconds), the options that decide the arithmetic, and size and SHA-256 of every file; the manifest carries a SHA-256
 of itself, so that one flipped bit anywhere is noticed. The folder is written beside its place, synced and renamed.
 
-Only rank 0 calls this module; it broadcasts what it read, so no shared disk is assumed.
+Rank 0 alone reads and writes; it broadcasts what it read, so no shared disk is assumed. What only computes (`bit_sum`,
+`weights_sha256`, `mismatch`) every rank calls.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> C
     checkpoints but none is good: starting again silently would throw the run away.
     """
     damaged = []
+    retired = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
     for folder in _folders(run_dir):
         try:
             found = read(folder, verify)
@@ -168,9 +170,9 @@ def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> C
         for text in damaged:
             warn(f"checkpoint {text} is damaged and skipped; using {found.folder.name}")
         return found
-    if damaged:
+    if damaged or retired:
         raise FatalError(
-            f"no checkpoint in {run_dir / 'checkpoints'} is good: {'; '.join(damaged)}; "
+            f"no checkpoint in {run_dir / 'checkpoints'} is good: {'; '.join([*damaged, *retired])}; "
             "restore one, or start anew with --no-resume or another --run-dir"
         )
     return None
@@ -256,14 +258,14 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 
 
 def bit_sum(array: NDArray[Any]) -> int:
-    """The sum, modulo 2**64, of an array's bits taken as 64-bit words: any single bit that differs changes it.
+    """The sum, modulo 2**64, of an array's bytes taken as 32-bit words: any single bit that differs changes it.
 
-    It is made at the speed of memory, ten times as fast as SHA-256.
+    Words of half its width, so that signs that differ do not cancel. Many times as fast as SHA-256.
     """
     content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
-    words = len(content) // 8 * 8
+    words = len(content) // 4 * 4
     rest = int.from_bytes(content[words:].tobytes(), "little")
-    return (int(content[:words].view(np.uint64).sum(dtype=np.uint64)) + rest) % 2**64
+    return (int(content[:words].view(np.uint32).sum(dtype=np.uint64)) + rest) % 2**64
 
 
 def save_weights(path: Path, weights: Arrays) -> None:

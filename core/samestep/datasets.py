@@ -79,10 +79,8 @@ class Dataset:
 def resolve(name: str, data_dir: Path, fallback: bool = True) -> Found:
     """Find the data set, download it where that is needed and possible, and read it once to know that it is whole.
 
-    Args:
-        name: one of NAMES.
-        data_dir: folder to look in first; may be missing or read-only; nothing is written to it.
-        fallback: when there is no network give mnist-5k for mnist, synthetic-cifar10 for cifar10, with a notice.
+    ``name`` is one of NAMES; ``data_dir``, looked in first, may be missing or read-only, and nothing is written to it.
+    With ``fallback`` and no network, mnist-5k is given for mnist and synthetic-cifar10 for cifar10, with a notice.
 
     Raises:
         UserError: unknown name; data_dir is a file; a folder holds only some of the files; a file is damaged; no

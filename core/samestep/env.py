@@ -32,7 +32,7 @@ class World:
 
     ``rank`` and ``world_size`` are always known; 0 <= rank < world_size for every worker. msrun also runs the script
     once as its scheduler (``role``), which is no rank: its ``rank`` is -1, not 0. ``master_addr`` and ``master_port``
-    are where the ranks meet. ``restart_count`` is how often torchrun or Slurm started this job again.
+    are their rendezvous. ``restart_count`` is how often torchrun or Slurm started this job again.
     """
 
     rank: int
@@ -147,7 +147,7 @@ def _paddle(env: Mapping[str, str]) -> World | None:
         world = replace(world, node_rank=0 if nodes == 1 else None, node_count=nodes)
         world = _complete(env, world, f"PADDLE_TRAINERS_NUM {local} PADDLE_NNODES")
     master = _text(env, "PADDLE_MASTER")
-    if master is None or "://" in master:  # http:// and etcd:// name where launchers meet, not ranks
+    if master is None or "://" in master:  # http:// and etcd:// are of launchers, not of ranks
         return world
     host, _, port = master.rpartition(":")
     if not host or _whole(port, 1, 65535) is None:

@@ -138,8 +138,10 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
 def no_restart(code: int) -> None:
     """Tell the launch script that starting again cannot help, and the exit code that says why."""
     if _folder:
+        temporary = _folder / f".no-restart.{_rank}.tmp"  # all ranks may fail at once
         try:
-            checkpoint.write_atomic(_folder / "no-restart", json.dumps({"code": code}).encode())
+            temporary.write_text(json.dumps({"code": code}))
+            temporary.replace(_folder / "no-restart")
         except OSError as problem:
             _to_file(f"warning: {problem}")
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -61,31 +62,28 @@ class Run:
     ``start`` to before ``stop``. ``tested`` is the last record's evaluation, {} where it had none.
     """
 
-    watchdog: Watchdog
-
     def __init__(self, app: str, options: Options, world: World) -> None:
-        """Raises UserError where not as many ranks came as the launch script was asked for."""
+        """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
+        self.app, self.options, self.world = app, options, world
+        self.tested: dict[str, Any] = {}
+        self.watchdog = Watchdog(world, options.timeout)
+        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
+            self._open()
         missing = [name for name in REPORTED if not hasattr(options, name)]
         if missing:
             raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
-        self.app, self.options, self.world = app, options, world
-        self.tested: dict[str, Any] = {}
-        self._opened = False
-        if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
-            self._open()
-        asked_for = os.environ.get("SAMESTEP_WORLD_SIZE", str(world.world_size))
-        if asked_for != str(world.world_size):
-            raise UserError(
-                f"the launch script was asked for {asked_for} ranks, but {world.world_size} came (launcher: "
-                f"{world.launcher}): let N and the options say the same"
-            )
+        for things, came in (("ranks", world.world_size), ("machines", world.node_count)):
+            asked_for = os.environ.get(f"SAMESTEP_{things.upper()}")
+            if asked_for and came is not None and asked_for != str(came):
+                raise UserError(
+                    f"the launch script was asked for {asked_for} {things}, but {came} came (launcher: "
+                    f"{world.launcher}): let N and the options say the same"
+                )
 
     def _open(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
-        if not self._opened:
-            log.start(self.options.run_dir, self.world.rank, self.options.quiet)
-            self.watchdog = Watchdog(self.options.run_dir, self.world, self.options.timeout)
-            self._opened = True
+        log.start(self.options.run_dir, self.world.rank, self.options.quiet)
+        self.watchdog.write_to(self.options.run_dir / "log")
 
     # --- where to start ------------------------------------------------------------------------------------------
 
@@ -198,9 +196,7 @@ class Run:
         """
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
-        for value, when in ((loss, "at"), (sum_since, "before")):
-            if not math.isfinite(value):
-                raise FatalError(f"the loss is {value} {when} step {self._step}: lower --lr, now {self.options.lr}")
+        self._check_finite({"loss": loss, "loss before it": sum_since, "test loss": tested.get("test_loss", 0.0)})
         self._epoch_sum += sum_since
         self._train_loss = self._epoch_sum / (samples - epoch * batches.n)
         if self._step % batches.steps_per_epoch == 0:
@@ -219,6 +215,11 @@ class Run:
         if self._metrics:
             self._metrics.write(**line)
         return line
+
+    def _check_finite(self, losses: Mapping[str, float]) -> None:
+        for name, value in losses.items():
+            if not math.isfinite(value):
+                raise FatalError(f"at step {self._step} the {name} is {value}: lower --lr, now {self.options.lr}")
 
     def save(self, ranks: Ranks, groups: Groups) -> None:
         """Write a checkpoint of the updates recorded last, after all ranks have compared what they hold.
@@ -251,8 +252,7 @@ class Run:
     def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any]) -> None:
         """Make sure that all ranks hold the same weights, and write them. FatalError where they are no result."""
         self._bar.close()
-        if not math.isfinite(loss := tested.get("test_loss", 0.0)):
-            raise FatalError(f"the test loss is {loss} after step {self.stop}: lower --lr, now {self.options.lr}")
+        self._check_finite({"test loss": tested.get("test_loss", 0.0)})
         seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
         digest = checkpoint.weights_sha256(weights)
         everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
@@ -261,6 +261,7 @@ class Run:
             checkpoint.finish()
             checkpoint.retire_unequal(self.options.run_dir)
         if others:
+            ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
             raise FatalError(f"ranks {others} ended with other weights than rank 0: this run's result is worthless")
         if self.world.rank == 0:
             checkpoint.save_weights(self.options.run_dir / "model.safetensors", weights)
@@ -303,9 +304,6 @@ class Run:
 
 def processor() -> str:
     """The CPU's name, for a header; "cpu" where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or "cpu"
+    cpus = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    return found.group(1) if found else platform.processor() or "cpu"

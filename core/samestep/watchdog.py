@@ -26,17 +26,21 @@ _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stoppe
 class Watchdog:
     """One thread that outlives every wait in a framework's C++, and ends the process where waiting is in vain."""
 
-    def __init__(self, run_dir: Path, world: World, timeout: float) -> None:
+    def __init__(self, world: World, timeout: float) -> None:
         """Start watching. ``timeout`` in seconds. Waiting for ranks that never come is no progress either."""
-        self._folder = run_dir / "log"
+        self._folder: Path | None = None
         self._rank, self._world_size, self._timeout = world.rank, world.world_size, timeout
         self._job = os.environ.get("SAMESTEP_JOB", "")
         self._step = self._updates = 0
         self._writing, self._stopped = threading.Lock(), threading.Event()
         self._last_progress = time.monotonic()
         self._launchers = {pid: _start_time(pid) for pid in _launchers(world)}
-        self._write_alive()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def write_to(self, folder: Path) -> None:
+        """Leave heartbeats in ``folder`` from here on. Before, whose run dir it is may be undecided."""
+        self._folder = folder
+        self._write_alive()
 
     def restored(self, step: int) -> None:
         """The rank goes on from ``step``: updates that other processes have done."""
@@ -71,7 +75,9 @@ class Watchdog:
             if now - self._last_progress > self._timeout:
                 culprit = self._culprit()
                 log.error(f"no progress for {self._timeout:g} s: {culprit}")
-                self._write("stalled", {"rank": self._rank, "culprit": culprit})  # the launch script ends the job
+                self._write(
+                    "stalled", {"job": self._job, "rank": self._rank, "culprit": culprit}
+                )  # the launch script ends the job
                 os._exit(1)
 
     def _write_alive(self) -> None:
@@ -88,6 +94,8 @@ class Watchdog:
             self._write(f"alive-{self._rank}", values)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
+        if self._folder is None:
+            return
         temporary = self._folder / f".{name}.{self._rank}.tmp"
         try:
             temporary.write_text(json.dumps(values))
@@ -112,7 +120,7 @@ class Watchdog:
 
     def _read_alive(self, rank: int) -> dict[str, Any] | None:
         try:
-            values: dict[str, Any] = json.loads((self._folder / f"alive-{rank}").read_text())
+            values: dict[str, Any] = json.loads(Path(self._folder or "", f"alive-{rank}").read_text())
         except (OSError, ValueError):
             return None
         whole = isinstance(values, dict) and {"step", "time", "rank", "pid", "host"} <= values.keys()

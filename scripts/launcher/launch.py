@@ -108,6 +108,8 @@ class Job:
 
 def main(argv: Sequence[str]) -> int:
     second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
+    for name in ("LAUNCHER", "ERRORS", "JOB", "RESTARTS", "RANKS", "MACHINES"):  # of a job by which this is started
+        os.environ.pop(f"SAMESTEP_{name}", None)
     supervise.stop_on_signals()
     try:
         app, arguments = argv[0], list(argv[1:])
@@ -288,7 +290,7 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
     max_restarts = job.options.max_restarts if job.trains else 0
     stop_hint = f"; --run-dir={run_dir} resumes" if job.trains else ""
     see = f"see {logs}/launcher.log and rank-*.log"
-    in_vain = 0  # starts in a row that ended before their first step
+    stepped = False  # did any start do an update?
     for attempt in range(max_restarts + 1):
         for name in ("no-restart", "stalled"):  # what an earlier start left
             (logs / name).unlink(missing_ok=True)
@@ -301,8 +303,8 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
         verdict = read_text(logs / "no-restart")
         if verdict is not None:
             return int(json.loads(verdict)["code"])
-        in_vain = 0 if _made_a_step(logs, environ["SAMESTEP_JOB"]) else in_vain + 1
-        if in_vain == 2:  # one such failure may be chance; what fails so twice fails each time
+        stepped = stepped or _made_a_step(logs, environ["SAMESTEP_JOB"])
+        if attempt == 1 and not stepped:  # one such failure may be chance; what fails so twice fails each time
             say(f"error: the job failed twice before its first step: {see}")
             return 1
         if attempt < max_restarts:

@@ -56,10 +56,9 @@ def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
     # Some launchers call `python` by name: as in an activated environment, that is this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
-    environ.pop("SAMESTEP_WORLD_SIZE", None)
-    if node_count == 1:  # of several machines each may have another N
-        environ["SAMESTEP_WORLD_SIZE"] = str(nproc)  # what was asked for: a rank that finds another has lost others
-        # gloo would listen on the address of the host's name
+    # What was asked for: a rank that finds another number has lost others. Each machine may have another N.
+    environ |= {"SAMESTEP_RANKS": str(nproc)} if node_count == 1 else {"SAMESTEP_MACHINES": str(node_count)}
+    if node_count == 1:  # gloo would listen on the address of the host's name
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
     return environ
 
@@ -118,7 +117,7 @@ def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=POLL_SECONDS)
-        if stalled.exists():
+        if job in (read_text(stalled) or ""):  # machines may share the run dir: of this start
             _kill(_processes_of(job), signal.SIGKILL)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -136,14 +139,36 @@ def test_options_that_lack_what_every_result_repeats_fail_before_training(run_di
     assert not run_dir.exists()
 
 
+def test_what_fails_before_training_leaves_its_verdict_for_the_launch_script(run_dir: Path) -> None:
+    """Without it the script would start the program again. In a process of its own, as it ends."""
+    code = """
+import sys
+from pathlib import Path
+from samestep import log
+from samestep.env import World
+from samestep.run import Run
+from threads import parse
+options = parse(f"--run-dir={sys.argv[1]}")
+del options.dtype
+log.run(lambda: Run("toy", options, World(0, 1)))
+"""
+    paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
+    environ = {**os.environ, "PYTHONPATH": paths, "SAMESTEP_LAUNCHER": "1@elsewhere"}
+    command = [sys.executable, "-c", code, str(run_dir)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: the options of toy lack dtype: ")
+    assert json.loads((run_dir / "log" / "no-restart").read_text()) == {"code": 1}
+
+
 @pytest.mark.parametrize("asked_for", ["3", "1"])
 def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_callers_mistake(
     run_dir: Path, asked_for: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SAMESTEP_WORLD_SIZE", asked_for)
+    monkeypatch.setenv("SAMESTEP_RANKS", asked_for)
     with pytest.raises(UserError, match=rf"asked for {asked_for} ranks, but 2 came \(launcher: torchrun\)"):
         Run("toy", parse(*its(run_dir)), World(1, 2, launcher="torchrun"))
-    monkeypatch.setenv("SAMESTEP_WORLD_SIZE", "2")
+    monkeypatch.setenv("SAMESTEP_RANKS", "2")
     Run("toy", parse(*its(run_dir)), World(1, 2))
     assert not run_dir.exists()
 
@@ -550,7 +575,7 @@ def test_a_loss_that_is_no_number_ends_every_rank_and_names_the_learning_rate(ru
         faults = Faults(loss_scale={6: scale})
         for rank in job(3, its(run_dir, "--no-resume"), faults):
             assert isinstance(rank.error, FatalError)
-            assert str(rank.error) == f"the loss is {scale} at step 7: lower --lr, now 1.0"
+            assert str(rank.error) == f"at step 7 the loss is {scale}: lower --lr, now 1.0"
         assert [line["step"] for line in steps_of(run_dir)] == [1, 2, 3, 4, 5, 6]
         assert checkpoints(run_dir)[-1] == "step-00000006"
 
@@ -561,7 +586,7 @@ def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(ru
         faults = Faults(loss_scale={4: scale})
         for rank in job(2, its(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
             assert isinstance(rank.error, FatalError), rank.error
-            assert str(rank.error) == f"the loss is {scale} before step 6: lower --lr, now 1.0"
+            assert str(rank.error) == f"at step 6 the loss before it is {scale}: lower --lr, now 1.0"
         assert [line["step"] for line in steps_of(run_dir)] == [3, 4]
         assert checkpoints(run_dir) == ["step-00000004"]
 
@@ -577,7 +602,9 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
         options = its(run_dir, "--no-resume", f"--max-steps={max_steps}")
         for rank in job(2, options, Faults(after_update=after_update)):
             assert isinstance(rank.error, FatalError), rank.error
-            assert str(rank.error) == f"the test loss is nan after step {max_steps}: lower --lr, now 1.0"
+            assert str(rank.error) == f"at step {max_steps} the test loss is nan: lower --lr, now 1.0"
+        assert "NaN" not in (run_dir / "metrics.jsonl").read_text()
+        assert "step-00000008" not in checkpoints(run_dir)  # what an epoch's evaluation refused is not saved either
     assert not (run_dir / "result.json").exists()
     assert not (run_dir / "model.safetensors").exists()
     assert "RESULT" not in console.out.getvalue()
@@ -655,12 +682,14 @@ def test_weights_that_turn_out_unequal_at_the_end_are_never_gone_on_from(
     the_same(run_dir, tmp_path / "undisturbed")
 
 
-def test_a_run_of_one_checkpoint_whose_weights_are_unequal_begins_anew(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_whose_only_checkpoint_was_unequal_does_not_silently_begin_anew(run_dir: Path, tmp_path: Path) -> None:
     options = ["--epochs=1", "--checkpoint-every=0"]
     all_done(job(2, its(tmp_path / "undisturbed", *options)))
     faults = Faults(before_finish=lambda rank, model: flip(model.groups["model"]["w"]) if rank == 1 else None)
     assert all(isinstance(rank.error, FatalError) for rank in job(2, its(run_dir, *options), faults))
-    assert [run.resumed_from for run in all_done(job(2, its(run_dir, *options)))] == [None, None]
+    text = refused(job(2, its(run_dir, *options)), FatalError, 1)
+    assert "is good: unequal-step-00000004; restore one, or start anew with --no-resume" in text
+    all_done(job(2, its(run_dir, *options, "--no-resume")))
     the_same(run_dir, tmp_path / "undisturbed")
 
 

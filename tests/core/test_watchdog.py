@@ -32,7 +32,8 @@ its = json.loads(sys.argv[1])
 run_dir = Path(its["run_dir"])
 watchdog._TICK, watchdog._SILENT = its["tick"], its["silent"]
 log.start(run_dir, its["rank"], False)
-dog = watchdog.Watchdog(run_dir, World(its["rank"], its["world"], launcher=its["launcher"]), its["timeout"])
+dog = watchdog.Watchdog(World(its["rank"], its["world"], launcher=its["launcher"]), its["timeout"])
+dog.write_to(run_dir / "log")
 if its["restored"]:
     dog.restored(its["restored"])
 for step in range(its["restored"], its["steps"]):
