@@ -4,7 +4,8 @@
 
 Three contestants, in interleaved rounds, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: what mnist_ddp does between two steps: model and optimizer as arrays, then `checkpoint.save`, which makes the
+- save: what rank 0 of mnist_ddp does between two steps, but for the gather of the sums that ranks compare: model and
+  optimizer as arrays, a sum of the bits of each, then `checkpoint.save`, which makes the
   checksums and hands the bytes to the operating system. A thread then waits for the disk, renames the folder and
   deletes the oldest of three checkpoints, while training goes on: *whole* is the time until that is done;
 - plain: as many files of the same sizes, each written and synced, without folder, rename, checksum or deletion;
@@ -62,6 +63,9 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
 
     def save() -> Path:
         groups = weights.groups(model, optimizer)
+        for arrays in groups.values():
+            for array in arrays.values():
+                checkpoint.bit_sum(array)
         state, arithmetic = {"seconds": time.monotonic()}, {"seed": 1, "lr": 0.1}
         return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
 

@@ -115,7 +115,7 @@ def _keep_limits(rank: int) -> None:
 
 
 def rendezvous(options: Namespace) -> tuple[env.World, torch.device]:
-    """Meet the other ranks and agree on the run dir; this process's place among them, and its device."""
+    """Join the other ranks and decide the run dir; this process's place among them, and its device."""
     world = env.detect(os.environ)
     if options.run_dir:  # the launch script fixes it; under a bare launcher rank 0 will
         log.start(options.run_dir, world.rank, options.quiet)

@@ -54,7 +54,7 @@ class RunCallback(pl.Callback):
         self.sum_since += self.loss_sum
         self.due = self.run.done(batch.step)
         if self.due.log and not self.due.test:
-            self.record(trainer, pl_module, {})
+            self.record(trainer, pl_module, {})  # ranks talk
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Record the epoch's last step, with the validation that Lightning has made after it.
@@ -62,7 +62,7 @@ class RunCallback(pl.Callback):
         Where --max-steps or a resume cuts an epoch, Lightning's ends too: it has validated for the result alone.
         """
         if self.due.test:
-            self.record(trainer, pl_module, pl_module.tested)
+            self.record(trainer, pl_module, pl_module.tested)  # ranks talk
 
     def record(self, trainer: pl.Trainer, module: Any, tested: dict[str, Any]) -> None:
         """Record the last step, in Lightning's loggers too, and save a checkpoint where one is due."""
