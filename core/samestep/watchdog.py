@@ -38,8 +38,8 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def write_to(self, folder: Path) -> None:
-        """Leave heartbeats in ``folder`` from here on. Before, whose run dir it is may be undecided."""
-        self._folder = folder
+        """Leave heartbeats in ``folder`` from here on: the first that is given, of a run dir on this machine."""
+        self._folder = self._folder or folder
         self._write_alive()
 
     def restored(self, step: int) -> None:

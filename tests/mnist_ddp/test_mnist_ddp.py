@@ -168,6 +168,9 @@ def test_two_machines_without_a_shared_disk_recover_together(
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert (result["node_count"], result["restarts"]) == (2, 1)
     assert (second.code, second.stdout) == (0, "")
+    # Each machine's launch script finds the heartbeats of its own ranks in its own run dir.
+    for job, ranks in zip(jobs, ({"alive-0"}, {"alive-1", "alive-2"})):
+        assert {path.name for path in (job.run_dir / "log").glob("alive-*")} == ranks
 
 
 # --- ranks that differ --------------------------------------------------------------------------------------------
