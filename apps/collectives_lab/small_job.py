@@ -46,6 +46,7 @@ def rank_main(run_dir: Path, steps: int, dying: int) -> None:
     batches = GlobalBatches(len(training.labels), BATCH, SEED, world.rank, world.world_size)
     for step in range(steps):
         if step == steps // 2 and world.rank == dying:
+            time.sleep(1)  # by then the others wait in the step's all_reduce, where a death is hardest to see
             write_atomic(run_dir / "died.json", json.dumps(time.monotonic()).encode())
             os.kill(os.getpid(), signal.SIGKILL)
         torch.manual_seed(step_seed(SEED, step))
