@@ -74,9 +74,8 @@ def test_nobody_imports_what_is_not_theirs() -> None:
     """An app: samestep, its framework, its own folder. A rank never needs the launcher."""
     apps = {path.name for path in ROOT.glob("apps/*") if path.is_dir()}
     for path in [*ROOT.glob("apps/*/*.py"), *ROOT.glob("core/samestep/*.py")]:
-        nodes = ast.walk(ast.parse(path.read_text()))
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
         named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        nodes = ast.walk(ast.parse(path.read_text()))
         named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         roots = {name.split(".")[0] for name in named}
         assert not roots & {"launcher", "apps", *apps}, path

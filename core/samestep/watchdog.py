@@ -75,9 +75,8 @@ class Watchdog:
             if now - self._last_progress > self._timeout:
                 culprit = self._culprit()
                 log.error(f"no progress for {self._timeout:g} s: {culprit}")
-                self._write(
-                    "stalled", {"job": self._job, "rank": self._rank, "culprit": culprit}
-                )  # the launch script ends the job
+                # At this file the launch script ends the job: after the line, so that the line is not lost.
+                self._write("stalled", {"job": self._job, "rank": self._rank, "culprit": culprit})
                 os._exit(1)
 
     def _write_alive(self) -> None:
