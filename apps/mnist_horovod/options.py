@@ -10,7 +10,10 @@ from samestep import UserError
 from samestep.options import Options, Parser, add_common, real
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
-LAUNCHER = {"line_prefix": r"\[\d+\]<stderr>:"}  # what horovodrun puts before each line of a rank
+# What horovodrun puts before each line of a rank: itself, Open MPI's mpirun (4, 5), and MPICH's.
+LAUNCHER = {"line_prefix": r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"}
+MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # Open MPI's sets the first, MPICH's the second
+BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # names that begin so, of what Horovod's build reads
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -27,6 +30,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu", "cuda"),
+        may_change_at_resume=("transport",),
     )
     add = parser.add_argument_group("model and optimizer").add_argument
     add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
@@ -40,6 +44,13 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         help="of gradients on their way (default: %(default)s)",
     )
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add = parser.add_argument_group("horovod").add_argument
+    add(
+        "--transport",
+        choices=("gloo", "mpi"),
+        help="what carries messages between processes; with mpi, the launch script's horovodrun starts them by mpirun, "
+        "and its first start builds a Horovod that has it (default: gloo; mpi where an mpirun started the ranks)",
+    )
     return parser
 
 
@@ -49,7 +60,16 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     check_hosts(os.environ)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
+    if options.transport is None:
+        by_mpirun = "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
+        options.transport = "mpi" if by_mpirun else "gloo"
     return options
+
+
+def setup_environment(options: Options) -> dict[str, str]:
+    """What decides which Horovod setup.sh builds: the caller's own variables, and the transport."""
+    given = {name: value for name, value in os.environ.items() if re.match(BUILD_VARIABLE, name)}
+    return given | ({"HOROVOD_WITH_MPI": "1"} if options.transport == "mpi" else {})
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:

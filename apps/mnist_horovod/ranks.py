@@ -9,19 +9,30 @@ import horovod
 import horovod.torch as hvd
 import torch
 from numpy.typing import NDArray
-from samestep import UserError
+from samestep import UserError, log
 from samestep.env import World
 from samestep.run import processor
 
 
 def choose_device(wanted: str, world: World) -> torch.device:
-    """The CPU, or this rank's own GPU. Raises UserError when ``cuda`` is asked for and ranks would share GPUs."""
+    """The CPU, or this rank's own GPU. Raises UserError where ``cuda`` is asked for and cannot be had.
+
+    ``auto`` means the GPU only where this Horovod can send what is on it; where ranks have GPUs that it cannot use,
+    rank 0 warns.
+    """
     gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
     if wanted == "cuda" and gpus < ranks:
         raise UserError(
             f"--device cuda: this machine has {gpus} GPUs for {ranks} ranks: start fewer, or use --device cpu"
         )
     if wanted == "cpu" or gpus < ranks:
+        return torch.device("cpu")
+    if not hvd.cuda_built():
+        build = "HOROVOD_GPU_OPERATIONS=NCCL bash scripts/run_mnist_horovod.sh, where nvcc is, builds one that has it"
+        if wanted == "cuda":
+            raise UserError(f"--device cuda: this Horovod was built without CUDA: use --device cpu; {build}")
+        if world.rank == 0:
+            log.warning(f"this Horovod was built without CUDA: training on the CPU, not on {gpus} GPUs; {build}")
         return torch.device("cpu")
     torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bits
     device = torch.device("cuda", world.local_rank or 0)
@@ -33,7 +44,7 @@ def backend(device: torch.device) -> str:
     """What carries the gradients."""
     if device.type == "cuda" and hvd.nccl_built():
         return "nccl"
-    return "mpi" if hvd.mpi_enabled() else "gloo"
+    return os.environ["HOROVOD_CPU_OPERATIONS"]  # as `rendezvous` chose
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -48,22 +59,28 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def rendezvous(world: World, device: torch.device, timeout: float) -> None:
-    """Join the other ranks where horovodrun says; a process that no launcher started trains alone."""
+def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
+    """Join the other ranks where horovodrun or mpirun says; a process that no launcher started trains alone."""
     # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
     # Horovod reduces together what gradients are ready at one moment. From 3 ranks on, the place of a gradient among
     # them decides the order of its summation, so no two runs would end with the same bits: each is reduced alone.
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
-    if device.type == "cuda" and not hvd.cuda_built():
+    if transport == "mpi" and not hvd.mpi_built():
         raise UserError(
-            "this Horovod was built without CUDA: use --device cpu, or build it where nvcc is, "
-            "HOROVOD_GPU_OPERATIONS=NCCL python apps/mnist_horovod/build_horovod.py"
+            "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
+            "HOROVOD_WITH_MPI=1 python apps/mnist_horovod/build_horovod.py"
         )
+    # A Horovod that has both would take MPI, for what ranks agree on and for the tensors.
+    os.environ |= {"HOROVOD_CONTROLLER": transport, "HOROVOD_CPU_OPERATIONS": transport}
+    if (world.local_world_size or 1) > len(os.sched_getaffinity(0)):  # Open MPI would keep processors busy by waiting
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()  # ranks talk
     if hvd.size() != world.world_size:
+        start = "horovodrun --gloo" if transport == "gloo" else "horovodrun --mpi, or the mpirun of its own MPI"
         raise UserError(
-            f"{world.launcher} started {world.world_size} ranks, of which Horovod knows {hvd.size()}: use horovodrun"
+            f"{world.launcher} started {world.world_size} ranks, of which Horovod knows {hvd.size()}: "
+            f"with --transport {transport} it is started by {start}"
         )
 
 

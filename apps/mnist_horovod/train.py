@@ -2,6 +2,7 @@
 
     bash scripts/run_mnist_horovod.sh 4                   # does all the set-up, restarts after a failure
     horovodrun --gloo -np 4 python apps/mnist_horovod/train.py
+    mpirun -np 4 python apps/mnist_horovod/train.py       # a Horovod built with MPI
     python apps/mnist_horovod/train.py                    # one process
 
 Every rank runs this file. They talk at eight places, each marked: at the rendezvous, when they restore a checkpoint,
@@ -117,7 +118,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     run = Run(APP, options, env.detect(os.environ))
     device = ranks.choose_device(options.device, run.world)
-    ranks.rendezvous(run.world, device, options.timeout)  # ranks talk
+    ranks.rendezvous(run.world, device, options.timeout, options.transport)  # ranks talk
     train(run, options, device)
     hvd.shutdown()
     run.report("horovod", horovod.__version__, ranks.backend(device), device.type)

@@ -1,8 +1,9 @@
 """Check a Horovod installation, also over several machines; scripts/verify_horovod.sh runs this.
 
-    python apps/mnist_horovod/verify.py [N]     # N ranks, 2 by default; HOROVOD_HOSTS is heeded
+    python apps/mnist_horovod/verify.py [N] [--transport mpi] [--device cuda]     # N ranks, 2 by default
 
-Prints a table of checks; exit code 1 when any failed.
+HOROVOD_HOSTS is heeded. On each rank's own device, with the app's own data: one step of its training. Prints a table of
+checks; exit code 1 when any failed.
 """
 
 from __future__ import annotations
@@ -12,48 +13,66 @@ import os
 import re
 import subprocess
 import sys
+from argparse import SUPPRESS
+from pathlib import Path
 from typing import Any
 
 import horovod
 import horovod.torch as hvd
 import numpy as np
+import ranks
 import torch
+from data import load
 from model import build_model
 from options import check_hosts
-from samestep import UserError
+from samestep import UserError, env
+from samestep.options import Options, Parser
 from samestep.sharding import GlobalBatches
+from samestep.watchdog import Watchdog
 from train import train_step
 
 SECONDS = 180  # for the ranks to start, check and end
 FOUND = "FOUND "  # before each rank's line of JSON
+DATASET = "mnist-5k"  # of the app's data sets the one that is always there
 
 
 def main() -> None:
-    if "HOROVOD_RANK" in os.environ:
-        print(FOUND + json.dumps(checks_of_a_rank()), flush=True)
-        hvd.shutdown()
-        return
+    parser = Parser(prog="verify_horovod.sh", description="Check a Horovod installation over N ranks.")
+    parser.add_argument("n", nargs="?", default="2", metavar="N", help="how many ranks (default: %(default)s)")
+    parser.add_argument("--transport", choices=("gloo", "mpi"), default="gloo", help="(default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    parser.add_argument("--rank", action="store_true", help=SUPPRESS)  # given to the ranks that are started
     try:
+        options = parser.parse(sys.argv[1:])
+        if not re.fullmatch(r"[1-9]\d{0,4}", options.n, re.ASCII):
+            raise UserError(f"N={options.n} is not a number of ranks: bash scripts/verify_horovod.sh 2")
         check_hosts(os.environ)
+        if options.rank:
+            # One write, so that the lines of several ranks do not mix.
+            sys.stdout.write(FOUND + json.dumps(checks_of_a_rank(options.transport, options.device)) + "\n")
+            sys.stdout.flush()
+            hvd.shutdown()
+            return
     except UserError as problem:
-        sys.exit(f"error: {problem}")
-    text = sys.argv[1] if len(sys.argv) > 1 else "2"
-    if not re.fullmatch(r"[1-9]\d{0,4}", text, re.ASCII):
-        sys.exit(f"error: N={text} is not a number of ranks: bash scripts/verify_horovod.sh 2")
-    rows = [*checks_of_the_build(), *checks_over_ranks(int(text))]
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    # Horovod looks for mpirun by PATH: the environment's own comes first, as in the launch script.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    rows = [*checks_of_the_build(options.transport), *checks_over_ranks(options)]
     width = max(len(what) for what, _, _ in rows)
     for what, found, good in rows:
         print(f"{'ok    ' if good else 'FAILED'}  {what:{width}}  {found}")
     sys.exit(0 if all(good for _, _, good in rows) else 1)
 
 
-def checks_of_the_build() -> list[tuple[str, str, bool]]:
+def checks_of_the_build(transport: str) -> list[tuple[str, str, bool]]:
     """What was checked, what was found, and whether it is good."""
-    parts = {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": bool(hvd.nccl_built())}
+    parts = {"gloo": bool(hvd.gloo_built()), "MPI": bool(hvd.mpi_built()), "NCCL": bool(hvd.nccl_built())}
+    parts["CUDA"] = bool(hvd.cuda_built())
     built = ", ".join(name for name, there in parts.items() if there)
     rows = [
         ("Horovod", f"{horovod.__version__} for torch {torch.__version__}", True),
-        ("built with", built or "neither gloo nor MPI", bool(parts["gloo"] or parts["MPI"])),
+        ("built with", built or "neither gloo nor MPI", parts["gloo" if transport == "gloo" else "MPI"]),
     ]
     if parts["MPI"]:
         rows.append(("MPI", *mpi_version()))
@@ -69,14 +88,16 @@ def mpi_version() -> tuple[str, bool]:
         said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as problem:
         return f"mpirun --version: {problem}", False
-    return next(iter(said.splitlines()), "mpirun --version says nothing"), bool(said)
+    return " ".join(" ".join(said.splitlines()[:2]).split()) or "mpirun --version says nothing", bool(said)
 
 
-def checks_over_ranks(n: int) -> list[tuple[str, str, bool]]:
+def checks_over_ranks(options: Options) -> list[tuple[str, str, bool]]:
     """The checks that need ranks: this file again, under horovodrun."""
+    n, transport = int(options.n), options.transport
     hosts = ["-H", os.environ["HOROVOD_HOSTS"]] if os.environ.get("HOROVOD_HOSTS") else []
-    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(n), *hosts, "--disable-cache"]
-    command += [sys.executable, os.path.abspath(__file__)]
+    command = [sys.executable, "-m", "horovod.runner.launch", f"--{transport}", "-np", str(n), *hosts]
+    command += ["--disable-cache", sys.executable, os.path.abspath(__file__), "--rank"]
+    command += [f"--transport={transport}", f"--device={options.device}"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -87,7 +108,9 @@ def checks_over_ranks(n: int) -> list[tuple[str, str, bool]]:
         return [(f"{n} ranks start", f"{len(found)} of them ended well; what they said is above", False)]
     found.sort(key=lambda one: int(one["rank"]))
     sizes, total = {one["size"] for one in found}, n * (n + 1) / 2
+    backends = {f"{one['backend']} on {one['device']}" for one in found}
     return [
+        ("gradients go by", ", ".join(sorted(backends)), all(one["backend"] in (transport, "nccl") for one in found)),
         ("hvd.rank()", ", ".join(str(one["rank"]) for one in found), [one["rank"] for one in found] == list(range(n))),
         ("hvd.size()", ", ".join(map(str, sorted(sizes))), sizes == {n}),
         ("all-reduce of 1 to N", f"{found[0]['sum']:g}, expected {total:g}", all(one["sum"] == total for one in found)),
@@ -95,31 +118,40 @@ def checks_over_ranks(n: int) -> list[tuple[str, str, bool]]:
         ("weights are equal after the broadcast", "", all(one["equal_after_broadcast"] for one in found)),
         ("a training step changes the weights", "", all(one["changed"] for one in found)),
         ("weights are equal after a training step", "", all(one["equal_after_step"] for one in found)),
-        ("batches are distinct", f"{found[0]['samples']} samples in all", all(one["distinct"] for one in found)),
+        (
+            "batches are distinct",
+            f"{found[0]['samples']} images of {DATASET} in all",
+            all(one["distinct"] for one in found),
+        ),
     ]
 
 
-def checks_of_a_rank() -> dict[str, Any]:
-    hvd.init()
+def checks_of_a_rank(transport: str, wanted: str) -> dict[str, Any]:
+    """What a rank finds, on its device: with tensors there, and with a step of the app's training on its data."""
+    world = env.detect(os.environ)
+    Watchdog(world, SECONDS)  # ends this rank with its launcher
+    device = ranks.choose_device(wanted, world)
+    ranks.rendezvous(world, device, SECONDS, transport)
     rank, size = hvd.rank(), hvd.size()
-    total = hvd.allreduce(torch.tensor([rank + 1.0]), op=hvd.Sum)
-    model = build_model("net", 0.0, torch.float32, seed=rank)
+    total = hvd.allreduce(torch.tensor([rank + 1.0], device=device), op=hvd.Sum)
+    model = build_model("net", 0.0, torch.float32, seed=rank).to(device)
     differed = not equal_on_all(weights(model))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     before = weights(model)
     equal_after_broadcast = equal_on_all(before)
 
-    batches = GlobalBatches(1000, 16 * size + 1, 1, rank, size)
+    training, _ = load(DATASET, Path("data"), device)
+    batches = GlobalBatches(len(training.labels), 16 * size + 1, 1, rank, size)
     indices = batches.indices(0)
     everyones = hvd.allgather(torch.from_numpy(indices)).numpy()  # parts of different sizes are welcome
-    images = torch.from_numpy(np.random.default_rng(rank).random((len(indices), 1, 28, 28), np.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
-    rows = batches.rows(0)
-    train_step(model, optimizer, images, torch.from_numpy(indices % 10), rows)
+    train_step(model, optimizer, *training.batch(indices, torch.float32), batches.rows(0))
     return {
         "rank": rank,
         "size": size,
+        "device": str(device),
+        "backend": ranks.backend(device),
         "sum": total.item(),
         "differed": differed,
         "equal_after_broadcast": equal_after_broadcast,

@@ -9,6 +9,9 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 
     line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
 
+and a function: ``setup_environment(options)`` gives the variables by which its setup.sh builds. Others make another
+environment.
+
 An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
 
 It works in two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
@@ -147,7 +150,8 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
         print(shlex.join(job.command(python, nodes.master_port or 29500, logs)))
         return 0
     if not second_stage:
-        python = venvs.given_python() or venvs.ensure(app)
+        settings = module.setup_environment(options) if hasattr(module, "setup_environment") else {}
+        python = venvs.given_python() or venvs.ensure(app, settings)
         os.environ["SAMESTEP_SECOND_STAGE"] = "1"
         sys.stdout.flush()
         os.execv(python, [python, *sys.argv])

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -43,8 +44,10 @@ def given_python() -> str | None:
     return python
 
 
-def ensure(app: str) -> str:
+def ensure(app: str, settings: Mapping[str, str]) -> str:
     """The Python of the app's environment, which is made unless there is one of the same Python and requirements.
+
+    ``settings`` are variables that the app's setup.sh builds by: others make another environment.
 
     An environment is never changed: other requirements make another one, so a running job keeps what it started with.
     That is also why the Python is named by the environment's own folder and not by the link.
@@ -52,13 +55,13 @@ def ensure(app: str) -> str:
     link = folder(app)
     venv = link.resolve()
     version = _stamp(venv)
-    if version is None or venv.name != _key(app, version):
+    if version is None or venv.name != _key(app, version, settings):
         base, version = _find_python(app)
-        venv = link.with_name(_key(app, version))
+        venv = link.with_name(_key(app, version, settings))
         with _lock(venv):  # two first starts at once: the second waits and finds it made
             if _stamp(venv) is None:
                 say(f"first start: making .venvs/{app} with Python {version}; pip's own progress follows")
-                _make(app, venv, base)
+                _make(app, venv, base, settings)
                 (venv / STAMP).write_text(version)
             _link(link, venv)
     return str(venv / "bin" / "python")
@@ -69,7 +72,7 @@ def _stamp(venv: Path) -> str | None:
     return read_text(venv / STAMP) if (venv / "bin" / "python").exists() else None
 
 
-def _key(app: str, version: str) -> str:
+def _key(app: str, version: str, settings: Mapping[str, str]) -> str:
     """The name of the environment: 12 hexadecimal digits of what decides its content."""
     source = ROOT / "apps" / app
     requirements, setup = (source / "requirements.txt").read_text(), read_text(source / "setup.sh") or ""
@@ -82,6 +85,7 @@ def _key(app: str, version: str) -> str:
         sorted(built),
         (ROOT / "core" / "pyproject.toml").read_text(),
         [setup, *((source / name).read_text() for name in built_from)],
+        *([dict(sorted(settings.items()))] if settings else []),
     ]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
 
@@ -98,7 +102,7 @@ def _lock(venv: Path) -> IO[str]:
     return lock
 
 
-def _make(app: str, venv: Path, base: str) -> None:
+def _make(app: str, venv: Path, base: str, settings: Mapping[str, str]) -> None:
     """Make it with the Python ``base``, all but its stamp. Raises FatalError."""
     shutil.rmtree(venv, ignore_errors=True)  # half of one, of a start that was stopped
     requirements, setup = ROOT / "apps" / app / "requirements.txt", ROOT / "apps" / app / "setup.sh"
@@ -109,7 +113,7 @@ def _make(app: str, venv: Path, base: str) -> None:
         commands.append(["bash", str(setup), python])
     for command in commands:
         # pip talks on stdout; ours belongs to the result.
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+        if subprocess.run(command, env={**os.environ, **settings}, stdout=sys.stderr, check=False).returncode != 0:
             raise FatalError(f"could not make .venvs/{app}: `{shlex.join(command)}` failed, as it says above")
 
 

@@ -203,11 +203,12 @@ def test_what_decides_an_environment(
     for name, text in CONTENT.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    before = venvs._key("toy", "3.11.7")
+    before = venvs._key("toy", "3.11.7", {})
     assert re.fullmatch("[0-9a-f]{12}", before)
-    assert venvs._key("toy", "3.11.8") != before
+    assert venvs._key("toy", "3.11.8", {}) != before
+    assert venvs._key("toy", "3.11.7", {"WITH": "1"}) != before
     (tmp_path / path).write_text(content)
-    assert (venvs._key("toy", "3.11.7") != before) == counts
+    assert (venvs._key("toy", "3.11.7", {}) != before) == counts
 
 
 def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
@@ -215,6 +216,23 @@ def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
     (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
     python = street.python() / "bin" / "python"
     assert street.notes()[-1] == f"setup {python}"
+
+
+def test_the_options_may_say_what_is_built(street: Street) -> None:
+    """What they ask for has an environment of its own, and each is made once."""
+    note = f'echo "setup ${{WITH-nothing}}" >> {shlex.quote(str(street.work / "pip.notes"))}'
+    (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
+    with (street.root / "apps" / "toy" / "options.py").open("a") as file:
+        file.write("\ndef setup_environment(options):\n    return {'WITH': 'more'} if options.seed == 2 else {}\n")
+    found = []
+    for seed in (1, 2, 1, 2):
+        words = ["1", "--dataset=mnist-5k", f"--run-dir={street.work / str(len(found))}", f"--seed={seed}"]
+        done = end_of(street.house.script("toy", "{python}", "-c", WHICH, "--", *words, environ=street.environ))
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)[0])
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert [note for note in street.notes() if note.startswith("setup")] == ["setup nothing", "setup more"]
 
 
 def test_another_full_version_of_python_makes_another(street: Street) -> None:

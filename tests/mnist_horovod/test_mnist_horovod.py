@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -146,6 +148,61 @@ def test_ranks_that_horovod_did_not_start_are_refused(harness: Harness) -> None:
     assert "HOROVOD_HOSTS" in outcome.stderr
 
 
+# --- where it computes, and what carries the gradients --------------------------------------------------------------
+
+# On PYTHONPATH: machines with GPUs that are not there.
+GPUS = """
+import importlib.util, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            module.cuda.device_count = lambda: 4
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture
+def four_gpus(harness: Harness) -> dict[str, str]:
+    folder = harness.folder / "gpus"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(GPUS)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+def test_gpus_that_this_horovod_cannot_use_are_left_alone(harness: Harness, four_gpus: dict[str, str]) -> None:
+    command = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2", *SMALL, "--run-dir=run"]
+    outcome = bare(harness, command, **four_gpus)
+    assert harness.checked(outcome, 2)["device"] == "cpu"
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("warning: this Horovod was built without CUDA: training on the CPU, not on 4 GPUs")
+
+
+def test_cuda_without_a_horovod_that_has_it_is_one_line(harness: Harness, four_gpus: dict[str, str]) -> None:
+    command = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2", *SMALL, "--run-dir=run", "--device=cuda"]
+    outcome = bare(harness, command, **four_gpus)
+    assert outcome.code == 2, outcome
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("error: --device cuda: this Horovod was built without CUDA: ")
+    assert "HOROVOD_GPU_OPERATIONS=NCCL" in line
+
+
+def test_mpi_without_a_horovod_that_has_it_is_one_line(harness: Harness) -> None:
+    outcome = bare(harness, [sys.executable, TRAIN, *SMALL, "--transport=mpi"])
+    assert outcome.code == 2, outcome
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("error: --transport mpi: this Horovod was built without MPI: ")
+    shown = harness.run(2, "--transport", "mpi", "--dry-run").stdout
+    assert "horovod.runner.launch --mpi -np 2 " in shown
+
+
 # --- the installation ----------------------------------------------------------------------------------------------
 
 
@@ -157,7 +214,7 @@ def test_the_installation_is_verified(harness: Harness) -> None:
     outcome = verify(harness, "3")
     assert outcome.code == 0, outcome
     rows = outcome.stdout.splitlines()
-    assert len(rows) >= 10
+    assert len(rows) >= 11
     assert all(row.startswith("ok ") for row in rows)
     assert "FAILED" not in outcome.stdout
 
@@ -177,6 +234,75 @@ def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
     assert outcome.code == 1
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
     assert outcome.stderr.startswith("error: building Horovod needs c++")
+
+
+@pytest.mark.parametrize(("compiler", "needs"), [(False, "nvcc"), (True, "a torch that has CUDA")])
+def test_a_build_for_gpus_that_cannot_be_made_is_one_line(harness: Harness, compiler: bool, needs: str) -> None:
+    script = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
+    environ = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(harness.folder)}
+    if compiler:
+        (harness.folder / "bin").mkdir()
+        (harness.folder / "bin" / "nvcc").touch()
+    outcome = bare(harness, [sys.executable, script, "--rebuild"], XDG_CACHE_HOME=str(harness.folder), **environ)
+    assert outcome.code == 1
+    assert outcome.stderr.startswith(f"error: building Horovod for GPUs needs {needs}")
+    assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "expected"),
+    [
+        ({}, "gloo", {}),
+        ({"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CYCLE_TIME": "1"}, "gloo", {"HOROVOD_GPU_OPERATIONS": "NCCL"}),
+        ({}, "mpi", {"HOROVOD_WITH_MPI": "1"}),
+    ],
+)
+def test_what_decides_which_horovod_is_built(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], option: str, expected: dict[str, str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = app_options()
+    assert options.setup_environment(options.parse([f"--transport={option}"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "transport"),
+    [
+        ({}, "gloo"),
+        ({"HOROVOD_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}, "gloo"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "mpi"),
+        ({"PMI_RANK": "0"}, "mpi"),
+    ],
+)
+def test_the_transport_follows_what_started_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], transport: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert app_options().parse([]).transport == transport
+
+
+@pytest.mark.parametrize(
+    "prefix", ["[0]<stderr>:", "[1,0]<stderr>:", "[1,12]<stderr>: ", "[prterun-vm-9@1,2]<stderr>: ", "[0] "]
+)
+def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
+    line = f"{prefix}error: x"
+    found = re.match(app_options().LAUNCHER["line_prefix"], line)
+    assert found
+    assert line[found.end() :] == "error: x"
+
+
+def app_options() -> Any:
+    """The app's options.py as a module."""
+    spec = importlib.util.spec_from_file_location("horovod_options", ROOT / "apps" / "mnist_horovod" / "options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_second_environment_does_not_build_again(harness: Harness) -> None:

@@ -1,0 +1,40 @@
+"""Every device path of mnist_horovod, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
+
+APP = "tests/mnist_horovod/test_mnist_horovod.py"
+MPI = "tests/mnist_horovod_mpi/test_mpi.py"
+PATHS = [
+    # device, transport, by what it is started or which part, how it is shown, by what
+    ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
+    ("cpu", "MPI (Open MPI 5)", "horovodrun --mpi, mpirun", "run", f"{MPI}::test_the_losses_are_gloos"),
+    ("cpu", "MPI (MPICH 5)", "horovodrun --mpi, mpirun; opt-in", "run", f"{MPI}::test_the_losses_are_gloos"),
+    ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_hosts_reach_horovodrun"),
+    (
+        "cpu",
+        "gloo, MPI",
+        "several machines by ssh",
+        "read",
+        "horovod/runner/gloo_run.py, mpi_run.py of Horovod 0.28.1",
+    ),
+    (
+        "cuda",
+        "-",
+        "--device auto with GPUs and a Horovod without CUDA",
+        "simulated",
+        f"{APP}::test_gpus_that_this_horovod_cannot_use_are_left_alone",
+    ),
+    (
+        "cuda",
+        "-",
+        "--device cuda with GPUs and a Horovod without CUDA",
+        "simulated",
+        f"{APP}::test_cuda_without_a_horovod_that_has_it_is_one_line",
+    ),
+    ("cuda", "NCCL", "building it", "read", "CMakeLists.txt of Horovod 0.28.1"),
+    (
+        "cuda",
+        "NCCL",
+        "a training step",
+        "read",
+        "horovod/torch/mpi_ops.py, ops/nccl_operations.cc of Horovod 0.28.1",
+    ),
+]

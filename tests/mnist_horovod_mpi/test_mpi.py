@@ -1,0 +1,138 @@
+"""Horovod over MPI, by horovodrun and by bare mpirun: the same steps as over gloo, and what happens to a killed rank.
+
+Run with the environment's Open MPI or MPICH: by the tox environments mnist_horovod-mpi and mnist_horovod-mpich.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, Harness, Job, bare, losses, relative_difference
+
+TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
+VERIFY = str(ROOT / "scripts" / "verify_horovod.sh")
+BIN = Path(sys.executable).parent
+HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
+SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
+
+
+@cache
+def mpirun() -> list[str]:
+    """The words that start ranks: Open MPI wants to be told that root may, and that processors may be shared."""
+    said = subprocess.run([BIN / "mpirun", "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    more = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in said else []
+    return [str(BIN / "mpirun"), *more]
+
+
+def by_mpirun(harness: Harness, n: int, *options: str, run_dir: Path) -> Job:
+    command = [*mpirun(), "-np", str(n), sys.executable, TRAIN, f"--run-dir={run_dir}", *options]
+    return harness.start_command(command, run_dir)
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return found
+
+
+def test_the_losses_are_gloos(harness: Harness) -> None:
+    """In float64, with a global batch that is no multiple of 2 or 3. One build has both transports."""
+    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=40"]
+    for n in (2, 3):
+        expected = harness.train(n, *options, run_dir=harness.folder / f"gloo-{n}")
+        assert (expected["launcher"], expected["backend"]) == ("horovodrun", "gloo")
+        curve = losses(harness.folder / f"gloo-{n}")
+        assert len(curve) == 40
+
+        found = harness.train(n, *options, "--transport=mpi", run_dir=harness.folder / f"horovodrun-{n}")
+        assert found["launcher"] in ("openmpi", "mpich")
+        assert found["backend"] == "mpi"
+        assert relative_difference(curve, losses(harness.folder / f"horovodrun-{n}")) < 1e-9
+
+        run_dir = harness.folder / f"mpirun-{n}"
+        harness.checked(by_mpirun(harness, n, *options, run_dir=run_dir).finish(), n)
+        assert result_of(run_dir)["backend"] == "mpi"  # without being asked for: an mpirun has started the ranks
+        assert relative_difference(curve, losses(run_dir)) < 1e-9
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_killed_rank_changes_nothing(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
+) -> None:
+    """By the launch script, which starts the job again."""
+    expected = undisturbed(n, "--transport=mpi")
+    for i in range(5 if soak else 1):
+        job = harness.start(n, *harness.app.small, "--transport=mpi", run_dir=harness.folder / str(i))
+        job.wait_for_step(8 + i)
+        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)
+        result = harness.checked(job.finish(), n)
+        assert result["restarts"] == 1
+        assert result["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    run_dir = harness.folder / "run"
+    job = by_mpirun(harness, 3, *harness.app.small, run_dir=run_dir)
+    job.wait_for_step(8)
+    os.kill(job.alive(1)["pid"], signal.SIGKILL)
+    assert job.finish().code != 0
+    assert not harness.left_running()
+    result = harness.checked(by_mpirun(harness, 3, *harness.app.small, run_dir=run_dir).finish(), 3)
+    assert result["resumed_from_step"] >= 5
+    assert result["weights_sha256"] == undisturbed(3, "--transport=mpi")["weights_sha256"]
+
+
+def test_stopping_the_script_stops_mpirun_and_its_ranks(harness: Harness) -> None:
+    job = harness.start(2, "--dataset=mnist-5k", "--epochs=1000", "--log-every=1", "--transport=mpi")
+    job.wait_for_step(3)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().code == 128 + signal.SIGTERM
+    assert not harness.left_running()
+
+
+def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
+    job = by_mpirun(harness, 2, "--dataset=mnist-5k", "--epochs=1000", "--log-every=1", run_dir=harness.folder / "run")
+    job.wait_for_step(3)
+    job.process.kill()
+    job.process.communicate()
+    harness.check_nothing_left()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+def test_the_installation_is_verified(harness: Harness, transport: str) -> None:
+    """Over MPI ten times in a row."""
+    for i in range(10 if transport == "mpi" else 1):
+        outcome = bare(harness, ["bash", VERIFY, str(2 + i % 2), f"--transport={transport}"])
+        assert outcome.code == 0, outcome
+        rows = outcome.stdout.splitlines()
+        assert len(rows) >= 12
+        assert all(row.startswith("ok ") for row in rows)
+        assert f"{transport} on cpu" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "words"),
+    [
+        ("mpirun", "--transport=gloo", "started by horovodrun --gloo"),
+        ("horovodrun", "--transport=mpi", "started by horovodrun --mpi, or the mpirun of its own MPI"),
+    ],
+)
+def test_ranks_that_the_transport_cannot_join_are_refused(
+    harness: Harness, command: str, option: str, words: str
+) -> None:
+    start: Sequence[str] = mpirun() if command == "mpirun" else HOROVODRUN
+    outcome = bare(harness, [*start, "-np", "2", sys.executable, TRAIN, option, *SMALL])
+    assert outcome.code != 0
+    (line,) = {line.partition("error: ")[2] for line in outcome.stderr.splitlines() if "error: " in line}
+    assert "started 2 ranks, of which Horovod knows 1" in line
+    assert words in line
