@@ -38,7 +38,7 @@ EVALUATE_EVERY = 16  # steps: after each, every local SGD here has just averaged
 
 def compare_schemes(options: Namespace, world: env.World, device: torch.device) -> dict[str, Any]:
     """Rounds in which each scheme averages --bytes of float32 once: seconds, bytes on loopback, bytes counted."""
-    rounds = options.rounds or 10
+    rounds = options.rounds
     count = options.bytes // 4
     x = torch.empty(count, device=device)
     times = {name: torch.empty(2, rounds, dtype=torch.float64) for name in SCHEMES}
@@ -52,7 +52,7 @@ def compare_schemes(options: Namespace, world: env.World, device: torch.device) 
             before = loopback_after_barrier()
             begun = time.monotonic()
             scheme.run(x)
-            finish(device)
+            finish()
             ended = time.monotonic()
             crossed = loopback_after_barrier() - before
             assert float(x[0]) == float(x[-1]) == (world.world_size - 1) / 2
@@ -145,8 +145,9 @@ def train(
     module = strategy.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     batches = GlobalBatches(len(training.labels), options.global_batch_size, options.seed, world.rank, world.world_size)
-    total = (options.epochs or (1 if options.quick else 5)) * batches.steps_per_epoch
-    total = min(total, options.max_steps or total)
+    total = options.epochs * batches.steps_per_epoch
+    if options.max_steps is not None:
+        total = min(total, options.max_steps)
 
     seconds: list[float] = []  # of each step, on this rank
     in_collectives = 0.0  # seconds, of all steps
@@ -159,11 +160,12 @@ def train(
         torch.manual_seed(step_seed(options.seed, step))
         images, labels = training.batch(batches.indices(step), dtype)
         talking.events.clear()
-        begun = time.monotonic()
         rows = batches.rows(step)
+        finish()
+        begun = time.monotonic()
         losses[step] = train_step(strategy, module, optimizer, images, labels, rows)
         strategy.after_step(step, step == total - 1)
-        finish(device)
+        finish()
         seconds.append(time.monotonic() - begun)
         in_collectives += sum(end - begin for what, begin, end in talking.events if what != strategy.backward)
         if (step + 1) % EVALUATE_EVERY == 0 or step == total - 1:
