@@ -15,7 +15,8 @@ COMMANDS = {
     "primitives": "every collective: values before and after, checked against its definition, and timed over sizes",
     "aggregate": "one training, its gradients averaged by ten strategies: time, bytes, messages, loss and accuracy",
     "straggler": "one slow rank: who waits for whom, from timestamps around each collective in every rank",
-    "launchers": "the same small job by torchrun, multiprocessing.spawn and Process: what they set, how each fails",
+    "launchers": "the same small job by torchrun, multiprocessing.spawn and Process: what they set, how each fails; "
+    "and DataParallel beside DDP",
     "predict": "latency and bandwidth fitted from what primitives measured, and what follows for 65,536 ranks",
     "report": "one self-contained HTML page of everything that the run dir holds",
     "all": "all of these in turn",
@@ -136,7 +137,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add = made["report"].add_argument_group("the report").add_argument
     add("--markdown", action="store_true", help="also the tables as Markdown, on the console and in report.md")
 
-    for name in ("primitives", "aggregate", "straggler"):
+    for name in ("primitives", "aggregate", "straggler", "launchers"):
         # `python -m torch.distributed.launch` puts it before a program's own arguments; LOCAL_RANK says the same.
         made[name].add_argument("--local-rank", "--local_rank", type=whole(0), help=argparse.SUPPRESS)
     return parser
