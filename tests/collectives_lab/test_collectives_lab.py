@@ -510,7 +510,7 @@ def page_of(lab: Lab) -> str:
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)]
     assert len(tables) >= 2
     for table in tables:
-        assert len(table) > 2
+        assert len(table) >= 2
         assert re.fullmatch(r"\|( --- \|)+", table[1])
         assert len({line.count(" |") for line in table}) == 1, table
     page = (lab.folder / "run" / "report.html").read_text()
