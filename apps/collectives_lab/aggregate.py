@@ -225,11 +225,13 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         rows = []
         for name, scheme in large["schemes"].items():
             wire, formula = statistics.median(scheme["loopback_bytes"]), scheme["formula_bytes"]
+            ratios = [a / b for a, b in zip(scheme["seconds"], large["schemes"]["all_reduce"]["seconds"])]
             rows.append(
                 [
                     name,
                     duration(statistics.median(scheme["seconds"])),
                     f"{duration(min(scheme['seconds']))} to {duration(max(scheme['seconds']))}",
+                    f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})",
                     size(formula),
                     size(wire),
                     f"{wire / formula - 1:+.2%}" if formula else "",
@@ -241,9 +243,10 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         rounds = list(zip(*(large["schemes"][name]["seconds"] for name in names)))
         in_order = sum(a < b < c for a, b, c in rounds)
         note = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds. "
-        header = ["scheme", "median", "range", "by formula", "on loopback", "excess", "counted", "messages"]
+        header = ["scheme", "median", "range", "/ all_reduce", "by formula", "on loopback", "excess", "counted",
+                  "messages"]  # fmt: skip
         made.append(Table(f"The mean of {size(large['bytes'])} on {ranks_of(p)}, {len(rounds)} interleaved rounds",
-                          (note if p > 1 else "") + "Bytes are those of all ranks together.",
+                          (note if p > 1 else "") + "Ratios are taken round by round. Bytes are those of all ranks together.",
                           header, rows))  # fmt: skip
         made.append(
             Table(
