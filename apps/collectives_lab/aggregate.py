@@ -243,11 +243,11 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         rounds = list(zip(*(large["schemes"][name]["seconds"] for name in names)))
         in_order = sum(a < b < c for a, b, c in rounds)
         note = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds. "
+        note = (note if p > 1 else "") + "Ratios are of each round. Bytes are those of all ranks together."
         header = ["scheme", "median", "range", "/ all_reduce", "by formula", "on loopback", "excess", "counted",
                   "messages"]  # fmt: skip
         made.append(Table(f"The mean of {size(large['bytes'])} on {ranks_of(p)}, {len(rounds)} interleaved rounds",
-                          (note if p > 1 else "") + "Ratios are taken round by round. Bytes are those of all ranks together.",
-                          header, rows))  # fmt: skip
+                          note, header, rows))  # fmt: skip
         made.append(
             Table(
                 f"Training by each strategy on {ranks_of(p)}",
