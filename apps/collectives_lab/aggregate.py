@@ -38,7 +38,7 @@ EVALUATE_EVERY = 16  # steps: after each, every local SGD here has just averaged
 
 def compare_schemes(options: Namespace, world: env.World, device: torch.device) -> dict[str, Any]:
     """Rounds in which each scheme averages --bytes of float32 once: seconds, bytes on loopback, bytes counted."""
-    rounds = options.rounds or 10
+    rounds = options.rounds
     count = options.bytes // 4
     x = torch.empty(count, device=device)
     times = {name: torch.empty(2, rounds, dtype=torch.float64) for name in SCHEMES}
@@ -52,7 +52,7 @@ def compare_schemes(options: Namespace, world: env.World, device: torch.device) 
             before = loopback_after_barrier()
             begun = time.monotonic()
             scheme.run(x)
-            finish(device)
+            finish()
             ended = time.monotonic()
             crossed = loopback_after_barrier() - before
             assert float(x[0]) == float(x[-1]) == (world.world_size - 1) / 2
@@ -145,8 +145,9 @@ def train(
     module = strategy.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     batches = GlobalBatches(len(training.labels), options.global_batch_size, options.seed, world.rank, world.world_size)
-    total = (options.epochs or (1 if options.quick else 5)) * batches.steps_per_epoch
-    total = min(total, options.max_steps or total)
+    total = options.epochs * batches.steps_per_epoch
+    if options.max_steps is not None:
+        total = min(total, options.max_steps)
 
     seconds: list[float] = []  # of each step, on this rank
     in_collectives = 0.0  # seconds, of all steps
@@ -159,11 +160,12 @@ def train(
         torch.manual_seed(step_seed(options.seed, step))
         images, labels = training.batch(batches.indices(step), dtype)
         talking.events.clear()
-        begun = time.monotonic()
         rows = batches.rows(step)
+        finish()
+        begun = time.monotonic()
         losses[step] = train_step(strategy, module, optimizer, images, labels, rows)
         strategy.after_step(step, step == total - 1)
-        finish(device)
+        finish()
         seconds.append(time.monotonic() - begun)
         in_collectives += sum(end - begin for what, begin, end in talking.events if what != strategy.backward)
         if (step + 1) % EVALUATE_EVERY == 0 or step == total - 1:
@@ -223,11 +225,13 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         rows = []
         for name, scheme in large["schemes"].items():
             wire, formula = statistics.median(scheme["loopback_bytes"]), scheme["formula_bytes"]
+            ratios = [a / b for a, b in zip(scheme["seconds"], large["schemes"]["all_reduce"]["seconds"])]
             rows.append(
                 [
                     name,
                     duration(statistics.median(scheme["seconds"])),
                     f"{duration(min(scheme['seconds']))} to {duration(max(scheme['seconds']))}",
+                    f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})",
                     size(formula),
                     size(wire),
                     f"{wire / formula - 1:+.2%}" if formula else "",
@@ -239,10 +243,11 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         rounds = list(zip(*(large["schemes"][name]["seconds"] for name in names)))
         in_order = sum(a < b < c for a, b, c in rounds)
         note = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds. "
-        header = ["scheme", "median", "range", "by formula", "on loopback", "excess", "counted", "messages"]
+        note = (note if p > 1 else "") + "Ratios are of each round. Bytes are those of all ranks together."
+        header = ["scheme", "median", "range", "/ all_reduce", "by formula", "on loopback", "excess", "counted",
+                  "messages"]  # fmt: skip
         made.append(Table(f"The mean of {size(large['bytes'])} on {ranks_of(p)}, {len(rounds)} interleaved rounds",
-                          (note if p > 1 else "") + "Bytes are those of all ranks together.",
-                          header, rows))  # fmt: skip
+                          note, header, rows))  # fmt: skip
         made.append(
             Table(
                 f"Training by each strategy on {ranks_of(p)}",

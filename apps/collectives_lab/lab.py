@@ -20,7 +20,7 @@ from pathlib import Path
 import launchers
 import predict
 import report
-from options import parse
+from options import RANKS, parse
 from ranks import APP, write_json
 from samestep import FatalError, UserError, log
 from samestep.checkpoint import write_atomic
@@ -63,7 +63,7 @@ def run_primitives(torchrun: Sequence[str], n: int, options: Namespace, argument
 
 def run_aggregate(torchrun: Sequence[str], n: int, options: Namespace, arguments: Sequence[str]) -> None:
     """Once for each number of ranks, where it can be had in a network of its own: bytes are read off its loopback."""
-    counts = options.ranks or sorted({r for r in (1, 2, 4) if r <= n} | {n})
+    counts = options.ranks or sorted({r for r in RANKS if r <= n} | {n})
     if max(counts) > n:
         raise UserError(f"--ranks {max(counts)} is more than N={n}")
     network = own_network()
@@ -92,7 +92,7 @@ def run_predict(torchrun: Sequence[str], n: int, options: Namespace, arguments: 
 
 
 def run_report(torchrun: Sequence[str], n: int, options: Namespace, arguments: Sequence[str]) -> None:
-    report.write(options.run_dir)
+    report.write(options.run_dir, markdown=options.markdown)
 
 
 COMMANDS = {

@@ -10,6 +10,8 @@ m]; a "part" is one such row, [m].
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import statistics
@@ -19,18 +21,20 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from options import parse
-from ranks import facts, finish, gather_json, rendezvous, slowest_seconds, talk, talking, write_json
+from options import parse, timed_calls
+from ranks import facts, gather_json, reason, rendezvous, slowest_seconds, talk, talking, write_json
 from samestep import FatalError, UserError, env, log
 from show import Picture, Table, duration, new_figure, picture, ranks_of, size
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.int64)
 LAYOUTS = ("contiguous", "strided", "empty")
+SUM = dist.ReduceOp.SUM
 
 
 # --- the primitives ----------------------------------------------------------------------------------------------
@@ -43,15 +47,15 @@ def broadcast(x: Tensor, root: int) -> Tensor:
     return in_place(x, lambda y: dist.broadcast(y, src=root))
 
 
-def reduce(x: Tensor, root: int) -> Tensor | None:
+def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
     """Whole: the root gets the sum of all. What the others then hold is not defined (gloo leaves partial sums)."""
-    result = in_place(x, lambda y: dist.reduce(y, dst=root))
+    result = in_place(x, lambda y: dist.reduce(y, dst=root, op=op, group=group))
     return result if dist.get_rank() == root else None
 
 
-def all_reduce(x: Tensor, root: int) -> Tensor:
+def all_reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
     """Whole: everyone gets the sum of all."""
-    return in_place(x, lambda y: dist.all_reduce(y))
+    return in_place(x, lambda y: dist.all_reduce(y, op=op, group=group))
 
 
 def gather(x: Tensor, root: int) -> Tensor | None:
@@ -78,10 +82,10 @@ def scatter(x: Tensor, root: int) -> Tensor:
     return part
 
 
-def reduce_scatter(x: Tensor, root: int) -> Tensor:
+def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
     """Whole: rank i gets the sum of all ranks' rows i."""
     part = x.new_empty(x.shape[1:])
-    dist.reduce_scatter(part, list(x.contiguous()))
+    dist.reduce_scatter(part, list(x.contiguous()), op=op, group=group)
     return part
 
 
@@ -215,10 +219,7 @@ def check(names: list[str], world: env.World, device: torch.device) -> list[dict
         wrong = []
         for root in range(p):
             inputs = [tensor(primitive, each, m, dtype, device) for each in range(p)]
-            x = inputs[rank].clone()
-            if layout == "strided":
-                x = torch.stack([x, torch.full_like(x, -1)], dim=-1)[..., 0]
-                assert not x.is_contiguous()
+            x = laid_out(inputs[rank], layout)
             with talk(name):
                 result = primitive.run(x, root)
             if name == "barrier" and world.node_count == 1:
@@ -238,24 +239,149 @@ def check(names: list[str], world: env.World, device: torch.device) -> list[dict
     ]
 
 
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """A copy of ``x`` that is one piece of memory, or, strided, every second number of one."""
+    if layout != "strided":
+        return x.clone()
+    x = torch.stack([x, torch.full_like(x, -1)], dim=-1)[..., 0]
+    assert not x.is_contiguous()
+    return x
+
+
 def left_early(device: torch.device) -> bool:
     """Whether this rank left the last collective before every rank had entered it. On one machine: one clock."""
     _, begun, ended = talking.events[-1]
     return bool(ended < max(gather_json(begun, device)))
 
 
+# --- the operators of a reduction --------------------------------------------------------------------------------
+
+REDUCERS = {"all_reduce": all_reduce, "reduce": reduce, "reduce_scatter": reduce_scatter}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A reduction operator beside its definition: all ranks' tensors as one, [world_size, ...], to their reduction."""
+
+    op: Any
+    definition: Callable[[Tensor], Tensor]
+    bitwise: bool = False  # defined for whole numbers alone
+
+
+def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
+    return Operator(op, lambda xs: functools.reduce(of_two, xs), bitwise=True)
+
+
+def mean(xs: Tensor) -> Tensor:
+    return xs.sum(dim=0) / len(xs) if xs.is_floating_point() else xs.sum(dim=0) // len(xs)
+
+
+OPERATORS = {
+    "SUM": Operator(SUM, lambda xs: xs.sum(dim=0)),
+    "AVG": Operator(dist.ReduceOp.AVG, mean),
+    "PRODUCT": Operator(dist.ReduceOp.PRODUCT, lambda xs: xs.prod(dim=0)),
+    "MIN": Operator(dist.ReduceOp.MIN, lambda xs: xs.amin(dim=0)),
+    "MAX": Operator(dist.ReduceOp.MAX, lambda xs: xs.amax(dim=0)),
+    "BAND": bitwise(dist.ReduceOp.BAND, torch.bitwise_and),
+    "BOR": bitwise(dist.ReduceOp.BOR, torch.bitwise_or),
+    "BXOR": bitwise(dist.ReduceOp.BXOR, torch.bitwise_xor),
+}
+
+
+def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What ``rank`` reduces, [world_size, m]: 3 to 10, so that every operator gives something else."""
+    p = dist.get_world_size()
+    return (3 + (2 * rank + torch.arange(p * m, device=device)) % 8).reshape(p, m).to(dtype)
+
+
+def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> Tensor | None:
+    """What this rank holds after collective ``name``, by definition; None where there is none."""
+    rank = dist.get_rank()
+    if (operator.bitwise and inputs[0].is_floating_point()) or (name == "reduce" and rank != root):
+        return None
+    result = operator.definition(torch.stack(inputs))
+    return result[rank] if name == "reduce_scatter" else result
+
+
+def is_right(result: Tensor | None, expected: Tensor | None, p: int) -> bool:
+    """Whether they are equal; in floating point up to the rounding of a product or mean of p numbers, which has no
+    order of its own. The sums here are exact."""
+    if expected is None or result is None:
+        return expected is None
+    if not expected.is_floating_point():
+        return torch.equal(result, expected)
+    return torch.allclose(result, expected, rtol=p * torch.finfo(expected.dtype).eps, atol=0)
+
+
+def refusal(name: str, operator: str, dtype: torch.dtype, group: Any, device: torch.device) -> str | None:
+    """What the backend says when it will not reduce so, found by trying once; None where it does."""
+    try:
+        with talk(f"{name} with {operator}"):
+            REDUCERS[name](operand(dist.get_rank(), 1, dtype, device), 0, OPERATORS[operator].op, group)
+    except FatalError as problem:
+        return reason(problem.__cause__ or problem)
+    return None
+
+
+def check_operators(names: list[str], operators: list[str], device: torch.device) -> list[dict[str, Any]]:
+    """Each operator by each reducing collective against its definition, for every dtype, layout and root; wrong ones
+    are listed by rank. What a backend refuses is tried once for each dtype, and said in its own words."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    with talk("making a group"):  # for what may be refused: a barrier raises again what failed in its group before
+        group = dist.new_group(timeout=timedelta(seconds=talking.timeout))
+    found = []
+    for operator, name, dtype in itertools.product(operators, names, DTYPES):
+        refused = next(
+            (words for words in gather_json(refusal(name, operator, dtype, group, device), device) if words), ""
+        )
+        roots = range(p if name == "reduce" else 1)
+        wrong, cases = [], [] if refused else list(itertools.product(LAYOUTS, roots))
+        for layout, root in cases:
+            inputs = [operand(each, 0 if layout == "empty" else 5, dtype, device) for each in range(p)]
+            with talk(f"{name} with {operator}"):
+                result = REDUCERS[name](laid_out(inputs[rank], layout), root, OPERATORS[operator].op)
+            if not is_right(result, reduced(name, OPERATORS[operator], inputs, root), p):
+                wrong.append([layout, root])
+        everyones = gather_json(wrong, device)
+        found.append(
+            {
+                "operator": operator,
+                "primitive": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "refused": refused,
+                "cases": len(cases),
+                "wrong": {str(r): each for r, each in enumerate(everyones) if each},
+            }
+        )
+    return found
+
+
+def show_operators(checked: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """Each operator by each reducing collective on one number a row: before and after on every rank, root 0.
+
+    Whole numbers, or floating point where those are refused.
+    """
+    shown: dict[tuple[str, str], dict[str, Any]] = {}
+    for case in reversed(checked):  # int64 first
+        operator, name, dtype = case["operator"], case["primitive"], case["dtype"]
+        if case["refused"] or (operator, name) in shown:
+            continue
+        x = operand(dist.get_rank(), 1, getattr(torch, dtype), device)
+        before = x.flatten().tolist()
+        with talk(f"{name} with {operator}"):
+            after = REDUCERS[name](x, 0, OPERATORS[operator].op)
+        ranks = gather_json([before, None if after is None else after.flatten().tolist()], device)
+        shown[operator, name] = {"operator": operator, "primitive": name, "dtype": dtype,
+                                 "ranks": [{"before": b, "after": a} for b, a in ranks]}  # fmt: skip
+    return list(reversed(shown.values()))
+
+
 # --- timed -------------------------------------------------------------------------------------------------------
 
 
 def sizes(options: Namespace) -> list[int]:
-    """Bytes: powers of 4 from 1 KiB to --max-bytes, which is 64 MiB."""
-    most = min(options.max_bytes, 2**22) if options.quick else options.max_bytes
-    return [2**k for k in range(10, 60, 2) if 2**k <= most]
-
-
-def repeats(options: Namespace, count: int) -> int:
-    """Fewer for the large; all ranks must agree, so nothing here depends on a clock."""
-    return options.repeats or (8 if options.quick else 30 if count <= 2**20 else 10 if count <= 2**24 else 5)
+    """Bytes: powers of 4 from 1 KiB to --max-bytes."""
+    return [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
 
 
 def measure(name: str, count: int, repeats: int, world: env.World, device: torch.device) -> dict[str, Any]:
@@ -270,7 +396,6 @@ def measure(name: str, count: int, repeats: int, world: env.World, device: torch
         begun = time.monotonic()
         with talk(name):
             primitive.run(x, 0)
-            finish(device)
         if i >= 0:
             times[0, i], times[1, i] = begun, time.monotonic()
         x.fill_(1)  # sums would grow until they are no numbers any more, which is slower on some processors
@@ -308,7 +433,6 @@ def demonstrate_fault(options: Namespace, world: env.World, device: torch.device
             compare(name, x, device)
         with talk(name):
             primitive.run(x, 0)
-            finish(device)
 
 
 def compare(name: str, x: Tensor, device: torch.device) -> None:
@@ -334,14 +458,16 @@ def main() -> None:
     if not names or (options.fault and world.world_size < 2):
         raise UserError(f"--only {options.only}{' --fault' if options.fault else ''} needs 2 ranks, N is 1: use N=2")
     if options.fault:
-        if (options.fault_rank or 0) >= world.world_size:
+        if options.fault_rank is not None and options.fault_rank >= world.world_size:
             raise UserError(f"--fault-rank {options.fault_rank} is not below N={world.world_size}")
         return demonstrate_fault(options, world, device)
 
     found: dict[str, Any] = {"facts": facts(world, device)}
     found["values"] = show_values(names, device)
     found["checks"] = check(names, world, device)
-    wrong = [case for case in found["checks"] if case["wrong"]]
+    found["operator_checks"] = check_operators([name for name in names if name in REDUCERS], options.ops, device)
+    found["operators"] = show_operators(found["operator_checks"], device)
+    wrong = [case for case in [*found["checks"], *found["operator_checks"]] if case["wrong"]]
     found["timings"] = list(timings(names, options, world, device))
     if world.rank == 0:
         write_json(options.run_dir, f"primitives-{world.world_size}", found)
@@ -359,7 +485,8 @@ def timings(names: list[str], options: Namespace, world: env.World, device: torc
     for count in sizes(options):
         for name in names:
             if name != "barrier" or count == sizes(options)[0]:
-                yield measure(name, count, repeats(options, count), world, device)
+                # All ranks must agree how often, so nothing here depends on a clock.
+                yield measure(name, count, options.repeats or timed_calls(count), world, device)
             bar.update()
     bar.close()
 
@@ -407,6 +534,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
                 ],
             )
         )
+        made += operator_tables(found)
         if not found["timings"]:
             continue
         by = {(t["primitive"], t["bytes"]): t for t in found["timings"] if t["bytes"]}
@@ -450,13 +578,57 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     return made
 
 
+def operator_tables(found: dict[str, Any]) -> list[Table]:
+    """What the operators did, and what a backend refuses; none where no reducing collective was asked for."""
+    p, checked = found["facts"]["world_size"], found.get("operator_checks", [])
+    if not checked:
+        return []
+    values = [
+        [each["operator"], each["primitive"], *(_values(rank["before"], rank["after"]) for rank in each["ranks"][:4])]
+        for each in found["operators"]
+    ]
+    rows = []
+    for operator in dict.fromkeys(case["operator"] for case in checked):
+        of = [case for case in checked if case["operator"] == operator]
+        cells = [
+            _outcome([case for case in of if case["dtype"] == str(dtype).removeprefix("torch.")]) for dtype in DTYPES
+        ]
+        rows.append([operator, *cells, "; ".join(dict.fromkeys(case["refused"] for case in of if case["refused"]))])
+    names = ", ".join(dict.fromkeys(case["primitive"] for case in checked))
+    return [
+        Table(
+            f"Reduction operators on {ranks_of(p)}: before → after",
+            "As above; int64, or float64 where the backend refuses that." + (" Ranks 0 to 3." if p > 4 else ""),
+            ["operator", "primitive", *(f"rank {r}" for r in range(min(p, 4)))],
+            values,
+        ),
+        Table(
+            f"Reduction operators checked against their definitions, {ranks_of(p)}",
+            f"By {names}; {', '.join(LAYOUTS)} tensors, every rank as reduce's root. Refused: found by trying, in the "
+            f"words of {found['facts']['backend']}.",
+            ["operator", *(str(dtype).removeprefix("torch.") for dtype in DTYPES), "it says"],
+            rows,
+        ),
+    ]
+
+
+def _outcome(cases: list[dict[str, Any]]) -> str:
+    """How many cases of one operator and dtype were right on every rank, and which collectives refuse it."""
+    refused = [case["primitive"] for case in cases if case["refused"]]
+    if len(refused) == len(cases):
+        return "refused"
+    count = sum(case["cases"] for case in cases)
+    wrong = sum(len({tuple(each) for of in case["wrong"].values() for each in of}) for case in cases)
+    return f"{count - wrong} of {count}" + (f", refused by {', '.join(refused)}" if refused else "")
+
+
 def size_class(count: int) -> int:
     """The power of 2 that a size was meant to be."""
     return 1 << (count - 1).bit_length()
 
 
-def _values(before: list[int], after: list[int] | None) -> str:
-    return f"{' '.join(map(str, before))} → {'·' if after is None else ' '.join(map(str, after))}"
+def _values(before: list[float], after: list[float] | None) -> str:
+    return f"{' '.join(f'{x:g}' for x in before)} → {'·' if after is None else ' '.join(f'{x:g}' for x in after)}"
 
 
 def _timing_row(t: dict[str, Any], p: int) -> list[str]:

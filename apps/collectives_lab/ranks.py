@@ -2,6 +2,10 @@
 
 Every collective of this app stands in a ``with talk("its name"):``. That gives it three things: a name in the error
 that ends a rank when the collective fails, a limit in seconds, and the timestamps of which timelines are made.
+
+On a GPU, where calls return before their work is done, each timestamp is read after ``finish()``: a collective begins
+when this rank's computing is done, and ends when its result is there. So a rank cannot queue work ahead of a collective
+here, as it would in a program that is not measured.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 APP = "collectives_lab"
 MEETING_SECONDS = 60.0
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Talking:
     """What this rank is saying: module state, because a process has one voice."""
 
     rank: int = 0
+    device: torch.device = CPU
     timeout: float = MEETING_SECONDS  # --timeout
     name: str | None = None  # of the collective under way
     since: float = 0.0  # time.monotonic() when it was entered
@@ -56,19 +62,31 @@ def talk(name: str, limit: float | None = None) -> Iterator[None]:
 
     ``limit`` in seconds, where it is not --timeout.
     """
+    finish()
     begun = time.monotonic()
     talking.since, talking.limit, talking.name = begun, limit or talking.timeout, name
     try:
         yield
+        finish()  # inside: with NCCL this is where a rank waits for the others, and where a failure is raised
     except (RuntimeError, ValueError) as problem:
         after = time.monotonic() - begun
         talking.name = None
-        raise FatalError(f"rank {talking.rank}: {name} failed after {after:.1f} s: {_reason(problem)}") from problem
+        raise FatalError(f"rank {talking.rank}: {name} failed after {after:.1f} s: {reason(problem)}") from problem
     talking.name = None
     talking.events.append((name, begun, time.monotonic()))
 
 
-def _reason(problem: Exception) -> str:
+def finish() -> None:
+    """Wait until this rank's device has done what was asked of it.
+
+    The current stream alone: what a strategy has under way beside it (an all_reduce with async_op) goes on, and only
+    the wait for it (``work.wait()``, which puts it before all that follows in the stream) is a wait here.
+    """
+    if talking.device.type == "cuda":
+        torch.cuda.current_stream(talking.device).synchronize()
+
+
+def reason(problem: BaseException) -> str:
     """The telling part of what torch says: no source lines of C++, and gloo's own words explained."""
     said = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
     said = said.partition("] ")[2] if said.startswith("[") and "] " in said else said
@@ -121,7 +139,7 @@ def rendezvous(options: Namespace) -> tuple[env.World, torch.device]:
         log.start(options.run_dir, world.rank, options.quiet)
     talking.rank, talking.timeout = world.rank, options.timeout
     _keep_limits(world.rank)
-    device = choose_device(options.device, world)
+    device = talking.device = choose_device(options.device, world)
     if world.launcher == "none":
         store: Store = HashStore()
     elif world.master_addr is None or world.master_port is None:
@@ -167,12 +185,6 @@ def choose_device(wanted: str, world: env.World) -> torch.device:
 
 def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it: on a GPU collectives return before they are done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def broadcast_json(value: Any, device: torch.device) -> Any:

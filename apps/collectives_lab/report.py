@@ -1,6 +1,6 @@
 """Everything that a run dir holds as one page: tables and pictures, nothing to fetch, no script.
 
-bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN
+bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 """
 
 from __future__ import annotations
@@ -68,9 +68,12 @@ def draw(run_dir: Path, command: str) -> None:
         write_atomic(run_dir / f"{each.name}.svg", each.svg.encode())
 
 
-def write(run_dir: Path) -> None:
-    """``report.html``. Raises UserError where the run dir has no results."""
-    parts, links = [], []
+def write(run_dir: Path, markdown: bool) -> None:
+    """``report.html``, and with ``markdown`` its tables, but for the long ones, as ``report.md`` and on the console.
+
+    Raises UserError where the run dir has no results.
+    """
+    parts, links, tables = [], [], []
     machine: dict[str, Any] = {}
     for command, (module, says) in SECTIONS.items():
         found = results(run_dir, command)
@@ -82,15 +85,21 @@ def write(run_dir: Path) -> None:
         for picture in module.pictures(found):
             caption = html.escape(picture.caption)
             parts.append(f"<figure>{picture.svg}<figcaption>{caption}</figcaption></figure>")
-        parts += [table.html() for table in module.tables(found)]
+        made = module.tables(found)
+        parts += [table.html() for table in made]
+        tables += [f"### {command}\n", *(table.markdown() for table in made if not table.long)]
     if not parts:
         raise UserError(f"{run_dir} has no results: run another command with the same --run-dir first")
     told = ("time", "machine", "processors", "python", "torch", "backend", "threads")
-    where = html.escape(", ".join(f"{name} {machine[name]}" for name in told if name in machine))
+    where = ", ".join(f"{name} {machine[name]}" for name in told if name in machine)
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>collectives_lab</title>'
-        f"<style>{STYLE}</style></head><body><h1>collectives_lab</h1><p>{where}</p><nav>{''.join(links)}</nav>"
+        f"<style>{STYLE}</style></head><body><h1>collectives_lab</h1><p>{html.escape(where)}</p><nav>{''.join(links)}</nav>"
         f"{''.join(parts)}</body></html>\n"
     )
     write_atomic(run_dir / "report.html", page.encode())
+    if markdown:
+        text = "\n".join([f"{where}.\n", *tables])
+        write_atomic(run_dir / "report.md", text.encode())
+        log.info(text)
     log.info(f"wrote {run_dir / 'report.html'}")

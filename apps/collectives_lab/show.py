@@ -30,6 +30,13 @@ class Table:
         lines.insert(1, "-" * max(len(line) for line in lines))
         return "\n".join([self.title, *lines, *([self.note] if self.note else [])]) + "\n"
 
+    def markdown(self) -> str:
+        def line(cells: Sequence[str]) -> str:
+            return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+        lines = [line(self.header), line(["---"] * len(self.header)), *(line(row) for row in self.rows)]
+        return "\n".join([f"**{self.title}**", "", *lines, "", *([self.note, ""] if self.note else [])])
+
     def html(self) -> str:
         def cells(row: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"

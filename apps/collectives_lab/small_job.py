@@ -1,9 +1,9 @@
-"""One small job and four ways to start it; `launchers` compares them.
+"""One small job and three ways to start it; `launchers` compares them.
 
-    small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn, process or dataparallel; DYING: a rank, or -1
+    small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn or process; DYING: a rank, or -1
 
 `rank` is one rank of a job that somebody else has started (torchrun). The others start N ranks themselves, as a user
-of torch.multiprocessing would, or use N devices from one process. Rank DYING ends itself with SIGKILL halfway.
+of torch.multiprocessing would. Rank DYING ends itself with SIGKILL halfway.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from aggregate import train_step
 from data import load
 from model import build_model
 from options import parse
 from ranks import rendezvous
-from samestep import UserError, log
+from samestep import log
 from samestep.checkpoint import weights_sha256, write_atomic
-from samestep.sharding import GlobalBatches, Rows, step_seed
+from samestep.sharding import GlobalBatches, step_seed
 from strategies import STRATEGIES
 
 BATCH, SEED = 128, 1
@@ -70,32 +69,11 @@ def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -
     log.run(lambda: rank_main(run_dir, steps, dying))
 
 
-def data_parallel(n: int, run_dir: Path, steps: int) -> None:
-    """One process, a thread for each device: the model is copied, and its gradients added up, in every step."""
-    gpus = torch.cuda.device_count()
-    if gpus < n:
-        raise UserError(f"DataParallel needs {n} GPUs; this machine has {gpus}")
-    device = torch.device("cuda", 0)
-    training, _ = load("mnist-5k", Path("data"), device)
-    model = build_model(0.0, torch.float32, SEED).to(device)
-    module = torch.nn.DataParallel(model, device_ids=list(range(n)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    batches = GlobalBatches(len(training.labels), BATCH, SEED)
-    for step in range(steps):
-        images, labels = training.batch(batches.indices(step), torch.float32)
-        optimizer.zero_grad()
-        F.nll_loss(module(images, Rows(0, len(images))), labels).backward()
-        optimizer.step()
-    write_atomic(run_dir / "rank-0.json", json.dumps({"rank": 0}).encode())
-
-
 def main() -> None:
     way, n, run_dir, steps, dying = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
     if way == "rank":
         note_environment(os.environ["RANK"], run_dir)
         return rank_main(run_dir, steps, dying)
-    if way == "dataparallel":
-        return data_parallel(n, run_dir, steps)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

@@ -83,6 +83,7 @@ class Sleeper:
         if not self.sleeps or self.condition.where != where or not self.condition.milliseconds:
             return
         seconds = self.condition.milliseconds / 1000
+        finish()  # a GPU would compute on while its rank sleeps
         begun = time.monotonic()
         time.sleep(seconds if self.condition.kind == "constant" else float(self.random.exponential(seconds)))
         self.slept.append((begun, time.monotonic()))
@@ -92,7 +93,7 @@ class Bench:
     """A model in training by one strategy, to run blocks of steps on."""
 
     def __init__(self, name: str, options: Namespace, world: env.World, device: torch.device, training: Split) -> None:
-        self.options, self.device, self.training = options, device, training
+        self.options, self.training = options, training
         self.dtype = getattr(torch, options.dtype)
         self.model = build_model(options.dropout, self.dtype, options.seed).to(device)
         # In the middle of backward: fc1's gradient is there, those of the convolutions are not. Before the strategy's
@@ -124,7 +125,7 @@ class Bench:
         if every and (self.step + 1) % every == 0:
             self.sleeper.sleep("aggregation")
         strategy.after_step(self.step, last=False)
-        finish(self.device)
+        finish()
         self.step += 1
 
     def block(self, sleeper: Sleeper) -> dict[str, Any]:
@@ -179,11 +180,10 @@ def main() -> None:
     slow_rank = world.world_size - 1 if options.slow_rank is None else options.slow_rank
     if slow_rank >= world.world_size:
         raise UserError(f"--slow-rank {slow_rank} is not below N={world.world_size}")
-    delays = options.delays or ([0, 10] if options.quick else [0, 5, 10, 20, 40])
-    rounds = max(1, (options.steps or (48 if options.quick else 128)) // BLOCK)
+    rounds = max(1, options.steps // BLOCK)
     training, _ = load("mnist-5k", Path("data"), device)
     benches = {name: Bench(name, options, world, device, training) for name in COMPARED}
-    tried = conditions(delays)
+    tried = conditions(options.delays)
     measured: list[list[dict[str, Any]]] = [[] for _ in tried]
     timelines: dict[str, Any] = {}
     bar = log.progress((rounds + 1) * len(tried), 0)

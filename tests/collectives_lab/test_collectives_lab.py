@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import fcntl
+import importlib.util
 import json
-import socket
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import and_, mul, or_, xor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, App, Harness, Job, Outcome
+from harness import ROOT, App, Harness, Job, Outcome, free_port
 
 APP = ROOT / "apps" / "collectives_lab"
 PRIMITIVES = (
@@ -38,13 +43,22 @@ class Lab(Harness):
 
     def bare(self, n: int, program: str, *options: str, name: str = "run") -> list[Job]:
         """The ranks of a program as a person starts them at n terminals: nobody stops one when another fails."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         run_dir = self.folder / name
-        words = [sys.executable, str(APP / f"{program}.py"), f"--run-dir={run_dir}", *options]
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(n)}
-        return [self.start_command(words, run_dir, **where, RANK=str(rank)) for rank in range(n)]
+        words = [
+            sys.executable,
+            str(APP / f"{program}.py"),
+            f"--run-dir={run_dir}",
+            f"--device={self.device}",
+            *options,
+        ]
+        where = {
+            "LOCAL_WORLD_SIZE": str(n),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "WORLD_SIZE": str(n),
+        }
+        return [self.start_command(words, run_dir, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(n)]
 
 
 @pytest.fixture
@@ -87,11 +101,53 @@ def test_every_primitive_does_what_its_definition_says(lab: Lab, n: int) -> None
     assert all(case["wrong"] == {} and case["roots"] == n for case in cases.values())
     assert [each["primitive"] for each in found["values"]] == expected
     assert all(len(each["ranks"]) == n for each in found["values"])
+    check_operators(found, n)
     timed = {(t["primitive"], t["bytes"]) for t in found["timings"]}
     assert len(timed) == 2 * (len(expected) - 1) + 1  # the barrier has no size
     assert all(len(t["seconds"]) == 3 and min(t["seconds"]) > 0 for t in found["timings"])
     if n == 2:
         check_values_by_hand({each["primitive"]: each["ranks"] for each in found["values"]})
+
+
+OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
+REDUCERS = "reduce all_reduce reduce_scatter".split()
+
+
+def check_operators(found: dict[str, Any], n: int) -> None:
+    """What gloo reduces is right on every rank; what it refuses is told in its words, and is not counted as right."""
+    assert all(case["wrong"] == {} for case in found["operator_checks"])
+    if found["facts"]["backend"] != "gloo":
+        return
+    cases = {(c["operator"], c["primitive"], c["dtype"]): c for c in found["operator_checks"]}
+    every = [(op, name, dtype) for op in OPERATORS for name in REDUCERS for dtype in ("float32", "float64", "int64")]
+    assert list(cases) == every
+    for (op, name, dtype), case in cases.items():
+        refused = ""
+        if op == "AVG" and dtype == "int64":
+            refused = "result type Float can't be cast to the desired output type Long"
+        elif op in ("BAND", "BOR", "BXOR") and dtype != "int64":
+            refused = f"Cannot use ReduceOp.{op} with non-integral dtype"
+        assert case["refused"] == refused
+        assert case["cases"] == (0 if refused else 3 * (n if name == "reduce" else 1))  # layouts, roots
+    shown = {(each["operator"], each["primitive"]): each for each in found["operators"]}
+    assert list(shown) == [(op, name) for op in OPERATORS for name in REDUCERS]
+    assert {key for key, each in shown.items() if each["dtype"] != "int64"} == {("AVG", name) for name in REDUCERS}
+    before = [[3 + (2 * rank + i) % 8 for i in range(n)] for rank in range(n)]
+    for (op, name), each in shown.items():
+        assert [rank["before"] for rank in each["ranks"]] == before
+        after = [reduced(op, column) for column in zip(*before)]
+        expected = {"all_reduce": [after] * n, "reduce": [after, *[None] * (n - 1)]}.get(name, [[x] for x in after])
+        assert [rank["after"] for rank in each["ranks"]] == expected, (op, name)
+
+
+def reduced(operator: str, numbers: Sequence[int]) -> float:
+    """By Python's own arithmetic."""
+    pair: dict[str, Callable[[Any, Any], Any]] = {
+        "PRODUCT": mul, "MIN": min, "MAX": max, "BAND": and_, "BOR": or_, "BXOR": xor,
+    }  # fmt: skip
+    if operator in pair:
+        return float(reduce(pair[operator], numbers))
+    return sum(numbers) / (len(numbers) if operator == "AVG" else 1)
 
 
 def check_values_by_hand(shown: dict[str, list[dict[str, Any]]]) -> None:
@@ -178,6 +234,95 @@ def test_the_help_of_every_command_teaches(lab: Lab, command: str) -> None:
     assert outcome.code == 0
     assert f"run_collectives_lab.sh N {command} [options]" in outcome.stdout
     assert "--run-dir" in outcome.stdout
+
+
+def lab_options() -> Any:
+    """The app's options.py as a module; it needs the standard library and samestep alone."""
+    spec = importlib.util.spec_from_file_location("lab_options", APP / "options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_help_states_the_defaults_that_the_programs_get() -> None:
+    """What stands in each "(default: ...)" is what ``parse`` gives without the option, and beside --quick."""
+    options = lab_options()
+    stated = {}
+    for command, parser in options.build_parser().commands().items():
+        usual, quick = (vars(options.parse([command, *more])) for more in ([], ["--quick"]))
+        for action in parser._actions:
+            if action.help == argparse.SUPPRESS or action.nargs == 0:  # hidden, or off unless given
+                continue
+            text = parser._get_formatter()._expand_help(action)
+            said = re.fullmatch(r".*\(default: (.*?)(?:; (\S+) with --quick)?\)", text)
+            values = [usual.get(action.dest), quick.get(action.dest)]
+            shown = [",".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values]
+            if said:
+                stated[command, action.dest] = said[1]
+                in_words = values[0] is None or said[1] == "all"
+                assert in_words or said[1] == shown[0], (command, action.dest)
+                assert (said[2] or said[1]) == shown[1] or (in_words and not said[2]), (command, action.dest)
+            else:  # without a default, or one of the choices that --help lists
+                assert values[0] == values[1]
+                assert values[0] is None or values[0] in (action.choices or ()), (command, action.dest)
+    assert stated["primitives", "repeats"] == "30 up to 1 MiB, 10 up to 16 MiB, 5 beyond"
+    counts = (1, 2**20, 2**20 + 1, 2**24, 2**24 + 1, 2**40)
+    assert [options.timed_calls(count) for count in counts] == [30, 30, 10, 10, 5, 5]
+    assert stated["aggregate", "ranks"] == "1, 2, 4 up to N, N"
+    assert (stated["aggregate", "epochs"], stated["straggler", "steps"]) == ("5", "128")
+
+
+def test_no_program_has_a_default_of_its_own() -> None:
+    """``options.x or ...`` is one that --help may not know; these two stand there in words."""
+    found = []
+    for path in sorted(APP.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+                own = re.fullmatch(r"options\.\w+", ast.unparse(node.values[0]))
+                found += [f"{path.name}: {ast.unparse(node)}"] if own else []
+    assert found == [
+        "lab.py: options.ranks or sorted({r for r in RANKS if r <= n} | {n})",
+        "primitives.py: options.repeats or timed_calls(count)",
+    ]
+
+
+def test_torch_distributed_launch_may_pass_local_rank(lab: Lab) -> None:
+    """It puts --local-rank=<r> before the program's own arguments; before torch 2.0 it wrote --local_rank."""
+    run_dir = lab.folder / "run"
+    words = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+             f"--master-port={free_port()}", str(APP / "primitives.py"), f"--run-dir={run_dir}", "--only=all_reduce",
+             "--ops=SUM,MAX", "--no-timing", f"--device={lab.device}"]  # fmt: skip
+    outcome = lab.start_command(words, run_dir, GLOO_SOCKET_IFNAME="lo").finish(limit=LIMIT)
+    assert outcome.code == 0, outcome
+    assert "--local-rank=1" in (run_dir / "log" / "rank-1.log").read_text()
+    found = read(run_dir, "primitives-2")
+    assert [case["wrong"] for case in found["checks"]] == [{}] * 9
+    operators = [case["operator"] for case in found["operator_checks"] if case["wrong"] == {}]
+    assert operators == ["SUM"] * 3 + ["MAX"] * 3
+    options = lab_options()
+    for command in ("primitives", "aggregate", "straggler", "launchers"):
+        for words in (["--local_rank=1"], ["--local-rank", "1"]):
+            assert options.parse([command, *words]).local_rank == 1
+        assert "local" not in options.build_parser().commands()[command].format_usage()
+
+
+def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
+    """Simulated by clocks.py: no collective, step or sleep begins or ends before the work ahead of it is done."""
+    run_dir = lab.folder / "run"
+    words = [sys.executable, str(Path(__file__).with_name("clocks.py")), str(run_dir)]
+    outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
+    assert outcome.code == 0, (run_dir / "log" / "rank-0.log").read_text()
+    found = read(run_dir, "clocks")
+    for program in ("primitives", "aggregate", "straggler"):
+        assert found[program]["early"] == []
+        assert min(found[program]["waits"], found[program]["readings"]) > 400
+    assert found["choices"].pop("2 for 2") == {"auto": "cuda:1, nccl", "cuda": "cuda:1, nccl", "cpu": "cpu, gloo"}
+    for gpus, choices in found["choices"].items():  # fewer than ranks
+        said = choices.pop("cuda")
+        assert said.startswith(f"error: --device cuda: this machine has {gpus[0]} GPUs for 2 ranks: ")
+        assert choices == {"auto": "cpu, gloo", "cpu": "cpu, gloo"}
 
 
 def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
@@ -271,10 +416,11 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
 
 def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab) -> None:
     lab.measure(2, "launchers", "--steps=6")
-    ways = read(lab.folder / "run", "launchers")["ways"]
-    assert list(ways) == ["torchrun", "multiprocessing.spawn", "Process", "DataParallel"]
+    found = read(lab.folder / "run", "launchers")
+    ways = found["ways"]
+    assert list(ways) == ["torchrun", "multiprocessing.spawn", "Process"]
     shas = set()
-    for way in ("torchrun", "multiprocessing.spawn", "Process"):
+    for way in ways:
         whole, killed = ways[way]["whole"], ways[way]["killed"]
         assert (whole["code"], whole["ranks_done"], len(whole["weights_sha256"])) == (0, 2, 1)
         shas.add(whole["weights_sha256"][0])
@@ -284,6 +430,20 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab) -> None:
     assert len(shas) == 1
     assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} <= set(ways["torchrun"]["whole"]["sets"])
     assert "RANK" not in ways["multiprocessing.spawn"]["whole"]["sets"]
+    if lab.device == "cpu":
+        check_data_parallel(found["data_parallel"])
+
+
+def check_data_parallel(found: dict[str, Any]) -> None:
+    """Without a GPU DataParallel is the plain step, bit for bit; its algorithm, and DDP on 2 ranks, up to rounding."""
+    assert (found["world_size"], found["steps"], found["devices_of_data_parallel"]) == (2, 6, [])
+    names = ["plain", "DataParallel", "its algorithm, in 2 pieces", "DistributedDataParallel"]
+    assert [each["way"] for each in found["ways"]] == names
+    assert [each["calls_per_step"] for each in found["ways"]] == [1, 1, 2, 1]
+    assert [each["processes"] for each in found["ways"]] == [1, 1, 1, 2]
+    for each, most in zip(found["ways"], (0.0, 0.0, 1e-12, 1e-12)):
+        assert each["gradients_difference"] <= most
+        assert each["weights_difference"] <= most
 
 
 # --- predict and report --------------------------------------------------------------------------------------------
@@ -352,8 +512,16 @@ def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
 
 
 def page_of(lab: Lab) -> str:
-    """The report on a run dir, which must stand alone."""
-    lab.measure(2, "report")
+    """The report on a run dir, which must stand alone; its tables are there as Markdown, too."""
+    outcome = lab.measure(2, "report", "--markdown")
+    text = (lab.folder / "run" / "report.md").read_text()
+    assert text in outcome.stdout
+    tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)]
+    assert len(tables) >= 2
+    for table in tables:
+        assert len(table) >= 2
+        assert re.fullmatch(r"\|( --- \|)+", table[1])
+        assert len({line.count(" |") for line in table}) == 1, table
     page = (lab.folder / "run" / "report.html").read_text()
     assert page.startswith("<!doctype html>")
     assert page.count("<svg") >= 2
