@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference
-from samestep import checkpoint, datasets
+from samestep import UserError, checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
@@ -178,6 +179,19 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     result = harness.checked(bare(harness, command), 2)
     assert result["launcher"] == "torchrun"
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+
+
+def test_local_rank_says_nothing_about_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.distributed.launch gives to a rank, in both spellings; without LOCAL_RANK it is not understood."""
+    parse = runpy.run_path(str(ROOT / "apps" / "mnist_lightning" / "options.py"))["parse"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is 0: start the ranks with torchrun"):
+        parse(["--local-rank=1"])
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
+        parse(["--local-rank=1"])
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:
