@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,17 @@ def test_every_app_has_its_row_its_door_and_its_environment() -> None:
         assert app in APPS, f"tests/{app}/row.py is missing"
         assert (ROOT / "scripts" / f"run_{app}.sh").exists()
         assert re.search(rf"^\[testenv:{app}-", environments, re.MULTILINE), f"tox.ini lacks {app}"
+
+
+def test_the_pythons_of_an_app_follow_from_what_was_recorded_of_its_pins() -> None:
+    """The record itself needs a package index: `tox -e pythons`."""
+    tool = runpy.run_path(str(ROOT / "tools" / "python_versions.py"))
+    recorded = json.loads(tool["RECORD"].read_text())
+    assert recorded.keys() == {path.parent.name for path in tool["requirements"]()}
+    assert [problem for path in tool["requirements"]() for problem in tool["differences"](path, recorded)] == []
+
+
+def test_every_device_path_is_listed_with_what_shows_it() -> None:
+    command = [sys.executable, "docs/device_paths.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -228,18 +229,80 @@ def test_what_ranks_say_arrives_bit_for_bit(harness: Harness) -> None:
     assert told[0][5] == [bytes(range(256))[:n].hex() for n in (0, 1, 3, 4, 255)]
 
 
-HEADLINES = """
+RANKS = """
 import json, os
-from ranks import headline
+from types import SimpleNamespace as Options
+import mindspore as ms
+import ranks, train
+from model import build_model
+from samestep import UserError
+from samestep.env import World
+
 messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
-print(json.dumps([headline(message) for message in messages]), flush=True)
+told = {"headlines": [ranks.headline(message) for message in messages]}
+
+model = build_model(18, False, 1)
+optimizer = train.build_optimizer(Options(lr=0.1, momentum=0.9), model)
+for parallel in ("data", "auto", "semi-auto"):
+    step = train.build_step(Options(loss="expand", parallel=parallel), model, optimizer, 1)
+    told[parallel] = [getattr(step, name, None) for name in ("_parallel_mode", "_gradients_mean")]
+
+called = []  # of what only Ascend has
+ms.set_device = lambda *arguments: called.append(arguments)
+ms.data_sink = lambda step, shards: called.append(("sinks", step, shards))
+ranks.init = lambda: called.append("init")
+ranks.get_group_size = lambda: 8
+os.environ["DEVICE_ID"] = "3"
+ranks.choose_device("ascend")
+train.feed("the step", "the shards", "ascend")
+for world in (World(3, 8, launcher="rank table"), World(3, 8, launcher="msrun"), World(3, 8, launcher="env")):
+    try:
+        ranks.rendezvous(world, "ascend", 60)
+    except UserError as problem:
+        called.append(str(problem))
+told["called"], told["facts"] = called, ranks.facts("ascend")
+print(json.dumps(told), flush=True)
 os._exit(0)
 """
 
 
-def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return ask(tmp_path_factory.mktemp("ranks"), RANKS)
+
+
+def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks: Any) -> None:
     """MindSpore's messages begin with rules and titles."""
-    assert ask(tmp_path, HEADLINES) == ["", "", "only a title:", "Launch failed: op1", "one"]
+    assert told_of_ranks["headlines"] == ["", "", "only a title:", "Launch failed: op1", "one"]
+
+
+# --- Ascend, where there is none: what the program decides --------------------------------------------------------
+
+
+def test_on_ascend_a_rank_takes_its_card_and_sinks(told_of_ranks: Any) -> None:
+    """MindSpore's functions that only Ascend has are replaced; how they are called is what is seen."""
+    *made, refused = told_of_ranks["called"]
+    assert made == [["Ascend", 3], ["sinks", "the step", "the shards"], "init", "init"]
+    assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
+    assert told_of_ranks["facts"]["backend"] == "hccl"
+
+
+def test_parallel_is_what_mindspore_calls_it(told_of_ranks: Any) -> None:
+    modes = {"data": [None, None], "auto": ["recursive_programming", True], "semi-auto": ["semi_auto", True]}
+    assert {name: told_of_ranks[name] for name in modes} == modes
+
+
+def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = runpy.run_path(str(APP / "options.py"))
+    (tmp_path / "davinci_manager").touch()
+    monkeypatch.setitem(options["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
+    monkeypatch.setenv("RANK_TABLE_FILE", "/some/rank_table.json")
+    for given in ([], ["--parallel=auto"], ["--device=ascend", "--parallel=semi-auto"]):
+        parsed = options["parse"](given)
+        assert (parsed.device, parsed.image_size) == ("ascend", 224)
+    monkeypatch.delenv("RANK_TABLE_FILE")
+    parsed = options["parse"](["--device=cpu"])
+    assert (parsed.device, parsed.image_size) == ("cpu", 32)
 
 
 # --- images --------------------------------------------------------------------------------------------------------
