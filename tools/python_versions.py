@@ -41,7 +41,11 @@ def main() -> None:
     check = parser.parse_args().check
     found = {path.parent.name: resolve(path) for path in requirements()}
     if check:
-        problems = [problem for path in requirements() for problem in differences(path, found)]
+        problems = [
+            f"{path}: {problem}"
+            for path in requirements()
+            for problem in differences(path.read_text(), found[path.parent.name])
+        ]
         recorded = json.loads(RECORD.read_text())
         problems += [f"{RECORD.name}: {app} is not what uv finds" for app in found if found[app] != recorded.get(app)]
         if problems:
@@ -99,15 +103,12 @@ def pythons(text: str, record: dict[str, Any]) -> list[str]:
     return [python for python in record["wheels"] if limit is None or python in limit.group(1).split()]
 
 
-def differences(path: Path, records: dict[str, Any]) -> list[str]:
-    """How a requirements.txt differs from what is recorded, in words."""
-    text, record, name = path.read_text(), records.get(path.parent.name), path.relative_to(ROOT)
+def differences(text: str, record: dict[str, Any] | None) -> list[str]:
+    """How a requirements.txt, of which ``text`` is the content, differs from what is recorded, in words."""
     if record is None or record["pins"] != pins(text):
-        return [f"{RECORD.name} was not made of the pins in {name} and {CORE.relative_to(ROOT)}"]
+        return [f"{RECORD.name} was not made of its pins and {CORE.relative_to(ROOT)}"]
     line, derived = LINE.search(text), " ".join(pythons(text, record))
-    if line is None or line.group(1) != derived:
-        return [f"{name} lacks the line `# python: {derived}`"]
-    return []
+    return [] if line and line.group(1) == derived else [f"it lacks the line `# python: {derived}`"]
 
 
 if __name__ == "__main__":
