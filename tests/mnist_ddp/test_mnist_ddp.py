@@ -265,6 +265,21 @@ def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: 
         assert np.array_equal(theirs.targets.numpy(), labels)
 
 
+def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, where torchvision is; the other half is in tests/resnet50_mindspore."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
+    importlib.import_module("common").torchvision_that_imports()
+    import torch
+    from torchvision import models
+
+    layouts = runpy.run_path(str(ROOT / "tests" / "resnet50_mindspore" / "layouts.py"))
+    for depth, wanted in layouts["TORCHVISION"].items():
+        with torch.device("meta"):
+            state = getattr(models, f"resnet{depth}")(num_classes=10).state_dict()
+        layout = {name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in state.items()}
+        assert layouts["digest"](layout) == wanted
+
+
 # --- a fresh machine -----------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import ROOT, Harness, Outcome, free_port, losses, relative_difference
+from layouts import TORCHVISION, digest
 from samestep import checkpoint, datasets
 
 APP = ROOT / "apps" / "resnet50_mindspore"
@@ -66,11 +67,20 @@ for depth in (18, 50):
     model = build_model(depth, False, seed=1)
     arrays = model_arrays(model)
     trainable = [array.size for name, array in arrays.items() if not name.endswith(("mean", "var", "tracked"))]
-    told[depth] = {"parameters": sum(trainable), "shapes": {name: list(array.shape) for name, array in arrays.items()}}
+    told[depth] = {"parameters": sum(trainable)}
+    told[depth]["layout"] = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
     other = model_arrays(build_model(depth, False, seed=2))
     told[depth]["seeds differ"] = not np.array_equal(arrays["fc.weight"], other["fc.weight"])
     load_model(model, other)
     told[depth]["loads"] = all(np.array_equal(array, other[name]) for name, array in model_arrays(model).items())
+    bias = other.pop("bn1.bias")
+    told[depth]["refused"] = []
+    for name, wrong in (("", bias), ("bn1.biases", bias), ("bn1.bias", bias[1:]), ("bn1.bias", bias.astype("float64"))):
+        given = {**other, **({"bn1.bias": bias} if name == "bn1.biases" else {}), **({name: wrong} if name else {})}
+        try:
+            load_model(model, given)
+        except ValueError as problem:
+            told[depth]["refused"].append(str(problem))
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
@@ -138,22 +148,21 @@ def test_weights_out_and_in(tmp_path: Path) -> None:
 
 
 def test_the_models_are_torchvisions(tmp_path: Path) -> None:
+    """Names, shapes and dtypes are all that strict loading asks for; another environment has torchvision."""
     told = ask(tmp_path, MODELS)
     assert told["18"]["parameters"] == 11_181_642
     assert told["50"]["parameters"] == 23_528_522
-    for depth, arrays in (("18", 122), ("50", 320)):  # what torchvision's state_dict has
-        shapes = told[depth]["shapes"]
-        assert len(shapes) == arrays
-        assert shapes["conv1.weight"] == [64, 3, 7, 7]
-        assert shapes["bn1.running_var"] == [64]
-        assert shapes["bn1.num_batches_tracked"] == []
+    for depth, wanted in TORCHVISION.items():
+        layout = told[depth]["layout"]
+        assert digest(layout) == wanted, layout
         assert told[depth]["seeds differ"]
         assert told[depth]["loads"]
-    assert told["18"]["shapes"]["fc.weight"] == [10, 512]
-    assert told["18"]["shapes"]["layer2.0.downsample.0.weight"] == [128, 64, 1, 1]
-    assert "layer1.0.downsample.0.weight" not in told["18"]["shapes"]
-    assert told["50"]["shapes"]["layer1.0.downsample.1.running_mean"] == [256]
-    assert told["50"]["shapes"]["layer4.2.conv3.weight"] == [2048, 512, 1, 1]
+        assert told[depth]["refused"] == [
+            "bn1.bias is missing",
+            "bn1.biases is not part of it",
+            "bn1.bias has shape [63], not [64]",
+            "bn1.bias is float64, not float32",
+        ]
 
 
 LOSSES = """
