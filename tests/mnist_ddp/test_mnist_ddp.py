@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import ROOT, Harness, bare, free_port, losses, relative_difference, write_fashion
+from layouts import TORCHVISION, digest
 from samestep import UserError, checkpoint, datasets
 from samestep.sharding import GlobalBatches
 
@@ -272,12 +273,11 @@ def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monk
     import torch
     from torchvision import models
 
-    layouts = runpy.run_path(str(ROOT / "tests" / "resnet50_mindspore" / "layouts.py"))
-    for depth, wanted in layouts["TORCHVISION"].items():
+    for depth, wanted in TORCHVISION.items():
         with torch.device("meta"):
             state = getattr(models, f"resnet{depth}")(num_classes=10).state_dict()
         layout = {name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in state.items()}
-        assert layouts["digest"](layout) == wanted
+        assert digest(layout) == wanted
 
 
 # --- a fresh machine -----------------------------------------------------------------------------------------------
