@@ -1,6 +1,7 @@
 """Which Pythons an app can have: those for which all its pins, and all that these need, have wheels.
 
-    tox -e pythons                      # writes python_versions.json and the lines; --check only compares
+    bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines
+    bash scripts/test.sh -e pythons -- --check      # compares
 
 uv resolves each app's requirements.txt, together with core's own requirements, for each Python, from metadata alone:
 for all apps that is a minute and 20 MB, none of it a wheel. For Linux on x86-64 with glibc 2.28 or newer.
@@ -49,7 +50,7 @@ def main() -> None:
         recorded = json.loads(RECORD.read_text())
         problems += [f"{RECORD.name}: {app} is not what uv finds" for app in found if found[app] != recorded.get(app)]
         if problems:
-            sys.exit("\n".join(f"error: {problem}: run tools/python_versions.py" for problem in problems))
+            sys.exit("\n".join(f"error: {problem}: bash scripts/test.sh -e pythons mends it" for problem in problems))
         return
     RECORD.write_text(json.dumps(found, indent=2) + "\n")
     for path in requirements():
