@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,8 @@ def test_ddp_and_horovod_differ_where_one_migrates() -> None:
     done = subprocess.run(["bash", "docs/diff_sizes.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
     changed = dict(re.findall(r"^(\S+): (\d+) changed lines", done.stdout, re.MULTILINE))
     assert int(changed["mnist_horovod/train.py"]) <= 45
+    remedy = "docs/migrating.md shows what `bash docs/diff_sizes.sh` prints: put that there"
+    assert done.stdout in (ROOT / "docs" / "migrating.md").read_text(), remedy
 
 
 def test_nobody_imports_what_is_not_theirs() -> None:
@@ -96,3 +101,44 @@ def test_every_app_has_its_row_its_door_and_its_environment() -> None:
         assert app in APPS, f"tests/{app}/row.py is missing"
         assert (ROOT / "scripts" / f"run_{app}.sh").exists()
         assert re.search(rf"^\[testenv:{app}-", environments, re.MULTILINE), f"tox.ini lacks {app}"
+
+
+def test_the_pythons_of_an_app_follow_from_what_was_recorded_of_its_pins() -> None:
+    """The record itself needs a package index: `tox -e pythons`."""
+    tool = runpy.run_path(str(ROOT / "tools" / "python_versions.py"))
+    differences, recorded = tool["differences"], json.loads(tool["RECORD"].read_text())
+    assert recorded.keys() == {path.parent.name for path in tool["requirements"]()}
+    for path in tool["requirements"]():
+        text, record = path.read_text(), recorded[path.parent.name]
+        assert differences(text, record) == [], path
+        assert differences(text + "numpy==2.4.7\n", record)  # another pin was not resolved
+        assert differences(text.replace("# python: 3.11", "# python: 3.10 3.11"), record)
+
+
+def test_every_device_path_is_listed_with_what_shows_it() -> None:
+    command = [sys.executable, "docs/device_paths.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (("cuda", "NCCL", "", "read", ""), []),
+        (("gpu", "NCCL", "", "read", ""), ["devices ['cpu', 'gpu'], but --device takes ['cpu', 'cuda']"]),
+        (("cuda", "NCCL", "", "seen", ""), ["'seen' is not one of run, simulated, read"]),
+        (("cuda", "NCCL", "", "simulated", "tests/nowhere"), ["no test tests/nowhere"]),
+        (
+            ("cuda", "NCCL", "", "run", "tests/test_house.py::test_no_such"),
+            ["no test tests/test_house.py::test_no_such"],
+        ),
+        (("cuda", "NCCL", "", "run", "tests/test_house.py::test_scripts_holds_doors_only"), []),
+    ],
+    ids=str,
+)
+def test_a_wrong_device_path_is_named(path: tuple[str, ...], words: list[str]) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "device_paths.py"))
+    paths = [script["DevicePath"](*each) for each in (("cpu", "gloo", "", "run", "tests/common"), path)]
+    found = list(script["mistakes"]("mnist_ddp", paths))
+    assert len(found) == len(words), found
+    assert all(each in problem for each, problem in zip(words, found)), found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Sequence
 
+from samestep import UserError
 from samestep.options import Options, Parser, add_common, real
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
@@ -34,12 +37,18 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
     add = parser.add_argument_group("lightning").add_argument
     add("--logger", choices=LOGGERS, default="csv", help="Lightning's own, to log/lightning (default: %(default)s)")
+    # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
+    parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
+    local_rank = vars(options).pop("local_rank", None)  # says nothing about the run
+    if local_rank not in (None, os.environ.get("LOCAL_RANK")):
+        found = os.environ.get("LOCAL_RANK", "not set")
+        raise UserError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     return options

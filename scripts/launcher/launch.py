@@ -49,7 +49,7 @@ N is the number of ranks on this machine. The first start makes .venvs/{app}{pre
   --dry-run             print the launcher's command and stop
 
 environment:
-  PYTHON                use this interpreter as it is and install nothing
+  PYTHON                use this interpreter, which must have what the app pins, and install nothing
   OMP_NUM_THREADS       threads of each rank (default: its share of the processors this job may use)
   NNODES, NODE_RANK     several machines: how many, and which one this is, from 0; run the script on each
   MASTER_ADDR, MASTER_PORT  several machines: an address of machine 0, and a free port there

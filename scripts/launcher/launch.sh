@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Called by scripts/run_<app>.sh: finds a Python to start with, and hands over to scripts/launcher.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.10 python3.9; do
+for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python3.10 python3.9; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
     exec "$python" "$root/scripts/launcher" "$@"
   fi

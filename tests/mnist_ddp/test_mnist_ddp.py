@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import ROOT, Harness, bare, free_port, losses, relative_difference, write_fashion
-from samestep import checkpoint, datasets
+from layouts import TORCHVISION, digest
+from samestep import UserError, checkpoint, datasets
 from samestep.sharding import GlobalBatches
 
 TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")
@@ -69,6 +71,33 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     result = harness.checked(bare(harness, command), 2)
     assert result["launcher"] == "torchrun"
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+
+
+def test_torch_distributed_launch_alone_takes_the_same_steps(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """The launcher before torchrun. It gives ranks --local-rank, of which the record says nothing."""
+    command = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port", free_port()]
+    result = harness.checked(bare(harness, [*command, TRAIN, *harness.app.small]), 2)
+    assert result["launcher"] == "torchrun"
+    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+    run_dir = Path(result["run_dir"])
+    header = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert "local_rank" not in header["options"]
+    assert " --local-rank=1 " in (run_dir / "log" / "rank-1.log").read_text().splitlines()[0]
+
+
+def test_local_rank_says_nothing_about_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.distributed.launch gives to a rank, in both spellings; without LOCAL_RANK it is not understood."""
+    parse = runpy.run_path(str(ROOT / "apps" / "mnist_ddp" / "options.py"))["parse"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is 0: start the ranks with torchrun"):
+        parse(["--local-rank=1"])
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
+        parse(["--local-rank=1"])
 
 
 def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None:
@@ -235,6 +264,20 @@ def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: 
         theirs: Any = MNIST(str(tmp_path), train=train)
         assert np.array_equal(theirs.data.numpy(), images)
         assert np.array_equal(theirs.targets.numpy(), labels)
+
+
+def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, where torchvision is; the other half is in tests/resnet50_mindspore."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
+    importlib.import_module("common").torchvision_that_imports()
+    import torch
+    from torchvision import models
+
+    for depth, wanted in TORCHVISION.items():
+        with torch.device("meta"):
+            state = getattr(models, f"resnet{depth}")(num_classes=10).state_dict()
+        layout = {name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in state.items()}
+        assert digest(layout) == wanted
 
 
 # --- a fresh machine -----------------------------------------------------------------------------------------------

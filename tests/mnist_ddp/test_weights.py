@@ -103,6 +103,23 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(app: Any, name: st
         app("weights").groups(model, optimizer)
 
 
+def test_weights_are_the_models_or_are_refused(app: Any) -> None:
+    """What --init-from and a checkpoint give: exactly the model's names, shapes and dtypes; else nothing is loaded."""
+    weights, model = app("weights"), small_model()
+    right = {name: array.copy() for name, array in weights.model_arrays(model).items()}
+    bias = right.pop("2.bias")
+    for wrong, words in (
+        ({}, "2.bias is missing"),
+        ({"2.bias": bias, "2.scale": bias}, "2.scale is not part of it"),
+        ({"2.bias": bias[1:]}, r"2.bias has shape \[1\], not \[2\]"),
+        ({"2.bias": bias.astype("float64")}, "2.bias is float64, not float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            weights.load_model(model, {name: array + 1 for name, array in right.items()} | wrong)
+    kept = weights.model_arrays(model)
+    assert all(array.tobytes() == kept[name].tobytes() for name, array in right.items())
+
+
 def test_state_that_does_not_fit_is_named(app: Any) -> None:
     weights, model = app("weights"), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

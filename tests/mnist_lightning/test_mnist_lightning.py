@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference
-from samestep import checkpoint, datasets
+from samestep import UserError, checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
@@ -115,6 +117,43 @@ def test_lightning_counts_on_where_a_run_resumes(harness: Harness) -> None:
     assert steps == [{"epoch": step // 16, "global_step": step, "step": step} for step in range(40)]
 
 
+# --- GPUs, where there are none ------------------------------------------------------------------------------------
+
+GPUS = """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+torch.cuda.device_count = lambda: 4
+torch.cuda.is_available = lambda: True
+torch.cuda.set_device = lambda device: None
+import pytorch_lightning as pl
+import ranks, train
+from options import parse
+from samestep.env import World
+
+options = parse(["--logger=none"])
+options.run_dir = Path()
+told = []
+for world in (World(2, 4, 2, 4, 0, 1), World(5, 8, 1, 4, 1, 2), World(1, 2, 0, 1, 1, 2)):
+    device = ranks.choose_device("auto", world)
+    trainer = train.build_trainer(SimpleNamespace(world=world), options, device, 1, pl.Callback())
+    ddp = trainer.strategy
+    told.append([str(device), str(ddp.root_device), ddp.determine_ddp_device_ids(), trainer.global_rank])
+print(json.dumps(told))
+"""
+
+
+def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
+    """torch says that there are 4 GPUs: ranks of one machine, of two, and of two with one GPU's rank each."""
+    path = os.pathsep.join([str(Path(TRAIN).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, environ = [sys.executable, "-c", GPUS], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
+
+
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------
 
 
@@ -178,6 +217,19 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     result = harness.checked(bare(harness, command), 2)
     assert result["launcher"] == "torchrun"
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+
+
+def test_local_rank_says_nothing_about_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.distributed.launch gives to a rank, in both spellings; without LOCAL_RANK it is not understood."""
+    parse = runpy.run_path(str(ROOT / "apps" / "mnist_lightning" / "options.py"))["parse"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is 0: start the ranks with torchrun"):
+        parse(["--local-rank=1"])
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
+        parse(["--local-rank=1"])
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:

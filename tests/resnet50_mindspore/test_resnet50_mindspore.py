@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import ROOT, Harness, Outcome, free_port, losses, relative_difference
+from layouts import TORCHVISION, digest
 from samestep import checkpoint, datasets
 
 APP = ROOT / "apps" / "resnet50_mindspore"
@@ -65,11 +67,20 @@ for depth in (18, 50):
     model = build_model(depth, False, seed=1)
     arrays = model_arrays(model)
     trainable = [array.size for name, array in arrays.items() if not name.endswith(("mean", "var", "tracked"))]
-    told[depth] = {"parameters": sum(trainable), "shapes": {name: list(array.shape) for name, array in arrays.items()}}
+    told[depth] = {"parameters": sum(trainable)}
+    told[depth]["layout"] = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
     other = model_arrays(build_model(depth, False, seed=2))
     told[depth]["seeds differ"] = not np.array_equal(arrays["fc.weight"], other["fc.weight"])
     load_model(model, other)
     told[depth]["loads"] = all(np.array_equal(array, other[name]) for name, array in model_arrays(model).items())
+    bias = other.pop("bn1.bias")
+    told[depth]["refused"] = []
+    for name, wrong in (("", bias), ("bn1.biases", bias), ("bn1.bias", bias[1:]), ("bn1.bias", bias.astype("float64"))):
+        given = {**other, **({"bn1.bias": bias} if name == "bn1.biases" else {}), **({name: wrong} if name else {})}
+        try:
+            load_model(model, given)
+        except ValueError as problem:
+            told[depth]["refused"].append(str(problem))
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
@@ -137,22 +148,21 @@ def test_weights_out_and_in(tmp_path: Path) -> None:
 
 
 def test_the_models_are_torchvisions(tmp_path: Path) -> None:
+    """Names, shapes and dtypes are all that strict loading asks for; another environment has torchvision."""
     told = ask(tmp_path, MODELS)
     assert told["18"]["parameters"] == 11_181_642
     assert told["50"]["parameters"] == 23_528_522
-    for depth, arrays in (("18", 122), ("50", 320)):  # what torchvision's state_dict has
-        shapes = told[depth]["shapes"]
-        assert len(shapes) == arrays
-        assert shapes["conv1.weight"] == [64, 3, 7, 7]
-        assert shapes["bn1.running_var"] == [64]
-        assert shapes["bn1.num_batches_tracked"] == []
+    for depth, wanted in TORCHVISION.items():
+        layout = told[depth]["layout"]
+        assert digest(layout) == wanted, layout
         assert told[depth]["seeds differ"]
         assert told[depth]["loads"]
-    assert told["18"]["shapes"]["fc.weight"] == [10, 512]
-    assert told["18"]["shapes"]["layer2.0.downsample.0.weight"] == [128, 64, 1, 1]
-    assert "layer1.0.downsample.0.weight" not in told["18"]["shapes"]
-    assert told["50"]["shapes"]["layer1.0.downsample.1.running_mean"] == [256]
-    assert told["50"]["shapes"]["layer4.2.conv3.weight"] == [2048, 512, 1, 1]
+        assert told[depth]["refused"] == [
+            "bn1.bias is missing",
+            "bn1.biases is not part of it",
+            "bn1.bias has shape [63], not [64]",
+            "bn1.bias is float64, not float32",
+        ]
 
 
 LOSSES = """
@@ -228,18 +238,80 @@ def test_what_ranks_say_arrives_bit_for_bit(harness: Harness) -> None:
     assert told[0][5] == [bytes(range(256))[:n].hex() for n in (0, 1, 3, 4, 255)]
 
 
-HEADLINES = """
+RANKS = """
 import json, os
-from ranks import headline
+from types import SimpleNamespace as Options
+import mindspore as ms
+import ranks, train
+from model import build_model
+from samestep import UserError
+from samestep.env import World
+
 messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
-print(json.dumps([headline(message) for message in messages]), flush=True)
+told = {"headlines": [ranks.headline(message) for message in messages]}
+
+model = build_model(18, False, 1)
+optimizer = train.build_optimizer(Options(lr=0.1, momentum=0.9), model)
+for parallel in ("data", "auto", "semi-auto"):
+    step = train.build_step(Options(loss="expand", parallel=parallel), model, optimizer, 1)
+    told[parallel] = [getattr(step, name, None) for name in ("_parallel_mode", "_gradients_mean")]
+
+called = []  # of what only Ascend has
+ms.set_device = lambda *arguments: called.append(arguments)
+ms.data_sink = lambda step, shards: called.append(("sinks", step, shards))
+ranks.init = lambda: called.append("init")
+ranks.get_group_size = lambda: 8
+os.environ["DEVICE_ID"] = "3"
+ranks.choose_device("ascend")
+train.feed("the step", "the shards", "ascend")
+for world in (World(3, 8, launcher="rank table"), World(3, 8, launcher="msrun"), World(3, 8, launcher="env")):
+    try:
+        ranks.rendezvous(world, "ascend", 60)
+    except UserError as problem:
+        called.append(str(problem))
+told["called"], told["facts"] = called, ranks.facts("ascend")
+print(json.dumps(told), flush=True)
 os._exit(0)
 """
 
 
-def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return ask(tmp_path_factory.mktemp("ranks"), RANKS)
+
+
+def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks: Any) -> None:
     """MindSpore's messages begin with rules and titles."""
-    assert ask(tmp_path, HEADLINES) == ["", "", "only a title:", "Launch failed: op1", "one"]
+    assert told_of_ranks["headlines"] == ["", "", "only a title:", "Launch failed: op1", "one"]
+
+
+# --- Ascend, where there is none: what the program decides --------------------------------------------------------
+
+
+def test_on_ascend_a_rank_takes_its_card_and_sinks(told_of_ranks: Any) -> None:
+    """MindSpore's functions that only Ascend has are replaced; how they are called is what is seen."""
+    *made, refused = told_of_ranks["called"]
+    assert made == [["Ascend", 3], ["sinks", "the step", "the shards"], "init", "init"]
+    assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
+    assert told_of_ranks["facts"]["backend"] == "hccl"
+
+
+def test_parallel_is_what_mindspore_calls_it(told_of_ranks: Any) -> None:
+    modes = {"data": [None, None], "auto": ["recursive_programming", True], "semi-auto": ["semi_auto", True]}
+    assert {name: told_of_ranks[name] for name in modes} == modes
+
+
+def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = runpy.run_path(str(APP / "options.py"))
+    (tmp_path / "davinci_manager").touch()
+    monkeypatch.setitem(options["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
+    monkeypatch.setenv("RANK_TABLE_FILE", "/some/rank_table.json")
+    for given in ([], ["--parallel=auto"], ["--device=ascend", "--parallel=semi-auto"]):
+        parsed = options["parse"](given)
+        assert (parsed.device, parsed.image_size) == ("ascend", 224)
+    monkeypatch.delenv("RANK_TABLE_FILE")
+    parsed = options["parse"](["--device=cpu"])
+    assert (parsed.device, parsed.image_size) == ("cpu", 32)
 
 
 # --- images --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,37 @@
+"""Every device path of mnist_ddp, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
+
+OWN = "tests/mnist_ddp/test_mnist_ddp.py"
+PATHS = [
+    # device, transport, by what it is started or which part, how it is shown, by what
+    ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
+    ("cpu", "gloo", "torchrun alone", "run", f"{OWN}::test_torchrun_alone_takes_the_same_steps"),
+    (
+        *("cpu", "gloo", "torch.distributed.launch, --local-rank", "run"),
+        f"{OWN}::test_torch_distributed_launch_alone_takes_the_same_steps",
+    ),
+    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{OWN}::test_plain_rank_and_world_size"),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
+    (
+        *("cpu", "gloo", "two launch scripts, as on two machines, on one", "run"),
+        f"{OWN}::test_two_machines_without_a_shared_disk_recover_together",
+    ),
+    (
+        *("cuda", "NCCL", "which GPU a rank takes: 0, 1 and 4 GPUs, 1 to 4 ranks, --device auto and cuda", "simulated"),
+        "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
+    ),
+    (
+        *("cuda", "NCCL", "batch, step and evaluation stay on the device", "simulated"),
+        "tests/mnist_ddp/test_device.py::test_a_step_and_an_evaluation_stay_on_the_device",
+    ),
+    (
+        "cuda",
+        "NCCL",
+        "DistributedDataParallel(device_ids=[...])",
+        "read",
+        "torch/nn/parallel/distributed.py of torch 2.13.0",
+    ),
+    (
+        *("cuda", "NCCL", "rendezvous, all_reduce, broadcast and all_gather of GPU tensors", "read"),
+        "torch/distributed/distributed_c10d.py of torch 2.13.0",
+    ),
+]

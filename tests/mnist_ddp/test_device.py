@@ -1,0 +1,96 @@
+"""What a GPU would change, where there is none: which device a rank takes, and that nothing stays behind on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from harness import ROOT
+
+# ranks.py, which mnist_lightning shares, believes torch.cuda.device_count. Tensors of torch's device "meta" have a
+# device, but no content: an operation refuses to mix them with the CPU's, as it would a GPU's.
+PROGRAM = """
+import json
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import ranks, train
+from data import Split
+from model import build_model
+from options import parse
+from samestep import UserError
+from samestep.env import World
+from samestep.sharding import GlobalBatches
+from samestep.watchdog import Watchdog
+
+told = {}
+current = []
+torch.cuda.set_device = current.append
+for gpus in (0, 1, 4):
+    torch.cuda.device_count = lambda: gpus
+    for n in (1, 2, 4):
+        for wanted in ("auto", "cpu", "cuda"):
+            current.clear()
+            try:
+                device = ranks.choose_device(wanted, World(n - 1, n, local_rank=n - 1, local_world_size=n))
+                answer = [str(device), ranks.backend(device), [str(each) for each in current]]
+            except UserError as problem:
+                answer = str(problem)
+            told[f"{gpus} GPUs, {n} ranks, {wanted}"] = answer
+
+meta = torch.device("meta")
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+for options in (parse(["--model=net"]), parse(["--model=lenet", "--optimizer=adam"])):
+    images = torch.zeros(100, 1, 28, 28, dtype=torch.uint8, device=meta)
+    split = Split(images, torch.zeros(100, dtype=torch.int64, device=meta))
+    model = build_model(options.model, options.dropout, torch.float32, options.seed).to(meta)
+    optimizer = train.build_optimizer(options, model)
+    batches = GlobalBatches(100, 10, 1, 1, 2)
+    for step in range(2):
+        batch = split.batch(batches.indices(step), torch.float32)
+        loss_sum = train.train_step(model, optimizer, *batch, batches.rows(step))
+    state = {str(v.device) for s in optimizer.state.values() for k, v in s.items() if v is not None and k != "step"}
+    try:
+        evaluated = str(train.evaluate(model, split, torch.float32, Watchdog(World(1, 2), 10.0)))
+    except NotImplementedError as problem:  # sums.tolist(), after everything else: there is no content
+        evaluated = str(problem)
+    told[options.model] = [str(batch[0].device), str(batch[1].device), str(loss_sum.device), *state, evaluated]
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What the program says, which has the app's own files; in a process, as apps share file names."""
+    path = os.pathsep.join([str(ROOT / "apps" / "mnist_ddp"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_rank_takes_a_gpu_of_its_own_or_none(told: dict[str, Any], gpus: int, n: int) -> None:
+    cpu, gpu = ["cpu", "gloo", []], [f"cuda:{n - 1}", "nccl", [f"cuda:{n - 1}"]]
+    assert told[f"{gpus} GPUs, {n} ranks, cpu"] == cpu
+    assert told[f"{gpus} GPUs, {n} ranks, auto"] == (gpu if gpus >= n else cpu)
+    refused = f"--device cuda: this machine has {gpus} GPUs for {n} ranks: start fewer, or use --device cpu"
+    assert told[f"{gpus} GPUs, {n} ranks, cuda"] == (gpu if gpus >= n else refused)
+
+
+@pytest.mark.parametrize("model", ["net", "lenet"])
+def test_a_step_and_an_evaluation_stay_on_the_device(told: dict[str, Any], model: str) -> None:
+    assert told[model] == ["meta"] * 4 + ["Cannot copy out of meta tensor; no data!"]

@@ -1,0 +1,22 @@
+"""Every device path of mnist_lightning, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
+
+OWN = "tests/mnist_lightning/test_mnist_lightning.py"
+PATHS = [
+    # device, transport, by what it is started or which part, how it is shown, by what
+    ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
+    ("cpu", "gloo", "torchrun alone", "run", f"{OWN}::test_torchrun_alone_takes_the_same_steps"),
+    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{OWN}::test_plain_rank_and_world_size"),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
+    (
+        *("cuda", "NCCL", "which GPU a rank takes (ranks.py is mnist_ddp's)", "simulated"),
+        "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
+    ),
+    (
+        *("cuda", "NCCL", "the Trainer takes the same GPU, on one machine and on two", "simulated"),
+        f"{OWN}::test_lightning_takes_the_gpu_that_the_rank_chose",
+    ),
+    (
+        *("cuda", "NCCL", "fit and validate with CUDAAccelerator and DDPStrategy", "read"),
+        "pytorch_lightning/strategies/ddp.py of pytorch-lightning 2.6.6",
+    ),
+]

@@ -1,0 +1,116 @@
+"""Which Pythons an app can have: those for which all its pins, and all that these need, have wheels.
+
+    bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines
+    bash scripts/test.sh -e pythons -- --check      # compares
+
+uv resolves each app's requirements.txt, together with core's own requirements, for each Python, from metadata alone:
+for all apps that is a minute and 20 MB, none of it a wheel. For Linux on x86-64 with glibc 2.28 or newer.
+
+What it found is recorded in python_versions.json beside this file, and decides the line ``# python: 3.11 3.12`` of each
+requirements.txt, in whose order the launch script looks for a Python. What wheels do not tell is said in the same file,
+and leaves of the line only what it names::
+
+    # python limit: 3.11, because ...
+
+The record goes without a network: `tests/test_house.py` compares it with the pins, and the lines with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "core" / "pyproject.toml"
+RECORD = Path(__file__).with_suffix(".json")
+PYTHONS = ("3.11", "3.10", "3.12", "3.13", "3.14")  # the one that the tests use is looked for first
+PLATFORM = "x86_64-manylinux_2_28"
+LINE = re.compile(r"^# python: (.*)$", re.MULTILINE)
+LIMIT = re.compile(r"^# python limit: ([\d. ]+), because ", re.MULTILINE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="derive the Pythons that each app can have from its pins")
+    parser.add_argument("--check", action="store_true", help="compare with what is recorded, and write nothing")
+    check = parser.parse_args().check
+    found = {path.parent.name: resolve(path) for path in requirements()}
+    if check:
+        problems = [
+            f"{path}: {problem}"
+            for path in requirements()
+            for problem in differences(path.read_text(), found[path.parent.name])
+        ]
+        recorded = json.loads(RECORD.read_text())
+        problems += [f"{RECORD.name}: {app} is not what uv finds" for app in found if found[app] != recorded.get(app)]
+        if problems:
+            sys.exit("\n".join(f"error: {problem}: bash scripts/test.sh -e pythons mends it" for problem in problems))
+        return
+    RECORD.write_text(json.dumps(found, indent=2) + "\n")
+    for path in requirements():
+        text = path.read_text()
+        path.write_text(LINE.sub(f"# python: {' '.join(pythons(text, found[path.parent.name]))}", text))
+
+
+def requirements() -> list[Path]:
+    return sorted(ROOT.glob("apps/*/requirements.txt"))
+
+
+def resolve(path: Path) -> dict[str, Any]:
+    """What uv says of an app's requirements: the pins, the Pythons for which it found wheels, and why not the others.
+
+    Ends the program where uv could not ask.
+    """
+    refused: dict[str, str] = {}
+    for python in PYTHONS:
+        command = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--native-tls",
+            f"--python={sys.executable}",
+        ]
+        command += [f"--python-version={python}", f"--python-platform={PLATFORM}", "--only-binary=:all:"]
+        done = subprocess.run(
+            [*command, str(path), str(CORE)], capture_output=True, text=True, timeout=300, check=False
+        )
+        if done.returncode != 0:
+            said = " ".join(done.stderr.split())
+            if "No solution found" not in said:
+                sys.exit(f"error: uv could not resolve {path} for Python {python}: {said or 'is it installed?'}")
+            why = re.search("Because (.*?) and (samestep depends|you require)", said)
+            refused[python] = why.group(1) if why else said
+    return {"pins": pins(path.read_text()), "wheels": [p for p in PYTHONS if p not in refused], "refused": refused}
+
+
+def pins(text: str) -> list[str]:
+    """What is resolved: the requirements in ``text``, without comments, and core's."""
+    lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines()]
+    return [*filter(None, lines), *tomllib.loads(CORE.read_text())["project"]["dependencies"]]
+
+
+def pythons(text: str, record: dict[str, Any]) -> list[str]:
+    """The Pythons of a requirements.txt: those of the record, within the limit that ``text`` sets."""
+    limit = LIMIT.search(text)
+    return [python for python in record["wheels"] if limit is None or python in limit.group(1).split()]
+
+
+def differences(text: str, record: dict[str, Any] | None) -> list[str]:
+    """How a requirements.txt, of which ``text`` is the content, differs from what is recorded, in words."""
+    if record is None or record["pins"] != pins(text):
+        return [f"{RECORD.name} was not made of its pins and {CORE.relative_to(ROOT)}"]
+    line, derived = LINE.search(text), " ".join(pythons(text, record))
+    return [] if line and line.group(1) == derived else [f"it lacks the line `# python: {derived}`"]
+
+
+if __name__ == "__main__":
+    main()
