@@ -101,6 +101,8 @@ def test_every_app_has_its_row_its_door_and_its_environment() -> None:
         assert app in APPS, f"tests/{app}/row.py is missing"
         assert (ROOT / "scripts" / f"run_{app}.sh").exists()
         assert re.search(rf"^\[testenv:{app}-", environments, re.MULTILINE), f"tox.ini lacks {app}"
+    for app in (path.parent.name for path in ROOT.glob("apps/*/options.py")):
+        assert (ROOT / "tests" / app / "device_paths.py").exists()
 
 
 def test_the_pythons_of_an_app_follow_from_what_was_recorded_of_its_pins() -> None:

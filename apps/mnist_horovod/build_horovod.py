@@ -165,6 +165,8 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
             "PYTHONPATH": str(tools),
             "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
         }
+        if flags.get("HOROVOD_CUDA_HOME"):  # torch, which the build asks for CUDA's libraries, knows it by this name
+            environ.setdefault("CUDA_HOME", flags["HOROVOD_CUDA_HOME"])
         if mpi:
             environ["PATH"] = os.pathsep.join([str(mpi), os.environ.get("PATH", os.defpath)])
         if mpi == BIN:

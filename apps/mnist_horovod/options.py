@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -51,12 +52,16 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         help="what carries messages between processes; with mpi, the launch script's horovodrun starts them by mpirun, "
         "and its first start builds a Horovod that has it (default: gloo; mpi where an mpirun started the ranks)",
     )
+    # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
+    parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
+    if vars(options).pop("local_rank", None) is not None:
+        raise UserError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
     check_hosts(os.environ)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]

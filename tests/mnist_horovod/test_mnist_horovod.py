@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT, Harness, Outcome, bare, losses, relative_difference
+from samestep import UserError
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
@@ -146,6 +147,12 @@ def test_ranks_that_horovod_did_not_start_are_refused(harness: Harness) -> None:
     assert outcome.code == 2, outcome
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
     assert "HOROVOD_HOSTS" in outcome.stderr
+
+
+@pytest.mark.parametrize("option", ["--local-rank=0", "--local_rank=1"])
+def test_torchs_old_launcher_is_told_what_to_use(option: str) -> None:
+    with pytest.raises(UserError, match="use horovodrun"):
+        app_options().parse([option])
 
 
 # --- where it computes, and what carries the gradients --------------------------------------------------------------
