@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from samestep import UserError
 
-FILE = "vdlrecords.samestep.log"  # VisualDL shows files whose name begins so
 TAGS = {
     "loss": "train/loss",
+    "accuracy": "train/accuracy_top1",
     "samples_per_second": "train/samples_per_second",
     "test_loss": "test/loss",
     "test_accuracy": "test/accuracy_top1",
@@ -18,18 +19,34 @@ TAGS = {
 }
 
 
+def file_name(run_dir: Path) -> str:
+    """A name that no other run has, and that the same run has again; VisualDL shows files whose name begins so."""
+    return f"vdlrecords.{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]}.log"
+
+
 class Scalars:
-    """Writes what metrics.jsonl gets, from its first line on: after a resume, each step is there once."""
+    """Writes what metrics.jsonl gets, from its first line on: after a resume, each step is there once.
+
+    The file is the run dir's own, and written anew at each start; none but it is touched. Raises UserError in a folder
+    that holds another's: of several in one folder VisualDL shows the last by name.
+    """
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
+        file = folder / file_name(run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE).unlink(missing_ok=True)
+            others = [path.name for path in folder.iterdir() if "vdlrecords" in path.name and path != file]
+            if others:
+                raise UserError(
+                    f"--visualdl {folder} holds {others[0]}, of another run, and VisualDL shows one of a folder: "
+                    f"name a folder for each run, such as {folder / run_dir.name}"
+                )
+            file.unlink(missing_ok=True)
         except OSError as problem:
             raise UserError(f"cannot write --visualdl {folder}: {problem.strerror}") from problem
         from visualdl import LogWriter  # which takes a second to import, and only this option needs
 
-        self._writer = LogWriter(logdir=str(folder), file_name=FILE)
+        self._writer = LogWriter(logdir=str(folder), file_name=file.name)
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             values = json.loads(line)
             if "step" in values:

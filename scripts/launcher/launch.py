@@ -9,6 +9,8 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 
     line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
 
+and a function, ``check_ranks(options, ranks)``, which raises UserError for what does not suit N ranks on a machine.
+
 An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
 
 It works in two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
@@ -138,6 +140,8 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
+    if hasattr(module, "check_ranks"):
+        module.check_ranks(options, nproc)
     _check_paths(options)
 
     job = Job(app, template, nproc, nodes, options, arguments)
