@@ -24,33 +24,28 @@ from samestep.run import processor
 SELECTED = "FLAGS_selected_gpus"  # by which Paddle's launchers tell each rank its GPU; others do not
 
 
-def device_kind(wanted: str, ranks: int) -> str:
-    """``gpu`` where this machine has one for each of its ``ranks``, else ``cpu``.
-
-    Raises UserError when ``gpu`` is asked for and ranks would share GPUs.
-    """
-    compiled = paddle.is_compiled_with_cuda()
-    gpus = paddle.device.cuda.device_count() if compiled else 0
-    if wanted == "gpu" and gpus < ranks:
-        build = "" if compiled else " (this Paddle is the CPU build)"
-        raise UserError(
-            f"--device gpu: this machine has {gpus} GPUs for {ranks} ranks{build}: start fewer, or use --device cpu"
-        )
-    return "cpu" if wanted == "cpu" or gpus < ranks else "gpu"
+def gpu_count() -> int:
+    """The GPUs that this Paddle can use on this machine."""
+    return paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
 
 
 def choose_device(wanted: str, gpus: str | None, world: World) -> str:
-    """The CPU, or this rank's own GPU. Raises UserError as `device_kind` does."""
-    device = device_kind(wanted, world.local_world_size or 1)
-    if device == "cpu":
+    """The CPU, or this rank's own GPU. Raises UserError when ``gpu`` is asked for and ranks would share GPUs."""
+    found, ranks = gpu_count(), world.local_world_size or 1
+    if wanted == "gpu" and found < ranks:
+        build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
+        raise UserError(
+            f"--device gpu: this machine has {found} GPUs for {ranks} ranks{build}: start fewer, or use --device cpu"
+        )
+    if wanted == "cpu" or found < ranks:
         paddle.set_device("cpu")
-        return device
+        return "cpu"
     number = gpu_number(gpus, world)
     os.environ[SELECTED] = number  # where Paddle's rendezvous looks for it
     paddle.set_flags({SELECTED: number})
     paddle.set_flags({"FLAGS_cudnn_deterministic": True})  # a resumed run must end with the same bits
     paddle.set_device(f"gpu:{number}")
-    return device
+    return "gpu"
 
 
 def gpu_number(gpus: str | None, world: World) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import paddle
 import paddle.distributed as dist
 import ranks
 from samestep import log
@@ -26,18 +25,16 @@ def spawn(main: Callable[[], None], options: Options) -> None:
 
 
 def choose(options: Options) -> tuple[int, dict[str, Any]]:
-    """How many ranks, and Paddle's settings for them. Raises UserError when there are too few GPUs.
+    """How many ranks, and Paddle's settings for them.
 
     Without --nprocs they take all devices, as paddle.distributed.spawn itself would: the GPUs, or the processors, but
     of these no more than this process may use.
     """
-    count: int | None = options.nprocs
-    if count is None and options.gpus:
-        count = len(options.gpus.split(","))
-    if count is None and options.device != "cpu" and paddle.is_compiled_with_cuda():
-        count = paddle.device.cuda.device_count() or None
-    if count is None:
-        count = len(os.sched_getaffinity(0))
-    if ranks.device_kind(options.device, count) == "cpu":  # else Paddle fails where ranks outnumber GPUs
+    found = 0 if options.device == "cpu" else ranks.gpu_count()
+    named = len(options.gpus.split(",")) if options.gpus else 0
+    count = options.nprocs or named or found or len(os.sched_getaffinity(0))
+    if (
+        found < count
+    ):  # Paddle would fail: --device auto means the CPU here, and of --device gpu the ranks say what lacks
         return count, {"backend": "gloo"}
     return count, {"backend": "nccl", "gpus": options.gpus} if options.gpus else {"backend": "nccl"}
