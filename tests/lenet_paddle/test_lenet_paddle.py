@@ -480,9 +480,11 @@ assert choice("--nprocs=1") == (1, {"backend": "nccl"})
 assert choice("--nprocs=3") == (3, {"backend": "gloo"})  # --device auto
 assert choice("--nprocs=3", "--device=gpu") == (3, {"backend": "gloo"})  # the ranks refuse
 assert choice("--device=cpu") == (processors, {"backend": "gloo"})
+paddle.base.core.is_compiled_with_cuda = lambda: True
 for gpus in ("7,5", None):
     count, settings = choice(*([f"--gpus={gpus}"] if gpus else []))
     for rank, environ in enumerate(sys.modules["paddle.distributed.spawn"]._get_subprocess_env_list(count, settings)):
+        os.environ |= environ  # as in the process that it starts
         its = env.detect(environ)
         assert (its.rank, its.local_rank, its.local_world_size) == (rank, rank, 2)
         assert ranks.gpu_number(gpus, its) == environ["FLAGS_selected_gpus"] == str(1 - rank if gpus else rank)
