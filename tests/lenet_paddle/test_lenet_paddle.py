@@ -540,6 +540,9 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     assert [value for _, value in read["train/accuracy_top1"]] == pytest.approx(accuracies(harness.folder / "run"))
     assert [step for step, _ in read["test/accuracy_top1"]] == [4, 8]
     assert all(one <= two for (_, one), (_, two) in zip(read["test/accuracy_top1"], read["test/accuracy_top2"]))
+    outcome = harness.run(2, *options, run_dir=harness.folder / "other")
+    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1), outcome
+    assert f"error: --visualdl {folder} holds {file.name}, of another run" in outcome.stderr
 
 
 SCALARS = ("train/loss", "train/accuracy_top1", "test/accuracy_top1", "test/accuracy_top2")
