@@ -33,8 +33,6 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
     found = 0 if options.device == "cpu" else ranks.gpu_count()
     named = len(options.gpus.split(",")) if options.gpus else 0
     count = options.nprocs or named or found or len(os.sched_getaffinity(0))
-    if (
-        found < count
-    ):  # Paddle would fail: --device auto means the CPU here, and of --device gpu the ranks say what lacks
+    if found < count:  # Paddle itself would fail; --device auto means the CPU, and to --device gpu the ranks say no
         return count, {"backend": "gloo"}
     return count, {"backend": "nccl", "gpus": options.gpus} if options.gpus else {"backend": "nccl"}
