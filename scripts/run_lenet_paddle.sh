@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Train LeNet on MNIST with PaddlePaddle on N ranks:  bash scripts/run_lenet_paddle.sh N [options]   (--help explains)
 # paddle.distributed.launch starts the ranks, or train.py itself by paddle.distributed.spawn. Neither ever restarts them.
-command=({python} -m paddle.distributed.launch --nnodes={nnodes} --rank={node_rank} --nproc_per_node={nproc}
-  --master={master_addr}:{master_port} --host={host} --devices={gpus} --log_dir={log_dir} {train} {options})
+# It deals out the GPUs that it sees, one a rank.
+command=(env CUDA_VISIBLE_DEVICES={gpus} {python} -m paddle.distributed.launch --nnodes={nnodes} --rank={node_rank}
+  --nproc_per_node={nproc} --master={master_addr}:{master_port} --host={host} --log_dir={log_dir} {train} {options})
 launcher= previous=
 for word in "$@"; do # of several --launcher the last counts, in either spelling
   case $previous,$word in

@@ -27,7 +27,7 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
 
     def forward(self, scores: Tensor, labels: Tensor, global_size: Tensor | None = None) -> Tensor:
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
-        self.loss_sum = loss_sum.detach()
+        self.loss_sum, self.hits = loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
         if global_size is None:
             return loss_sum
         return loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
@@ -70,10 +70,12 @@ class HighLevel:
             for _ in range(2):
                 self.model.train_batch([images], [labels, paddle.to_tensor(1)], update=False)  # ranks talk
 
-    def fit(self, batches: Batches, epochs: int, after_update: Callable[[int, Tensor], None]) -> None:
-        """Train; after each update call ``after_update(step, this rank's summed loss)``."""
+    def fit(self, batches: Batches, epochs: int, after_update: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Train; after each update call ``after_update(step, this rank's summed loss, its right answers)``."""
         callback = Callback()
-        callback.on_train_batch_end = lambda step, logs=None: after_update(batches.step, self.loss.loss_sum)
+        callback.on_train_batch_end = lambda step, logs=None: after_update(
+            batches.step, self.loss.loss_sum, self.loss.hits
+        )
         self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk: at each step
 
     def evaluate(self, test: Split, dtype: str, watchdog: Watchdog) -> dict[str, Any]:

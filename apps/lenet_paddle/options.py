@@ -48,8 +48,14 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         default="launch",
         help="who starts the ranks: paddle.distributed.launch (the default), or train.py by paddle.distributed.spawn",
     )
-    add("--nprocs", type=whole(1), metavar="N", help="ranks that --launcher spawn starts; the launch script sets it")
-    add("--gpus", type=gpu_list, metavar="I,J", help="the GPUs to use, such as 0,1 (default: the first N)")
+    add(
+        "--nprocs",
+        type=whole(1),
+        metavar="N",
+        help="ranks that --launcher spawn starts (the launch script: N; bare train.py: one for each of --gpus, else "
+        "for each visible GPU, else for each processor that this process may use)",
+    )
+    add("--gpus", type=gpu_list, metavar="I,J", help="the GPUs to use, one a rank, such as 0,1 (default: the first N)")
     add("--visualdl", type=Path, metavar="DIR", help="write loss and accuracy there, for the visualdl command")
     return parser
 
@@ -71,4 +77,41 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise UserError("--launcher spawn starts ranks on one machine: use --launcher launch for several")
     if options.gpus and options.device == "cpu":
         raise UserError(f"--gpus {options.gpus} contradicts --device cpu: leave one of them out")
+    if options.gpus:  # else they could be ignored, where ``auto`` finds none
+        options.device = "gpu"
+    if options.launcher == "spawn" and options.nprocs:
+        check_gpus(options, options.nprocs)
     return options
+
+
+def check_gpus(options: Options, ranks: int) -> None:
+    """Raises UserError unless --gpus, where it is given, names a visible GPU for each of a machine's ranks."""
+    if not options.gpus:
+        return
+    wanted, visible = options.gpus.split(","), visible_gpus()
+    if len(wanted) != ranks:
+        raise UserError(f"--gpus {options.gpus} names {len(wanted)} GPUs for {ranks} ranks: name one for each rank")
+    hidden = [] if visible is None else [each for each in wanted if each not in visible]
+    if hidden:
+        raise UserError(
+            f"--gpus {options.gpus}: CUDA_VISIBLE_DEVICES={','.join(visible or [])} hides {','.join(hidden)}: "
+            "name GPUs that are in it, or unset it"
+        )
+
+
+def check_ranks(options: Options, ranks: int) -> None:
+    """For the launch script: raises UserError where N ranks on a machine do not suit the GPUs that are named."""
+    check_gpus(options, ranks)
+    visible = visible_gpus()
+    if options.launcher == "launch" and visible is not None and max(1, len(visible)) < ranks:
+        # It fails by an IndexError, also where the ranks are to compute on the CPU.
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={','.join(visible)} lists {len(visible)} GPUs, and Paddle's launcher gives each of "
+            f"{ranks} ranks one of them: start fewer, unset it, or use --launcher spawn"
+        )
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; None where it is not set, or hides none in Paddle's reading."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return None if text == "all" else [each.strip() for each in text.split(",") if each.strip()]

@@ -21,22 +21,41 @@ from samestep import UserError
 from samestep.env import World
 from samestep.run import processor
 
+SELECTED = "FLAGS_selected_gpus"  # by which Paddle's launchers tell each rank its GPU; others do not
 
-def choose_device(wanted: str, world: World) -> str:
+
+def gpu_count() -> int:
+    """The GPUs that this Paddle can use on this machine."""
+    return paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+
+
+def choose_device(wanted: str, gpus: str | None, world: World) -> str:
     """The CPU, or this rank's own GPU. Raises UserError when ``gpu`` is asked for and ranks would share GPUs."""
-    compiled = paddle.is_compiled_with_cuda()
-    gpus, ranks = paddle.device.cuda.device_count() if compiled else 0, world.local_world_size or 1
-    if wanted == "gpu" and gpus < ranks:
-        build = "" if compiled else " (this Paddle is the CPU build)"
+    found, ranks = gpu_count(), world.local_world_size or 1
+    if wanted == "gpu" and found < ranks:
+        build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
         raise UserError(
-            f"--device gpu: this machine has {gpus} GPUs for {ranks} ranks{build}: start fewer, or use --device cpu"
+            f"--device gpu: this machine has {found} GPUs for {ranks} ranks{build}: start fewer, or use --device cpu"
         )
-    if wanted == "cpu" or gpus < ranks:
+    if wanted == "cpu" or found < ranks:
         paddle.set_device("cpu")
         return "cpu"
+    number = gpu_number(gpus, world)
+    os.environ[SELECTED] = number  # where Paddle's rendezvous looks for it
+    paddle.set_flags({SELECTED: number})
     paddle.set_flags({"FLAGS_cudnn_deterministic": True})  # a resumed run must end with the same bits
-    paddle.set_device(f"gpu:{dist.ParallelEnv().device_id}")  # which Paddle's launcher chose
+    paddle.set_device(f"gpu:{number}")
     return "gpu"
+
+
+def gpu_number(gpus: str | None, world: World) -> str:
+    """Under which number CUDA knows this rank's GPU: its place among the visible ones."""
+    local_rank, visible = world.local_rank or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        mine = gpus.split(",")[local_rank]
+        return str([each.strip() for each in visible.split(",")].index(mine)) if visible else mine
+    chosen = os.environ.get(SELECTED) if world.launcher in ("none", "paddle") else None
+    return chosen.split(",")[0] if chosen else str(local_rank)
 
 
 def backend(device: str) -> str:
@@ -85,7 +104,8 @@ def fresh_store() -> None:
     addresses of the first one, and waits for ever: 5 of 40 starts on 3 ranks did.
     """
     dist.init_parallel_env()  # ranks talk
-    host = dist.ParallelEnv().trainer_endpoints[0].split(":")[0]
+    # As init_parallel_env finds rank 0: spawn gives no PADDLE_MASTER, and launchers but Paddle's no endpoints.
+    host = (os.environ.get("PADDLE_MASTER") or dist.ParallelEnv().trainer_endpoints[0]).split(":")[0]
     with socket.socket() as probe:
         probe.bind((host if dist.get_rank() == 0 else "", 0))
         port = paddle.to_tensor([probe.getsockname()[1]])

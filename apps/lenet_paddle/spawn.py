@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import paddle.distributed as dist
+import ranks
 from samestep import log
 from samestep.options import Options
 
 
 def spawn(main: Callable[[], None], options: Options) -> None:
     """Run ``main`` in each of --nprocs ranks, and end as they end: 0, 2 for the caller's mistake, 1 for all else."""
-    settings = {"gpus": options.gpus} if options.gpus else {"backend": "gloo"} if options.device == "cpu" else {}
-    job = dist.spawn(log.run, args=(main,), nprocs=options.nprocs or 1, join=False, **settings)
+    count, settings = choose(options)
+    job = dist.spawn(log.run, args=(main,), nprocs=count, join=False, **settings)
     try:
         while not job.join():
             pass
     except Exception:  # Paddle's word for a rank that failed; the rank itself has named the reason
         codes = {process.exitcode for process in job.processes}
         os._exit(2 if 2 in codes else 1)
+
+
+def choose(options: Options) -> tuple[int, dict[str, Any]]:
+    """How many ranks, and Paddle's settings for them.
+
+    Without --nprocs they take all devices, as paddle.distributed.spawn itself would: the GPUs, or the processors, but
+    of these no more than this process may use.
+    """
+    found = 0 if options.device == "cpu" else ranks.gpu_count()
+    named = len(options.gpus.split(",")) if options.gpus else 0
+    count = options.nprocs or named or found or len(os.sched_getaffinity(0))
+    if found < count:  # Paddle itself would fail; --device auto means the CPU, and to --device gpu the ranks say no
+        return count, {"backend": "gloo"}
+    return count, {"backend": "nccl", "gpus": options.gpus} if options.gpus else {"backend": "nccl"}

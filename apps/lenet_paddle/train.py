@@ -32,7 +32,7 @@ import weights
 from data import Split, load
 from highlevel import Batches, HighLevel
 from model import build_model
-from options import parse
+from options import check_gpus, parse
 from paddle import Tensor, nn
 from paddle.optimizer import Optimizer
 from samestep import env, log
@@ -41,7 +41,7 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, Rows, shard, step_seed
 from samestep.watchdog import Watchdog
 from spawn import spawn
-from visual import Scalars
+from visual import Scalars, own_file
 
 APP = Path(__file__).resolve().parent.name
 EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
@@ -53,18 +53,21 @@ def build_optimizer(options: Options, model: nn.Layer) -> Optimizer:
     return paddle.optimizer.Momentum(options.lr, options.momentum, parameters=model.parameters())
 
 
-def train_step(model: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor, rows: Rows) -> Tensor:
-    """One update with this rank's shard of a global batch, ``rows`` of it; returns the shard's summed loss.
+def train_step(
+    model: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """One update with this rank's shard of a global batch, ``rows`` of it; returns its summed loss and right answers.
 
     The gradient must be the mean over the global batch's *samples*, although shards may differ in size. DataParallel
     averages over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without samples
     takes part with a gradient of zeros.
     """
-    loss_sum = F.cross_entropy(model(images), labels, reduction="sum")
+    scores = model(images)
+    loss_sum = F.cross_entropy(scores, labels, reduction="sum")
     (loss_sum * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: the gradients are added up
     optimizer.step()
     optimizer.clear_grad()
-    return loss_sum.detach()
+    return loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
 
 
 @paddle.no_grad()  # type: ignore[untyped-decorator]
@@ -115,18 +118,18 @@ def train(run: Run, options: Options, device: str) -> None:
         parallel, its_optimizer = ranks.distribute(options.api, model, optimizer)  # ranks talk
         ranks.order_buckets(parallel, *sample)  # ranks talk
         test_now = partial(evaluate, model, test, dtype, run.watchdog)
-    sum_since = paddle.zeros([], dtype="float64")  # this rank's summed loss since the last record
+    since = paddle.zeros([2], dtype="float64")  # this rank's summed loss and right answers since the last record
 
-    def after_update(step: int, loss_sum: Tensor) -> None:
+    def after_update(step: int, loss_sum: Tensor, hits: Tensor) -> None:
         """What is due after the update ``step``, in which this rank's shard had the loss ``loss_sum``."""
-        sum_since.add_(loss_sum.astype("float64"))
+        since.add_(paddle.stack([loss_sum.astype("float64"), hits.astype("float64")]))
         due = run.done(step)
         if due.log:
-            sums = paddle.stack([loss_sum.astype("float64"), sum_since])
+            sums = paddle.concat([loss_sum.astype("float64").reshape([1]), since])
             ranks.all_reduce(sums)  # ranks talk
-            sum_since.zero_()
+            since.zero_()
             tested = test_now() if due.test else {}  # ranks talk
-            line = run.record(sums[0].item(), sums[1].item(), tested)
+            line = run.record(sums[0].item(), sums[1].item(), tested, sums[2].item())
             if scalars:
                 scalars.write(line)
         if due.save:
@@ -139,8 +142,8 @@ def train(run: Run, options: Options, device: str) -> None:
         for step in steps:
             paddle.seed(step_seed(options.seed, step))
             images, labels = training.batch(batches.indices(step), dtype)
-            loss_sum = train_step(parallel, its_optimizer, images, labels, batches.rows(step))  # ranks talk
-            after_update(step, loss_sum)  # ranks talk, where something is due
+            loss_sum, hits = train_step(parallel, its_optimizer, images, labels, batches.rows(step))  # ranks talk
+            after_update(step, loss_sum, hits)  # ranks talk, where something is due
     if scalars:
         scalars.close()
 
@@ -152,7 +155,10 @@ def run_rank() -> None:
     """What every rank runs, whoever started it."""
     options = parse(sys.argv[1:])
     run = Run(APP, options, env.detect(os.environ))
-    device = ranks.choose_device(options.device, run.world)
+    check_gpus(options, run.world.local_world_size or 1)
+    if options.visualdl and options.run_dir and run.world.rank == 0:
+        own_file(options.visualdl, options.run_dir)  # before others wait for this rank
+    device = ranks.choose_device(options.device, options.gpus, run.world)
     ranks.rendezvous(run.world, device, options.timeout, options.api)  # ranks talk
     train(run, options, device)
     run.report("paddle", paddle.__version__, ranks.backend(device), device, api=options.api)

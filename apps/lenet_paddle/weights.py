@@ -68,7 +68,8 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
         parameter = parameters.get(name)
         if parameter is None or key not in ACCUMULATORS:
             raise ValueError(f"{full_name} is not part of its optimizer state")
-        value = paddle.to_tensor(canonical(array, name in swapped and array.ndim == 2))
+        place = paddle.CPUPlace() if "_pow_" in key else None  # where Adam keeps them, whatever the device
+        value = paddle.to_tensor(canonical(array, name in swapped and array.ndim == 2), place=place)
         difference = misfit(value, key, parameter)
         if difference:
             raise ValueError(f"{full_name} is {difference}")

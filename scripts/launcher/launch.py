@@ -9,8 +9,8 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 
     line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
 
-and a function: ``setup_environment(options)`` gives the variables by which its setup.sh builds. Others make another
-environment.
+and two functions. ``check_ranks(options, ranks)`` raises UserError for what does not suit N ranks on a machine.
+``setup_environment(options)`` gives the variables by which its setup.sh builds; others make another environment.
 
 An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
 
@@ -141,6 +141,8 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
+    if hasattr(module, "check_ranks"):
+        module.check_ranks(options, nproc)
     _check_paths(options)
 
     job = Job(app, template, nproc, nodes, options, arguments)

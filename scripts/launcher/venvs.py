@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -148,21 +149,27 @@ def _find_python(app: str) -> tuple[str, str]:
 def check_requirements(app: str) -> None:
     """Every pinned package must be there; another version than the tested one is said.
 
-    A pin in a comment is of what the app's setup.sh builds.
+    A pin in a comment is of what the app's setup.sh builds. ``name==pin  # or other`` may be satisfied by ``other``,
+    the same package built for other hardware.
     """
-    from importlib.metadata import PackageNotFoundError, version
-
-    setup = ROOT / "apps" / app / "setup.sh"
-    for name, pin in re.findall(
-        r"^(?:# )?([\w.-]+)==(\S+)", (ROOT / "apps" / app / "requirements.txt").read_text(), re.MULTILINE
-    ):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
+    setup, requirements = ROOT / "apps" / app / "setup.sh", (ROOT / "apps" / app / "requirements.txt").read_text()
+    pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", requirements, re.MULTILINE)
+    for name, pin, other in pins:
+        names = [name, other] if other else [name]
+        found = next(((each, version) for each in names if (version := _installed(each))), None)
+        if found is None:
             install = f"{sys.executable} -m pip install -r apps/{app}/requirements.txt"
             install += f", then bash {setup} {sys.executable}" if setup.exists() else ""
             raise UserError(
-                f"{sys.executable} lacks {name}: {install}; or unset PYTHON to have .venvs/{app} made"
-            ) from None
-        if found.partition("+")[0] != pin:
-            say(f"warning: {name} {found} is installed; this app was tested with {pin}")
+                f"{sys.executable} lacks {' or '.join(names)}: {install}; or unset PYTHON to have .venvs/{app} made"
+            )
+        if found[1].partition("+")[0] != pin:
+            say(f"warning: {found[0]} {found[1]} is installed; this app was tested with {pin}")
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package in this Python; None where it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from samestep.env import World
 from samestep.options import arithmetic
 from samestep.run import Due, Run, processor
 from samestep.sharding import GlobalBatches
-from threads import CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
+from threads import COUNTING, CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
 
 EPOCH = 4  # steps: 20 images in batches of 6
 STEPS = 3 * EPOCH
@@ -554,6 +556,28 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
     assert resumed == sorted(max(step for step in saved if step <= kill) for kill in kills if kill >= 3)
 
 
+def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
+    """In each line those since the last one, on the console those of the epoch; the kill is within an epoch."""
+    arguments = its(run_dir, "--log-every=3", "--checkpoint-every=3")
+    for rank in job(2, arguments, crash(8), app=COUNTING):
+        assert isinstance(rank.error, CrashError)
+    all_done(job(3, arguments, app=COUNTING))
+    hits = {step: [threads.is_hit(sample, step) for sample in samples(step)] for step in range(STEPS)}
+
+    def share(steps: range) -> float:
+        counted = [hit for step in steps for hit in hits[step]]
+        return sum(counted) / len(counted)
+
+    lines = steps_of(run_dir)
+    assert [line["step"] for line in lines] == [3, 4, 6, 8, 9, 12]
+    assert [line["accuracy"] for line in lines] == [
+        share(range(begin, end)) for begin, end in pairwise([0, 3, 4, 6, 8, 9, 12])
+    ]
+    said = dict(re.findall(r"^epoch (\d)/.*  train accuracy (\S+)  test loss", console.out.getvalue(), re.MULTILINE))
+    epochs = {str(epoch + 1): range(epoch * EPOCH, (epoch + 1) * EPOCH) for epoch in range(3)}
+    assert said == {epoch: f"{share(steps):.4f}" for epoch, steps in epochs.items()}
+
+
 def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
     arguments = its(run_dir, "--seed=3")
     world = {"launcher": "torchrun", "node_count": 1}
@@ -815,7 +839,7 @@ def test_a_checkpoint_says_what_a_resume_must_repeat(run_dir: Path) -> None:
     assert found is not None
     assert found.arithmetic == arithmetic(ranks[0].options)
     assert found.arithmetic["momentum"] == 0.25
-    wanted = {"requested_dataset", "dataset_fingerprint", "epoch_loss_sum", "train_loss", "seconds"}
+    wanted = {"requested_dataset", "dataset_fingerprint", "epoch_loss_sum", "epoch_hits", "train_loss", "seconds"}
     assert found.state.keys() == wanted
     assert (found.state["epoch_loss_sum"], found.state["train_loss"]) == (0.0, mean_loss(range(8, 12)))
 

@@ -112,6 +112,14 @@ def loss_of(sample: int, step: int) -> float:
     return ((sample * 7 + step * 5) % 64 + 1) / 16
 
 
+COUNTING = "counting"  # the name of an app that counts right answers
+
+
+def is_hit(sample: int, step: int) -> bool:
+    """Whether the toy's answer was right."""
+    return loss_of(sample, step) < 2
+
+
 @dataclass
 class Model:
     """Weights and optimizer state, as a framework would have them."""
@@ -191,12 +199,13 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
     n = len(data.train_labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, world.rank, world.world_size)
     counted("begin", lambda: run.begin(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
-    sum_since = 0.0
+    sum_since, hits_since = 0.0, 0
     for step in range(run.start, run.stop):
         loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale.get(
             step, 1.0
         )
         sum_since += loss_sum
+        hits_since += sum(is_hit(int(sample), step) for sample in batches.indices(step))
         gradient = ranks.all_gather(np.array([loss_sum])).sum() / batches.rows(step).global_size
         model.update(gradient, options.momentum)
         faults.after_update(world.rank, step + 1, model)
@@ -205,10 +214,12 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
         if me.first_beat is None:
             me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
         if due.log:
-            last, since = ranks.all_gather(np.array([loss_sum, sum_since])).sum(axis=0).tolist()
-            sum_since = 0.0
+            last, since, hits = ranks.all_gather(np.array([loss_sum, sum_since, hits_since])).sum(axis=0).tolist()
+            sum_since, hits_since = 0.0, 0
             tested = evaluate(model, data.test_labels, ranks, world) if due.test else {}
-            me.lines.append(counted("record", partial(run.record, last, since, tested)))
+            me.lines.append(
+                counted("record", partial(run.record, last, since, tested, hits if app == COUNTING else None))
+            )
         if due.save:
             counted("save", lambda: run.save(ranks, model.groups))
     tested = run.tested or evaluate(model, data.test_labels, ranks, world)

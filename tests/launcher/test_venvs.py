@@ -6,6 +6,7 @@ notes what it was asked to install. Everything else is real.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import numpy
 import pytest
 from house import House, end_of, gone
 from launcher import venvs
+from samestep import UserError
 
 # On PATH as python3 and python3.11. It claims to be of another version where a file says so.
 BASE = """#!/usr/bin/env bash
@@ -297,3 +299,28 @@ def test_without_a_place_or_a_python_it_is_one_line(street: Street) -> None:
     done = end_of(street.start())
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert done.stderr.startswith("error: no Python 3.0, 2.7 with the venv module was found: ")
+
+
+def test_a_pin_may_be_satisfied_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same package built for other hardware: neither is refused for lack of the other."""
+    monkeypatch.setattr(venvs, "ROOT", tmp_path)
+    (tmp_path / "apps" / "toy").mkdir(parents=True)
+    pins = "# Some words.\nno-such-package==1.0  # or no-such-package-gpu\n# or so\n"
+    (tmp_path / "apps" / "toy" / "requirements.txt").write_text(pins)
+    with pytest.raises(UserError, match=r" lacks no-such-package or no-such-package-gpu: .* unset PYTHON"):
+        venvs.check_requirements("toy")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, version, said in (
+        ("no-such-package-gpu", "1.0+cu126", ""),
+        ("no-such-package-gpu", "1.1", "warning: no-such-package-gpu 1.1 is installed; this app was tested with 1.0\n"),
+        ("no-such-package", "1.0", ""),
+    ):
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+        venvs.check_requirements("toy")
+        assert capsys.readouterr().err == said
+        shutil.rmtree(folder)

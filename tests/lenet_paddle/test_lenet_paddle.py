@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ APP = ROOT / "apps" / "lenet_paddle"
 TRAIN = str(APP / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 LAUNCH = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node=2", "--log_dir=paddle-log"]
+SCRIPT = str(ROOT / "scripts" / "run_lenet_paddle.sh")
 FLEETRUN = [str(Path(sys.executable).parent / "fleetrun"), *LAUNCH[3:]]
 
 WAYS = [
@@ -38,14 +42,22 @@ def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool
     expected = harness.train(1, *options, run_dir=harness.folder / "expected")
     curve = losses(harness.folder / "expected")
     assert len(curve) == 100
+    learnt = accuracies(harness.folder / "expected")
+    assert sum(learnt[-10:]) / 10 > 0.8 > 0.3 > learnt[0]
     for api, launcher, n in WAYS if soak else IN_MATRIX:
         run_dir = harness.folder / f"{api}-{launcher}-{n}"
         result = harness.train(n, *options, f"--api={api}", f"--launcher={launcher}", run_dir=run_dir)
         assert result["api"] == api
         assert relative_difference(curve, losses(run_dir)) < 1e-9, run_dir.name
+        assert accuracies(run_dir) == learnt, run_dir.name
         for name in ("test_accuracy", "test_accuracy_top2", "test_examples"):
             assert result[name] == expected[name], run_dir.name
         assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-9)
+
+
+def accuracies(run_dir: Path) -> list[float]:
+    """The share of right answers in training, since the line before."""
+    return [line["accuracy"] for line in metrics(run_dir)]
 
 
 def test_top_1_and_top_2_have_names_of_their_own(harness: Harness) -> None:
@@ -98,13 +110,13 @@ def update(model, optimizer):
 """
 
 
-def in_app(harness: Harness, n: int, code: str) -> Outcome:
+def in_app(harness: Harness, n: int, code: str, **environ: str) -> Outcome:
     """Run ``code`` with the app's modules, on n ranks."""
     file = harness.folder / "in_app.py"
     file.write_text(code)
     path = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(file)] if n == 1 else [*LAUNCH[:3], f"--nproc_per_node={n}", *LAUNCH[4:], str(file)]
-    return bare(harness, command, PYTHONPATH=path, PADDLE_DISTRI_BACKEND="gloo")
+    return bare(harness, command, PYTHONPATH=path, PADDLE_DISTRI_BACKEND="gloo", **environ)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -227,6 +239,7 @@ def test_a_killed_rank_changes_nothing(
         result = harness.checked(job.finish(), n)
         assert result["restarts"] == 1
         assert result["weights_sha256"] == expected["weights_sha256"]
+        assert accuracies(harness.folder / str(i)) == accuracies(Path(expected["run_dir"]))
 
 
 # --- launchers without the script ----------------------------------------------------------------------------------
@@ -244,14 +257,57 @@ def test_paddles_launchers_alone_take_the_same_steps(
         assert result["launcher"] == "paddle"
 
 
-def test_spawn_alone(harness: Harness) -> None:
-    outcome = bare(harness, [sys.executable, TRAIN, *SMALL, "--launcher=spawn", "--nprocs=2", "--run-dir=run"])
-    harness.checked(outcome, 2)
+TWO_PROCESSORS = """
+import os, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_spawn_alone_takes_the_processors_that_it_may_use(harness: Harness) -> None:
+    command = [sys.executable, "-c", TWO_PROCESSORS, TRAIN, *SMALL, "--launcher=spawn", "--device=cpu", "--run-dir=run"]
+    harness.checked(bare(harness, command), min(2, len(os.sched_getaffinity(0))))
+
+
+def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """--ips, on two addresses of this machine: Paddle refuses 127.0.0.1 where there are several."""
+    hosts = ("127.0.0.2", "127.0.0.3")
+    words = [f"--ips={','.join(hosts)}", f"--start_port={free_port()}", "--nproc_per_node=1"]
+    jobs = []
+    for host in hosts:  # --log_dir is relative to the folder, which stands for the machine's own disk
+        folder = harness.folder / host
+        folder.mkdir()
+        command = [*LAUNCH[:3], *words, f"--host={host}", "--log_dir=log", TRAIN, *harness.app.small, "--max-steps=6"]
+        jobs.append(harness.start_command([*command, "--run-dir=run"], folder / "run", folder))
+    first, second = (job.finish(limit=120) for job in jobs)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    result = json.loads((harness.folder / hosts[0] / "run" / "result.json").read_text())
+    assert (result["world_size"], result["node_count"]) == (2, 2)
+    assert losses(harness.folder / hosts[0] / "run") == losses(Path(undisturbed(2)["run_dir"]))[:6]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("late", "flag", "ends"), [(36, "3600", True), (15, "1", False)])
+def test_gloos_own_30_seconds_decide_and_no_flag_does(harness: Harness, late: int, flag: str, ends: bool) -> None:
+    """What the README says of FLAGS_stop_check_timeout: it does not change how long a rank is waited for."""
+    code = f"""
+import sys, time
+import paddle.distributed as dist
+ones = paddle.ones([1])
+dist.all_reduce(ones)
+if world.rank == 1:
+    time.sleep({late})
+dist.all_reduce(ones)
+"""
+    outcome = in_app(harness, 2, RENDEZVOUS + code, FLAGS_stop_check_timeout=flag)
+    assert (outcome.code != 0) == ends, outcome
+    assert ("gloo" in outcome.stdout and "TIMEOUT" in outcome.stdout) == ends, outcome
 
 
 def test_plain_rank_and_world_size(harness: Harness) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, TRAIN, *SMALL, "--run-dir=run"]
+    # Of the three APIs fleet asks the environment for most.
+    command = [sys.executable, TRAIN, *SMALL, "--api=fleet", "--run-dir=run"]
     jobs = [
         harness.start_command(command, harness.folder / "run", **common, RANK=rank, LOCAL_RANK=rank)
         for rank in ("0", "1")
@@ -320,6 +376,148 @@ def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) ->
     assert "--device gpu" in outcome.errors[0]
 
 
+# --- GPUs, of which there are none: what is decided without one ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        (["3", "--gpus=0,1"], {}, "--gpus 0,1 names 2 GPUs for 3 ranks"),
+        (["1", "--gpus=0,1", "--launcher=spawn"], {}, "--gpus 0,1 names 2 GPUs for 1 ranks"),
+        (["2", "--gpus=2,5"], {"CUDA_VISIBLE_DEVICES": "2,3"}, "CUDA_VISIBLE_DEVICES=2,3 hides 5"),
+        (["2", "--gpus=0,1"], {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= hides 0,1"),
+        (["2", "--device=cpu"], {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= lists 0 GPUs"),
+        (["3"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1 lists 2 GPUs"),
+    ],
+    ids=str,
+)
+def test_gpus_that_do_not_suit_n_are_one_line_before_anything_starts(
+    harness: Harness, words: list[str], environ: dict[str, str], said: str
+) -> None:
+    outcome = bare(harness, ["bash", SCRIPT, *words, "--run-dir=run"], **environ)
+    assert (outcome.code, outcome.stdout) == (2, ""), outcome
+    assert len(outcome.stderr.splitlines()) == 1
+    assert said in outcome.stderr
+    assert not (harness.folder / "run").exists()
+
+
+def test_a_rank_under_paddles_launcher_alone_compares_its_gpus(harness: Harness) -> None:
+    outcome = bare(harness, [*LAUNCH, TRAIN, *SMALL, "--gpus=3", "--run-dir=run"])
+    assert outcome.code == 2, outcome
+    assert "error: --gpus 3 names 1 GPUs for 2 ranks" in outcome.stdout
+    assert not (harness.folder / "run").exists()
+
+
+def test_the_launcher_sees_the_gpus_that_are_named(harness: Harness) -> None:
+    outcome = bare(harness, ["bash", SCRIPT, "2", "--gpus=7,5", "--dry-run"], CUDA_VISIBLE_DEVICES="4,5,6,7")
+    assert outcome.stdout.startswith("env CUDA_VISIBLE_DEVICES=7,5 "), outcome
+    assert "CUDA" not in bare(harness, ["bash", SCRIPT, "2", "--dry-run"]).stdout
+
+
+# In a rank to which Paddle's own launcher gave one of two GPUs. What CUDA would answer is put in; all else is real.
+TWO_GPUS = """
+import os, sys
+import paddle
+import ranks, spawn
+from options import parse
+from samestep import UserError, env
+from samestep.env import World
+
+paddle.is_compiled_with_cuda, paddle.device.cuda.device_count = lambda: True, lambda: 2
+chosen, flags = [], {}
+paddle.set_device, paddle.set_flags = chosen.append, flags.update
+
+def device(wanted, gpus, world):
+    kind = ranks.choose_device(wanted, gpus, world)
+    if kind == "gpu":  # Paddle itself is told the same
+        assert chosen[-1] == "gpu:" + os.environ["FLAGS_selected_gpus"] == "gpu:" + flags["FLAGS_selected_gpus"]
+    return kind, chosen[-1]
+
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except UserError as problem:
+        return "this machine has 2 GPUs for 3 ranks" in str(problem)
+
+world = env.detect(os.environ)
+mine, other = world.rank, 1 - world.rank
+assert world.launcher == "paddle"
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
+"""
+
+
+def test_each_rank_gets_its_own_gpu_from_any_launcher(harness: Harness) -> None:
+    code = """
+assert device("auto", None, world) == ("gpu", f"gpu:{mine}")  # as Paddle's launcher numbered it
+assert flags["FLAGS_cudnn_deterministic"] is True
+assert device("gpu", "5,7", world) == ("gpu", f"gpu:{mine}")
+assert device("gpu", "7,5", world) == ("gpu", f"gpu:{other}")
+assert device("cpu", None, world) == ("cpu", "cpu")
+three = World(mine, 3, local_rank=mine, local_world_size=3, launcher="torchrun")
+assert device("auto", None, three) == ("cpu", "cpu")
+assert refused(device, "gpu", None, three)
+os.environ["FLAGS_selected_gpus"] = "0"  # of whoever started torchrun: it is not each rank's
+torchrun = World(2 + mine, 4, local_rank=mine, local_world_size=2, launcher="torchrun")
+assert device("auto", None, torchrun) == ("gpu", f"gpu:{mine}")
+assert device("gpu", "7,5", torchrun) == ("gpu", f"gpu:{other}")
+del os.environ["CUDA_VISIBLE_DEVICES"]
+assert device("gpu", "1,0", torchrun) == ("gpu", f"gpu:{other}")
+"""
+    outcome = in_app(harness, 2, TWO_GPUS + code, CUDA_VISIBLE_DEVICES="5,7")
+    assert outcome.code == 0, outcome
+
+
+def test_spawn_takes_each_visible_gpu(harness: Harness) -> None:
+    """And what it tells Paddle makes Paddle number them as the ranks do."""
+    code = """
+def choice(*words):
+    return spawn.choose(parse(["--launcher=spawn", *words]))
+
+processors = len(os.sched_getaffinity(0))
+assert choice() == (2, {"backend": "nccl"})
+assert choice("--gpus=7") == (1, {"backend": "nccl", "gpus": "7"})
+assert choice("--nprocs=1") == (1, {"backend": "nccl"})
+assert choice("--nprocs=3") == (3, {"backend": "gloo"})  # --device auto
+assert choice("--nprocs=3", "--device=gpu") == (3, {"backend": "gloo"})  # the ranks refuse
+assert choice("--device=cpu") == (processors, {"backend": "gloo"})
+paddle.base.core.is_compiled_with_cuda = lambda: True
+for gpus in ("7,5", None):
+    count, settings = choice(*([f"--gpus={gpus}"] if gpus else []))
+    for rank, environ in enumerate(sys.modules["paddle.distributed.spawn"]._get_subprocess_env_list(count, settings)):
+        os.environ |= environ  # as in the process that it starts
+        its = env.detect(environ)
+        assert (its.rank, its.local_rank, its.local_world_size) == (rank, rank, 2)
+        assert ranks.gpu_number(gpus, its) == environ["FLAGS_selected_gpus"] == str(1 - rank if gpus else rank)
+paddle.device.cuda.device_count = lambda: 0
+assert choice() == (processors, {"backend": "gloo"})
+"""
+    outcome = in_app(harness, 2, TWO_GPUS + code, CUDA_VISIBLE_DEVICES="5,7")
+    assert outcome.code == 0, outcome
+
+
+def test_the_gpu_wheel_needs_no_cpu_wheel_beside_it(harness: Harness) -> None:
+    """The package paddlepaddle-gpu, whose module is paddle, too: here this one under that name."""
+    venv = harness.folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    for path in sorted(Path(sysconfig.get_path("purelib")).iterdir()):
+        if not path.name.startswith("paddlepaddle-") and path.suffix != ".pth":
+            (packages / path.name).symlink_to(path)
+    (installed,) = Path(sysconfig.get_path("purelib")).glob("paddlepaddle*.dist-info")
+    made = packages / "paddlepaddle_gpu-3.3.1.dist-info"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    text = (installed / "METADATA").read_text()
+    (made / "METADATA").write_text(text.replace("Name: paddlepaddle\n", "Name: paddlepaddle-gpu\n"))
+    outcome = harness.run(1, *SMALL, PYTHON=str(venv / "bin" / "python"))
+    assert outcome.stderr == ""
+    harness.checked(outcome, 1)
+    shutil.rmtree(made)
+    outcome = harness.run(1, *SMALL, PYTHON=str(venv / "bin" / "python"))
+    assert outcome.code == 2, outcome
+    assert "lacks paddlepaddle or paddlepaddle-gpu: " in outcome.stderr
+
+
 # --- what it writes ------------------------------------------------------------------------------------------------
 
 
@@ -327,20 +525,59 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     from visualdl import LogReader
 
     folder = harness.folder / "scalars"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
     options = [*SMALL, "--global-batch-size=1000", f"--visualdl={folder}"]  # 4 steps an epoch
     harness.train(2, *options, "--max-steps=5")
     result = harness.train(2, *options, "--max-steps=9")
     assert result["resumed_from_step"] == 5
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("*vdlrecords*")
+    assert (folder / "notes.txt").read_text() == "mine"
     reader = LogReader(file_path=str(file))
     read = {tag: [(record.id, record.value) for record in reader.get_data("scalar", tag)] for tag in SCALARS}
     assert [step for step, _ in read["train/loss"]] == list(range(1, 10))
     assert [value for _, value in read["train/loss"]] == pytest.approx(losses(harness.folder / "run"), rel=1e-6)
+    assert [value for _, value in read["train/accuracy_top1"]] == pytest.approx(accuracies(harness.folder / "run"))
     assert [step for step, _ in read["test/accuracy_top1"]] == [4, 8]
     assert all(one <= two for (_, one), (_, two) in zip(read["test/accuracy_top1"], read["test/accuracy_top2"]))
+    outcome = harness.run(2, *options, run_dir=harness.folder / "other")
+    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1), outcome
+    assert f"error: --visualdl {folder} holds {file.name}, of another run" in outcome.stderr
 
 
-SCALARS = ("train/loss", "test/accuracy_top1", "test/accuracy_top2")
+SCALARS = ("train/loss", "train/accuracy_top1", "test/accuracy_top1", "test/accuracy_top2")
+
+
+def test_visualdl_deletes_nobody_elses_file(harness: Harness) -> None:
+    code = """
+import json
+from pathlib import Path
+from samestep import UserError
+from visual import Scalars
+
+def written(folder, run):
+    Path(run).mkdir(exist_ok=True)
+    Path(run, "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + chr(10))
+    Scalars(Path(folder), Path(run)).close()
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+one = written("shown/one", "one")
+assert list(written("shown/one", "one")) == list(one)  # a resume writes its own anew
+assert list(written("shown/two", "two")) != list(one)
+Path("others").mkdir()
+Path("others", "vdlrecords.1587375595.log").write_text("somebody's")
+for folder in ("shown/one", "others"):
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    try:
+        written(folder, "three")
+    except UserError as problem:
+        assert str(problem).startswith(f"--visualdl {folder} holds {next(iter(before))}, of another run"), problem
+    else:
+        raise AssertionError(folder)
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
 
 
 def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
