@@ -27,7 +27,7 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
 
     def forward(self, scores: Tensor, labels: Tensor, global_size: Tensor | None = None) -> Tensor:
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
-        self.loss_sum, self.hits = loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
+        self.loss_sum, self.correct = loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
         if global_size is None:
             return loss_sum
         return loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
@@ -74,7 +74,7 @@ class HighLevel:
         """Train; after each update call ``after_update(step, this rank's summed loss, its right answers)``."""
         callback = Callback()
         callback.on_train_batch_end = lambda step, logs=None: after_update(
-            batches.step, self.loss.loss_sum, self.loss.hits
+            batches.step, self.loss.loss_sum, self.loss.correct
         )
         self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk: at each step
 

@@ -120,9 +120,9 @@ def train(run: Run, options: Options, device: str) -> None:
         test_now = partial(evaluate, model, test, dtype, run.watchdog)
     since = paddle.zeros([2], dtype="float64")  # this rank's summed loss and right answers since the last record
 
-    def after_update(step: int, loss_sum: Tensor, hits: Tensor) -> None:
+    def after_update(step: int, loss_sum: Tensor, correct: Tensor) -> None:
         """What is due after the update ``step``, in which this rank's shard had the loss ``loss_sum``."""
-        since.add_(paddle.stack([loss_sum.astype("float64"), hits.astype("float64")]))
+        since.add_(paddle.stack([loss_sum.astype("float64"), correct.astype("float64")]))
         due = run.done(step)
         if due.log:
             sums = paddle.concat([loss_sum.astype("float64").reshape([1]), since])
@@ -142,8 +142,8 @@ def train(run: Run, options: Options, device: str) -> None:
         for step in steps:
             paddle.seed(step_seed(options.seed, step))
             images, labels = training.batch(batches.indices(step), dtype)
-            loss_sum, hits = train_step(parallel, its_optimizer, images, labels, batches.rows(step))  # ranks talk
-            after_update(step, loss_sum, hits)  # ranks talk, where something is due
+            loss_sum, correct = train_step(parallel, its_optimizer, images, labels, batches.rows(step))  # ranks talk
+            after_update(step, loss_sum, correct)  # ranks talk, where something is due
     if scalars:
         scalars.close()
 

@@ -151,7 +151,9 @@ class Run:
         self.stop = max(self.start, total if options.max_steps is None else min(total, options.max_steps))
         self._batches, self._step = batches, self.start  # updates done
         self._train_loss: float | None = self._state.get("train_loss")
-        self._epoch_sum, self._epoch_hits = (self._state.get(f"epoch_{name}", 0.0) for name in ("loss_sum", "hits"))
+        self._epoch_sum, self._epoch_correct = (
+            self._state.get(f"epoch_{name}", 0.0) for name in ("loss_sum", "correct")
+        )
         self._metrics: log.Metrics | None = None
         if world.rank == 0:
             self._metrics = log.Metrics(options.run_dir, self._header(facts), self.resumed_from)
@@ -189,28 +191,28 @@ class Run:
         return Due(save or done % self.options.log_every == 0, epoch_ends, save)
 
     def record(
-        self, loss_sum: float, sum_since: float, tested: dict[str, Any], hits: float | None = None
+        self, loss_sum: float, sum_since: float, tested: dict[str, Any], correct: float | None = None
     ) -> dict[str, Any]:
         """Append a line to metrics.jsonl, on rank 0; returns it, on every rank.
 
         ``loss_sum`` is the last update's loss, before it was made, ``sum_since`` that of all since the last line and
-        ``hits`` their right answers, of all ranks' samples. Raises FatalError where the loss is no number.
+        ``correct`` their right answers, of all ranks' samples. Raises FatalError where the loss is no number.
         """
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
         self._check_finite({"loss": loss, "loss before it": sum_since, "test loss": tested.get("test_loss", 0.0)})
         in_epoch, since = samples - epoch * batches.n, samples - self._recorded_samples
-        self._epoch_sum, self._epoch_hits = self._epoch_sum + sum_since, self._epoch_hits + (hits or 0.0)
+        self._epoch_sum, self._epoch_correct = self._epoch_sum + sum_since, self._epoch_correct + (correct or 0.0)
         self._train_loss, self.tested = self._epoch_sum / in_epoch, tested
         if tested:
-            accuracy = None if hits is None else self._epoch_hits / in_epoch
+            accuracy = None if correct is None else self._epoch_correct / in_epoch
             shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **tested, "test_examples": None}
             words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items() if value is not None]
             log.info("  ".join([f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", *words]))
         if self._step % batches.steps_per_epoch == 0:
-            self._epoch_sum = self._epoch_hits = 0.0
+            self._epoch_sum = self._epoch_correct = 0.0
         line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
-        line |= {} if hits is None else {"accuracy": hits / since}
+        line |= {} if correct is None else {"accuracy": correct / since}
         line |= {"samples_per_second": round(since / (time.monotonic() - self._recorded_at), 1), **tested}
         self._recorded_at, self._recorded_samples = time.monotonic(), samples
         if self._metrics:
@@ -242,7 +244,11 @@ class Run:
             return
         self._metrics.sync()  # the checkpoint vouches for its lines
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
-        state |= {"epoch_loss_sum": self._epoch_sum, "epoch_hits": self._epoch_hits, "train_loss": self._train_loss}
+        state |= {
+            "epoch_loss_sum": self._epoch_sum,
+            "epoch_correct": self._epoch_correct,
+            "train_loss": self._train_loss,
+        }
         state["seconds"] = time.monotonic() - self._begun
         options, keep = self.options, self.options.keep_checkpoints
         checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), keep)
