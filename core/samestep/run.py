@@ -151,9 +151,8 @@ class Run:
         self.stop = max(self.start, total if options.max_steps is None else min(total, options.max_steps))
         self._batches, self._step = batches, self.start  # updates done
         self._train_loss: float | None = self._state.get("train_loss")
-        self._epoch_sum, self._epoch_correct = (
-            self._state.get(f"epoch_{name}", 0.0) for name in ("loss_sum", "correct")
-        )
+        self._epoch_sum: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
+        self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
         self._metrics: log.Metrics | None = None
         if world.rank == 0:
             self._metrics = log.Metrics(options.run_dir, self._header(facts), self.resumed_from)
@@ -244,12 +243,8 @@ class Run:
             return
         self._metrics.sync()  # the checkpoint vouches for its lines
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
-        state |= {
-            "epoch_loss_sum": self._epoch_sum,
-            "epoch_correct": self._epoch_correct,
-            "train_loss": self._train_loss,
-        }
-        state["seconds"] = time.monotonic() - self._begun
+        state |= {"epoch_loss_sum": self._epoch_sum, "epoch_correct": self._epoch_correct}
+        state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}
         options, keep = self.options, self.options.keep_checkpoints
         checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), keep)
 
