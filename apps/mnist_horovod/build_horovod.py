@@ -69,7 +69,7 @@ def main() -> None:
     flags = build_flags()
     mpi = find_mpi() if flags.get("HOROVOD_WITH_MPI") == "1" else None
     # All that decides what the wheel holds.
-    made_of = [VERSION, SHA256, CHANGES, TOOLS, versions["torch"], sys.implementation.cache_tag, flags]
+    made_of: list[object] = [VERSION, SHA256, CHANGES, TOOLS, versions["torch"], sys.implementation.cache_tag, flags]
     made_of += [mpi_version(mpi), None if mpi == BIN else str(mpi)] if mpi else []
     made_of += [platform.system(), platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]

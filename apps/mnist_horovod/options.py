@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from samestep import UserError
 from samestep.options import Options, Parser, add_common, real
@@ -15,6 +18,10 @@ LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LAUNCHER = {"line_prefix": r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"}
 MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # Open MPI's sets the first, MPICH's the second
 BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # names that begin so, of what Horovod's build reads
+NO_MPI = (
+    "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
+    "HOROVOD_WITH_MPI=1 python apps/mnist_horovod/build_horovod.py"
+)
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -66,15 +73,35 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     if options.transport is None:
-        by_mpirun = "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
+        # Of a rank alone: the launch script, which gives its usage, may stand in a job that sets these for itself.
+        by_mpirun = usage is None and "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
         options.transport = "mpi" if by_mpirun else "gloo"
     return options
 
 
 def setup_environment(options: Options) -> dict[str, str]:
-    """What decides which Horovod setup.sh builds: the caller's own variables, and the transport."""
-    given = {name: value for name, value in os.environ.items() if re.match(BUILD_VARIABLE, name)}
-    return given | ({"HOROVOD_WITH_MPI": "1"} if options.transport == "mpi" else {})
+    """What decides which Horovod setup.sh builds: the caller's own variables, the transport, and the MPI on PATH."""
+    settings = {name: value for name, value in os.environ.items() if re.match(BUILD_VARIABLE, name)}
+    if options.transport == "mpi":
+        settings["HOROVOD_WITH_MPI"] = "1"
+    if settings.get("HOROVOD_WITH_MPI") == "1":
+        settings["SAMESTEP_MPICXX"] = shutil.which("mpicxx") or ""  # `module load` of another MPI: another Horovod
+    return settings
+
+
+def check_installed(options: Options, ranks: int) -> None:
+    """For the launch script, in the app's environment: raises UserError where it lacks what --transport needs."""
+    if options.transport != "mpi":
+        return
+    from horovod.common.util import mpi_built
+
+    if not mpi_built():
+        raise UserError(NO_MPI)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if shutil.which("mpirun", path=path) is None:
+        raise UserError(
+            "--transport mpi: there is no mpirun on PATH: put that of the MPI that Horovod was built with there"
+        )
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:

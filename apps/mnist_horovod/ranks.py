@@ -9,6 +9,7 @@ import horovod
 import horovod.torch as hvd
 import torch
 from numpy.typing import NDArray
+from options import NO_MPI
 from samestep import UserError, log
 from samestep.env import World
 from samestep.run import processor
@@ -67,19 +68,18 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     # them decides the order of its summation, so no two runs would end with the same bits: each is reduced alone.
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
     if transport == "mpi" and not hvd.mpi_built():
-        raise UserError(
-            "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
-            "HOROVOD_WITH_MPI=1 python apps/mnist_horovod/build_horovod.py"
-        )
+        raise UserError(NO_MPI)
     # A Horovod that has both would take MPI, for what ranks agree on and for the tensors.
     os.environ |= {"HOROVOD_CONTROLLER": transport, "HOROVOD_CPU_OPERATIONS": transport}
-    if (world.local_world_size or 1) > len(os.sched_getaffinity(0)):  # Open MPI would keep processors busy by waiting
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # Where Open MPI waits, in Horovod's own thread, it would keep from a processor what computes.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()  # ranks talk
-    if hvd.size() != world.world_size:
+    found = hvd.size()
+    if found != world.world_size:
+        hvd.shutdown()
         start = "horovodrun --gloo" if transport == "gloo" else "horovodrun --mpi, or the mpirun of its own MPI"
         raise UserError(
-            f"{world.launcher} started {world.world_size} ranks, of which Horovod knows {hvd.size()}: "
+            f"{world.launcher} started {world.world_size} ranks, of which Horovod knows {found}: "
             f"with --transport {transport} it is started by {start}"
         )
 

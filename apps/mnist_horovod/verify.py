@@ -72,7 +72,7 @@ def checks_of_the_build(transport: str) -> list[tuple[str, str, bool]]:
     built = ", ".join(name for name, there in parts.items() if there)
     rows = [
         ("Horovod", f"{horovod.__version__} for torch {torch.__version__}", True),
-        ("built with", built or "neither gloo nor MPI", parts["gloo" if transport == "gloo" else "MPI"]),
+        ("built with", built or "nothing", parts["gloo" if transport == "gloo" else "MPI"]),
     ]
     if parts["MPI"]:
         rows.append(("MPI", *mpi_version()))

@@ -161,7 +161,7 @@ def add_common(
     )
     add("--keep-checkpoints", type=whole(1), default=3, metavar="K", help=f"the newest ones kept {default}")
     add("--log-every", type=whole(1), default=10, metavar="S", help=f"steps between lines of metrics.jsonl {default}")
-    add("--device", choices=devices, default="auto", help="auto: a GPU where every rank of the machine has its own")
+    add("--device", choices=devices, default="auto", help="auto: a GPU where each rank has one it can use")
     add(
         "--max-restarts", type=whole(0), default=3, metavar="R", help=f"by the launch script, after a failure {default}"
     )

@@ -9,8 +9,9 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 
     line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
 
-and two functions. ``check_ranks(options, ranks)`` raises UserError for what does not suit N ranks on a machine.
-``setup_environment(options)`` gives the variables by which its setup.sh builds; others make another environment.
+and functions, which raise UserError: ``check_ranks(options, ranks)`` for what does not suit N ranks on a machine, and
+``check_installed(options, ranks)``, in the app's environment, for what that lacks. ``setup_environment(options)`` gives
+the variables by which its setup.sh builds; others make another environment.
 
 An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
 
@@ -158,6 +159,8 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
         sys.stdout.flush()
         os.execv(python, [python, *sys.argv])
     venvs.check_requirements(app)
+    if hasattr(module, "check_installed"):
+        module.check_installed(options, nproc)
     return _resolve_and_run(job, getattr(module, "LAUNCHER", {}).get("line_prefix", ""))
 
 

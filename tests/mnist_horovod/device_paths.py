@@ -5,8 +5,9 @@ MPI = "tests/mnist_horovod_mpi/test_mpi.py"
 PATHS = [
     # device, transport, by what it is started or which part, how it is shown, by what
     ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
-    ("cpu", "MPI (Open MPI 5)", "horovodrun --mpi, mpirun", "run", f"{MPI}::test_the_losses_are_gloos"),
-    ("cpu", "MPI (MPICH 5)", "horovodrun --mpi, mpirun; opt-in", "run", f"{MPI}::test_the_losses_are_gloos"),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_one_process_by_plain_python"),
+    ("cpu", "MPI (Open MPI 5)", "horovodrun --mpi, bare mpirun", "run", f"{MPI}::test_the_losses_are_gloos"),
+    ("cpu", "MPI (MPICH 5)", "horovodrun --mpi, bare mpirun; opt-in", "run", f"{MPI}::test_the_losses_are_gloos"),
     ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_hosts_reach_horovodrun"),
     (
         "cpu",
@@ -29,7 +30,14 @@ PATHS = [
         "simulated",
         f"{APP}::test_cuda_without_a_horovod_that_has_it_is_one_line",
     ),
-    ("cuda", "NCCL", "building it", "read", "CMakeLists.txt of Horovod 0.28.1"),
+    (
+        "cuda",
+        "NCCL",
+        "which GPU a rank takes: 0, 1 and 4 GPUs, 1 to 4 ranks, a Horovod with and without CUDA",
+        "simulated",
+        "tests/mnist_horovod/test_device.py::test_a_rank_takes_a_gpu_that_horovod_can_use_or_none",
+    ),
+    ("cuda", "NCCL", "building it: done by hand, see the app's README", "read", "CMakeLists.txt of Horovod 0.28.1"),
     (
         "cuda",
         "NCCL",

@@ -190,6 +190,7 @@ def test_gpus_that_this_horovod_cannot_use_are_left_alone(harness: Harness, four
     assert harness.checked(outcome, 2)["device"] == "cpu"
     (line,) = outcome.stderr.splitlines()
     assert line.startswith("warning: this Horovod was built without CUDA: training on the CPU, not on 4 GPUs")
+    assert (harness.folder / "run" / "log" / "launcher.log").read_text().count(line) == 1  # of both ranks together
 
 
 def test_cuda_without_a_horovod_that_has_it_is_one_line(harness: Harness, four_gpus: dict[str, str]) -> None:
@@ -208,6 +209,9 @@ def test_mpi_without_a_horovod_that_has_it_is_one_line(harness: Harness) -> None
     assert line.startswith("error: --transport mpi: this Horovod was built without MPI: ")
     shown = harness.run(2, "--transport", "mpi", "--dry-run").stdout
     assert "horovod.runner.launch --mpi -np 2 " in shown
+    outcome = harness.run(2, *SMALL, "--transport=mpi")  # before horovodrun refuses, in words of its own
+    assert (outcome.code, outcome.stderr.splitlines()) == (2, [line])
+    assert not (harness.folder / "run").exists()
 
 
 # --- the installation ----------------------------------------------------------------------------------------------
@@ -250,6 +254,9 @@ def test_a_build_for_gpus_that_cannot_be_made_is_one_line(harness: Harness, comp
     if compiler:
         (harness.folder / "bin").mkdir()
         (harness.folder / "bin" / "nvcc").touch()
+        # The torch of some package indexes has CUDA.
+        (harness.folder / "torch.py").write_text("class version: cuda = None")
+        environ["PYTHONPATH"] = str(harness.folder)
     outcome = bare(harness, [sys.executable, script, "--rebuild"], XDG_CACHE_HOME=str(harness.folder), **environ)
     assert outcome.code == 1
     assert outcome.stderr.startswith(f"error: building Horovod for GPUs needs {needs}")
@@ -272,7 +279,10 @@ def test_what_decides_which_horovod_is_built(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     options = app_options()
-    assert options.setup_environment(options.parse([f"--transport={option}"])) == expected
+    found = options.setup_environment(options.parse([f"--transport={option}"]))
+    assert ("SAMESTEP_MPICXX" in found) == (option == "mpi")
+    found.pop("SAMESTEP_MPICXX", None)
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -290,6 +300,7 @@ def test_the_transport_follows_what_started_the_ranks(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert app_options().parse([]).transport == transport
+    assert app_options().parse([], usage="the launch script's").transport == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -302,9 +313,43 @@ def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
     assert line[found.end() :] == "error: x"
 
 
+def test_which_mpi_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment's own, else the one on PATH, else Open MPI is installed."""
+    build, own, other = app_module("build_horovod"), tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+    monkeypatch.setattr(build, "BIN", own)
+    monkeypatch.setenv("PATH", str(other))
+    installed: list[str] = []
+    monkeypatch.setattr(build, "run", lambda command, what: installed.append(command[-1]))
+    assert build.find_mpi() == own
+    assert installed == [build.OPEN_MPI]
+    for folder in (other, own):
+        (folder / "mpicxx").write_text("")
+        (folder / "mpicxx").chmod(0o755)
+        assert build.find_mpi() == folder
+    assert len(installed) == 1
+    (own / "mpirun").write_text(f"#!{sys.executable}\nprint('some MPI 1.0')")
+    (own / "mpirun").chmod(0o755)
+    assert build.mpi_version(own) == "some MPI 1.0\n"
+    with pytest.raises(SystemExit):
+        build.mpi_version(other)
+
+
+def test_what_is_written_twice_is_the_same() -> None:
+    build = app_module("build_horovod")
+    assert f"  mpi: {build.OPEN_MPI}\n" in (ROOT / "tox.ini").read_text()
+    assert f'"{app_options().BUILD_VARIABLE}"' in Path(build.__file__).read_text()
+
+
 def app_options() -> Any:
-    """The app's options.py as a module."""
-    spec = importlib.util.spec_from_file_location("horovod_options", ROOT / "apps" / "mnist_horovod" / "options.py")
+    return app_module("options")
+
+
+def app_module(name: str) -> Any:
+    """A file of the app as a module."""
+    path = ROOT / "apps" / "mnist_horovod" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"horovod_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -86,7 +86,7 @@ def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
     job.wait_for_step(8)
     os.kill(job.alive(1)["pid"], signal.SIGKILL)
     assert job.finish().code != 0
-    assert not harness.left_running()
+    harness.check_nothing_left()
     result = harness.checked(by_mpirun(harness, 3, *harness.app.small, run_dir=run_dir).finish(), 3)
     assert result["resumed_from_step"] >= 5
     assert result["weights_sha256"] == undisturbed(3, "--transport=mpi")["weights_sha256"]

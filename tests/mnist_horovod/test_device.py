@@ -1,0 +1,79 @@
+"""Which device a rank takes, by the GPUs that are there and by what this Horovod was built with: both simulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from harness import ROOT
+
+PROGRAM = """
+import json
+import horovod.torch as hvd
+import torch
+import ranks
+from samestep import UserError
+from samestep.env import World
+
+told = {}
+current = []
+torch.cuda.set_device = current.append
+hvd.nccl_built = lambda: 22907
+ranks.log.warning = lambda text: warnings.append(text)
+for built in (False, True):
+    hvd.cuda_built = lambda: built
+    for gpus in (0, 1, 4):
+        torch.cuda.device_count = lambda: gpus
+        for n in (1, 2, 4):
+            for rank in (0, n - 1):
+                for wanted in ("auto", "cpu", "cuda"):
+                    current.clear()
+                    warnings = []
+                    try:
+                        device = ranks.choose_device(wanted, World(rank, n, local_rank=rank, local_world_size=n))
+                        backend = ranks.backend(device) if device.type == "cuda" else ""
+                        answer = [str(device), backend, [str(each) for each in current], len(warnings)]
+                    except UserError as problem:
+                        answer = str(problem).partition(": ")[2]
+                    told[f"{built} {gpus} {n} {rank} {wanted}"] = answer
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    """What the program says, which has the app's own files; in a process, as apps share file names."""
+    path = os.pathsep.join([str(ROOT / "apps" / "mnist_horovod"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("built", [False, True])
+def test_a_rank_takes_a_gpu_that_horovod_can_use_or_none(told: dict[str, Any], built: bool, gpus: int, n: int) -> None:
+    for rank in (0, n - 1):
+        case = f"{built} {gpus} {n} {rank}"
+        cpu, gpu = ["cpu", "", [], 0], [f"cuda:{rank}", "nccl", [f"cuda:{rank}"], 0]
+        assert told[f"{case} cpu"] == cpu
+        if gpus < n:
+            assert told[f"{case} auto"] == cpu
+            assert told[f"{case} cuda"].startswith(f"this machine has {gpus} GPUs for {n} ranks")
+        elif built:
+            assert told[f"{case} auto"] == told[f"{case} cuda"] == gpu
+        else:
+            assert told[f"{case} auto"] == ["cpu", "", [], int(rank == 0)]  # one warning of all ranks
+            assert told[f"{case} cuda"].startswith("this Horovod was built without CUDA")
