@@ -267,6 +267,22 @@ def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 
+def told_by(app: str, program: str) -> dict[str, Any]:
+    """What a program says in JSON that imports the app's own files: in a process, as apps share file names."""
+    path = os.pathsep.join([str(ROOT / "apps" / app), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

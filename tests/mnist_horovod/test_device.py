@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from harness import ROOT
+from harness import told_by
 
 PROGRAM = """
 import json
@@ -46,19 +42,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    """What the program says, which has the app's own files; in a process, as apps share file names."""
-    path = os.pathsep.join([str(ROOT / "apps" / "mnist_horovod"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return told_by("mnist_horovod", PROGRAM)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
