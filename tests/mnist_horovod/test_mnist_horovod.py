@@ -336,9 +336,11 @@ def test_which_mpi_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         build.mpi_version(other)
 
 
-def test_what_is_written_twice_is_the_same() -> None:
+def test_toxs_environments_build_what_they_are_named_for() -> None:
     build = app_module("build_horovod")
-    assert f"  mpi: {build.OPEN_MPI}\n" in (ROOT / "tox.ini").read_text()
+    environments = (ROOT / "tox.ini").read_text()
+    assert f"  mpi: {build.OPEN_MPI}\n" in environments
+    assert "  gpu: HOROVOD_GPU_OPERATIONS = {env:HOROVOD_GPU_OPERATIONS:NCCL}\n" in environments
     assert f'"{app_options().BUILD_VARIABLE}"' in Path(build.__file__).read_text()
 
 
