@@ -124,7 +124,8 @@ def check_installed(options: Options, ranks: int) -> None:
 
     Only the GPU build of Paddle can count GPUs, and only where no variable lists them is that needed.
     """
-    if options.launcher == "spawn" or options.gpus or visible_gpus() is not None or not installed("paddlepaddle-gpu"):
+    listed = options.gpus or visible_gpus() is not None
+    if ranks == 1 or options.launcher == "spawn" or listed or not installed("paddlepaddle-gpu"):
         return
     # In a process of its own: Paddle takes over SIGTERM when it is imported, and the launch script needs that.
     count = [sys.executable, "-c", "import paddle; print(paddle.device.cuda.device_count())"]
