@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from samestep import UserError
@@ -84,12 +87,17 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     return options
 
 
-def check_gpus(options: Options, ranks: int) -> None:
-    """Raises UserError unless --gpus, where it is given, names a visible GPU for each of a machine's ranks."""
+def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None:
+    """Raises UserError unless --gpus, where it is given, names a visible GPU for each of a machine's ranks.
+
+    Where their number is not known (None), for ``local_rank``.
+    """
     if not options.gpus:
         return
     wanted, visible = options.gpus.split(","), visible_gpus()
-    if len(wanted) != ranks:
+    if ranks is None and len(wanted) <= local_rank:
+        raise UserError(f"--gpus {options.gpus} names no GPU for local rank {local_rank}: name one for each rank")
+    if ranks is not None and len(wanted) != ranks:
         raise UserError(f"--gpus {options.gpus} names {len(wanted)} GPUs for {ranks} ranks: name one for each rank")
     hidden = [] if visible is None else [each for each in wanted if each not in visible]
     if hidden:
@@ -109,6 +117,32 @@ def check_ranks(options: Options, ranks: int) -> None:
             f"CUDA_VISIBLE_DEVICES={','.join(visible)} lists {len(visible)} GPUs, and Paddle's launcher gives each of "
             f"{ranks} ranks one of them: start fewer, unset it, or use --launcher spawn"
         )
+
+
+def check_installed(options: Options, ranks: int) -> None:
+    """For the launch script, in the app's environment: raises UserError for more ranks than GPUs, as check_ranks does.
+
+    Only the GPU build of Paddle can count GPUs, and only where no variable lists them is that needed.
+    """
+    listed = options.gpus or visible_gpus() is not None
+    if ranks == 1 or options.launcher == "spawn" or listed or not installed("paddlepaddle-gpu"):
+        return
+    # In a process of its own: Paddle takes over SIGTERM when it is imported, and the launch script needs that.
+    count = [sys.executable, "-c", "import paddle; print(paddle.device.cuda.device_count())"]
+    output = subprocess.run(count, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split()
+    found = int(output[-1]) if output and output[-1].isdecimal() else 0  # a Paddle that fails will say so in a rank
+    if 0 < found < ranks:  # without any, the launcher does not deal them out
+        raise UserError(
+            f"this machine has {found} GPUs, and Paddle's launcher gives each of {ranks} ranks one of them: "
+            "start fewer, or use --launcher spawn"
+        )
+
+
+def installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def visible_gpus() -> list[str] | None:

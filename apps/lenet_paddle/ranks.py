@@ -30,12 +30,20 @@ def gpu_count() -> int:
 
 
 def choose_device(wanted: str, gpus: str | None, world: World) -> str:
-    """The CPU, or this rank's own GPU. Raises UserError when ``gpu`` is asked for and ranks would share GPUs."""
-    found, ranks = gpu_count(), world.local_world_size or 1
+    """The CPU, or this rank's own GPU. Raises UserError when ``gpu`` is asked for and ranks would share GPUs.
+
+    Where LOCAL_RANK is given without LOCAL_WORLD_SIZE, a rank knows of no others on its machine but those before it.
+    ``auto`` takes the GPU only if there is one for every rank of the job, so that all ranks decide alike.
+    """
+    found, ranks = gpu_count(), world.local_world_size
+    unknown = ranks is None and world.local_rank is not None
+    if ranks is None:
+        ranks = 1 if world.local_rank is None else world.world_size if wanted == "auto" else world.local_rank + 1
     if wanted == "gpu" and found < ranks:
+        whose = f"local rank {world.local_rank}" if unknown else f"{ranks} ranks"
         build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
         raise UserError(
-            f"--device gpu: this machine has {found} GPUs for {ranks} ranks{build}: start fewer, or use --device cpu"
+            f"--device gpu: this machine has {found} GPUs for {whose}{build}: start fewer, or use --device cpu"
         )
     if wanted == "cpu" or found < ranks:
         paddle.set_device("cpu")

@@ -41,7 +41,7 @@ from samestep.run import Run
 from samestep.sharding import GlobalBatches, Rows, shard, step_seed
 from samestep.watchdog import Watchdog
 from spawn import spawn
-from visual import Scalars, own_file
+from visual import Scalars, check_folder
 
 APP = Path(__file__).resolve().parent.name
 EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
@@ -155,9 +155,9 @@ def run_rank() -> None:
     """What every rank runs, whoever started it."""
     options = parse(sys.argv[1:])
     run = Run(APP, options, env.detect(os.environ))
-    check_gpus(options, run.world.local_world_size or 1)
+    check_gpus(options, run.world.local_world_size, run.world.local_rank or 0)
     if options.visualdl and options.run_dir and run.world.rank == 0:
-        own_file(options.visualdl, options.run_dir)  # before others wait for this rank
+        check_folder(options.visualdl, options.run_dir)  # before others wait for this rank
     device = ranks.choose_device(options.device, options.gpus, run.world)
     ranks.rendezvous(run.world, device, options.timeout, options.api)  # ranks talk
     train(run, options, device)

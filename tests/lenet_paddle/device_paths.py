@@ -51,6 +51,13 @@ PATHS = [
     (
         "gpu",
         "NCCL",
+        "more ranks than GPUs with paddle.distributed.launch",
+        "simulated",
+        f"{TESTS}::test_the_gpu_build_of_paddle_counts_the_gpus_before_its_launcher_does",
+    ),
+    (
+        "gpu",
+        "NCCL",
         "each rank's GPU, by paddle.distributed.launch and by torchrun's variables",
         "simulated",
         f"{TESTS}::test_each_rank_gets_its_own_gpu_from_any_launcher",

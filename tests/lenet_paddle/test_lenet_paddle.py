@@ -370,10 +370,12 @@ def test_every_rank_counts_the_ranks(harness: Harness, command: list[str], came:
 
 @pytest.mark.parametrize("launcher", ["launch", "spawn"])
 def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) -> None:
-    outcome = harness.run(2, *SMALL, "--device=gpu", f"--launcher={launcher}")
+    folder = harness.folder / "scalars"
+    outcome = harness.run(2, *SMALL, "--device=gpu", f"--launcher={launcher}", f"--visualdl={folder}")
     assert outcome.code == 2, outcome
     assert len(outcome.errors) == 1
     assert "--device gpu" in outcome.errors[0]
+    assert not list(folder.glob("*"))  # the next start, in a run dir of its own, may have the folder
 
 
 # --- GPUs, of which there are none: what is decided without one ----------------------------------------------------
@@ -414,6 +416,55 @@ def test_the_launcher_sees_the_gpus_that_are_named(harness: Harness) -> None:
     assert "CUDA" not in bare(harness, ["bash", SCRIPT, "2", "--dry-run"]).stdout
 
 
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ("3", "error: --gpus 3 names no GPU for local rank 1: name one for each rank"),
+        ("0,1", "error: --device gpu: this machine has 0 GPUs for local rank 1 (this Paddle is the CPU build): "),
+    ],
+)
+def test_plain_ranks_without_local_world_size_compare_what_they_know(harness: Harness, gpus: str, said: str) -> None:
+    command = [sys.executable, TRAIN, *SMALL, f"--gpus={gpus}"]
+    outcome = bare(harness, command, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert outcome.code == 2, outcome
+    assert outcome.errors[0].startswith(said)
+    assert len(outcome.errors) == 1
+
+
+def test_the_gpu_build_of_paddle_counts_the_gpus_before_its_launcher_does(harness: Harness) -> None:
+    """A Paddle that sees two GPUs stands in: what the launch script calls imports it in another process only."""
+    code = """
+import os, sys
+from pathlib import Path
+from options import check_installed, parse
+from samestep import UserError
+
+def said(ranks, *words):
+    try:
+        return check_installed(parse(words), ranks)
+    except UserError as problem:
+        return str(problem)
+
+LINE = "this machine has 2 GPUs, and Paddle's launcher gives each of 3 ranks one of them: start fewer, or use "
+for device in ("auto", "cpu", "gpu"):
+    assert said(3, f"--device={device}") == LINE + "--launcher spawn"
+assert said(2) is said(3, "--launcher=spawn") is said(3, "--gpus=0,1,2") is None
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"  # check_ranks has compared them
+assert said(3) is None
+del os.environ["CUDA_VISIBLE_DEVICES"]
+for broken in ("raise ImportError", Path("paddle.py").read_text().replace("2", "0")):
+    Path("paddle.py").write_text(broken)
+    assert said(3) is None
+assert "paddle" not in sys.modules
+"""
+    installed = harness.folder / "paddlepaddle_gpu-3.3.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: paddlepaddle-gpu\nVersion: 3.3.1\n")
+    (harness.folder / "paddle.py").write_text("class device:\n class cuda:\n  device_count = lambda: 2\n")
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
 # In a rank to which Paddle's own launcher gave one of two GPUs. What CUDA would answer is put in; all else is real.
 TWO_GPUS = """
 import os, sys
@@ -437,7 +488,7 @@ def refused(call, *arguments):
     try:
         call(*arguments)
     except UserError as problem:
-        return "this machine has 2 GPUs for 3 ranks" in str(problem)
+        return "has 2 GPUs for 3 ranks" in str(problem) or "has 2 GPUs for local rank 2:" in str(problem)
 
 world = env.detect(os.environ)
 mine, other = world.rank, 1 - world.rank
@@ -456,6 +507,14 @@ assert device("cpu", None, world) == ("cpu", "cpu")
 three = World(mine, 3, local_rank=mine, local_world_size=3, launcher="torchrun")
 assert device("auto", None, three) == ("cpu", "cpu")
 assert refused(device, "gpu", None, three)
+for rank in (0, 1, 2):  # three plain ranks with LOCAL_RANK alone: nobody takes another's, and with auto all do the same
+    plain = env.detect({"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)})
+    assert device("auto", None, plain) == ("cpu", "cpu")
+    if rank < 2:
+        assert device("gpu", None, plain) == ("gpu", f"gpu:{rank}")
+assert refused(device, "gpu", None, plain)
+two = env.detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+assert device("auto", None, two) == ("gpu", "gpu:1")
 os.environ["FLAGS_selected_gpus"] = "0"  # of whoever started torchrun: it is not each rank's
 torchrun = World(2 + mine, 4, local_rank=mine, local_world_size=2, launcher="torchrun")
 assert device("auto", None, torchrun) == ("gpu", f"gpu:{mine}")
@@ -532,6 +591,7 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     result = harness.train(2, *options, "--max-steps=9")
     assert result["resumed_from_step"] == 5
     (file,) = folder.glob("*vdlrecords*")
+    assert (harness.folder / "run" / "visualdl-file").read_text() == f"{file.name}\n"
     assert (folder / "notes.txt").read_text() == "mine"
     reader = LogReader(file_path=str(file))
     read = {tag: [(record.id, record.value) for record in reader.get_data("scalar", tag)] for tag in SCALARS}
@@ -575,6 +635,54 @@ for folder in ("shown/one", "others"):
     else:
         raise AssertionError(folder)
     assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+"""
+    outcome = in_app(harness, 1, code)
+    assert outcome.code == 0, outcome
+
+
+def test_visualdl_knows_a_run_that_was_moved_or_begun_by_an_older_version(harness: Harness) -> None:
+    code = """
+import json
+from pathlib import Path
+from samestep import UserError
+from visual import Scalars, check_folder
+from visualdl import LogWriter
+
+def run(name, *losses):
+    Path(name).mkdir()
+    lines = [{"app": "lenet_paddle"}] + [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    Path(name, "metrics.jsonl").write_text("".join(json.dumps(line) + chr(10) for line in lines))
+    return Path(name)
+
+def refused(folder, run_dir):
+    try:
+        check_folder(folder, run_dir)
+    except UserError as problem:
+        return str(problem)
+
+folder, one, other = Path("shown"), run("one", 2.3, 2.1, 1.7, 1.6), run("other", 2.3, 2.2)
+with LogWriter(logdir="shown", file_name="vdlrecords.samestep.log") as writer:
+    for step, loss in enumerate((2.3, 2.1, 1.7), 1):
+        writer.add_scalar("train/loss", loss, step)
+former = folder / "vdlrecords.samestep.log"
+with former.open("ab") as file:
+    file.write(bytes([9]))  # cut off by a kill
+for run_dir in (other, run("empty"), Path("not-made")):
+    said = refused(folder, run_dir)
+    assert said.startswith("--visualdl shown holds vdlrecords.samestep.log, of another run or this one's from before")
+    assert said.endswith(f"such as shown/{run_dir.name}, or remove that file if it is not needed")
+    assert not (run_dir / "visualdl-file").exists()
+check_folder(folder, one)
+(file,) = folder.iterdir()
+assert file.name == (one / "visualdl-file").read_text().strip() != former.name
+Scalars(folder, one.rename("moved")).close()
+assert list(folder.iterdir()) == [file]
+check_folder(Path("free"), other)
+assert list(Path("free").iterdir()) == []
+said = refused(folder, run("one", 2.3))  # a new run where the old one was
+assert said.startswith(f"--visualdl shown holds {file.name}, of another run, and")
+Path("file").touch()
+assert refused(Path("file"), one).startswith("cannot write --visualdl file: ")
 """
     outcome = in_app(harness, 1, code)
     assert outcome.code == 0, outcome
