@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from samestep import UserError
 from samestep.checkpoint import write_atomic
 
 NOTE = "visualdl-file"  # in the run dir: the name of its file
-FORMER = "vdlrecords.samestep.log"  # every run's, before each had a name of its own
 TAGS = {
     "loss": "train/loss",
     "accuracy": "train/accuracy_top1",
@@ -28,22 +26,18 @@ def check_folder(folder: Path, run_dir: Path) -> None:
     """Raises UserError where ``folder``, which is made, cannot be written, or holds another run's file.
 
     Of several files in one folder VisualDL shows one. None is made here, as it would be in the way of the next start if
-    this one failed. A file under the name that all runs once had becomes the run's own if it holds the run's losses.
+    this one failed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         own = file_name(run_dir) if (run_dir / NOTE).exists() else None
         others = sorted(path.name for path in folder.glob("*vdlrecords*") if path.name != own)
-        if others == [FORMER] and holds_losses(folder / FORMER, run_dir):
-            (folder / FORMER).rename(folder / file_name(run_dir))
-            return
     except OSError as problem:
         raise UserError(f"cannot write --visualdl {folder}: {problem.strerror}") from problem
     if others:
-        former = " or this one's from before files were told apart" if others[0] == FORMER else ""
         raise UserError(
-            f"--visualdl {folder} holds {others[0]}, of another run{former}, and VisualDL shows one of a folder: "
+            f"--visualdl {folder} holds {others[0]}, of another run, and VisualDL shows one of a folder: "
             f"name a folder for each run, such as {folder / run_dir.name}, or remove that file if it is not needed"
         )
 
@@ -54,17 +48,6 @@ def file_name(run_dir: Path) -> str:
     if not note.exists():
         write_atomic(note, f"vdlrecords.{secrets.token_hex(6)}.log\n".encode())  # VisualDL reads names that begin so
     return note.read_text().strip()
-
-
-def holds_losses(file: Path, run_dir: Path) -> bool:
-    """Whether the run's first losses, which metrics.jsonl has, are in ``file``, which a kill may have cut off."""
-    try:
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:4]]
-    except (FileNotFoundError, ValueError):  # a line that was being written when the process was killed
-        return False
-    losses = [values["loss"] for values in lines if "step" in values]
-    content = file.read_bytes()  # which has each as a little-endian float
-    return bool(losses) and all(struct.pack("<f", loss) in content for loss in losses)
 
 
 class Scalars:
