@@ -142,10 +142,9 @@ def compare_data_parallel(n: int, options: Namespace, run_dir: Path) -> dict[str
         raise FatalError(f"DataParallel beside DDP failed: {ended['said']}")
     found: dict[str, Any] = json.loads((run_dir / "data_parallel.json").read_text())
     for each in found["ways"]:
-        checked = [
-            each["gradients_difference"],
-            *([each["weights_difference"]] if found["steps"] <= CLOSE_STEPS else []),
-        ]
+        checked = [each["gradients_difference"]]
+        if found["steps"] <= CLOSE_STEPS:
+            checked.append(each["weights_difference"])
         if not all(difference <= CLOSE for difference in checked):  # nor is NaN close
             raise FatalError(f"{each['way']} does not take the plain step: {each}")
     return found

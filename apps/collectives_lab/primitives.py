@@ -338,10 +338,10 @@ def refusal(name: str, operator: str, dtype: torch.dtype, group: Any, device: to
         with talk(f"{name} with {operator}"):
             REDUCERS[name](operand(dist.get_rank(), 1, dtype, device), 0, OPERATORS[operator].op, group)
     except FatalError as problem:
-        cause = problem.__cause__ or problem
-        if missing_rank(cause) or not OPERATORS[operator].may_be_refused(dtype, backend(device)):
+        said = reason(problem.__cause__ or problem)
+        if missing_rank(said) or not OPERATORS[operator].may_be_refused(dtype, backend(device)):
             raise
-        return reason(cause)
+        return said
     return None
 
 
