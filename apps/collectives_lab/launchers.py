@@ -35,6 +35,7 @@ WAYS = {
     "Process": "one process each; nobody watches them, exit codes are the caller's to read",
 }
 CLOSE = 1e-12  # between float64 gradients, and weights, that differ by the order of summation alone
+CLOSE_STEPS = 100  # as long as weights stay so: training makes rounding grow
 
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
@@ -132,7 +133,8 @@ def compare(n: int, options: Namespace) -> None:
 
 
 def compare_data_parallel(n: int, options: Namespace, run_dir: Path) -> dict[str, Any]:
-    """DataParallel, and DDP on n ranks, against the plain step. Raises FatalError where they do not take it too."""
+    """DataParallel, and DDP on n ranks, against the plain step. Raises FatalError where they do not take it too: by the
+    first gradients, and up to CLOSE_STEPS steps by the weights."""
     log.info(f"DataParallel, and DDP on {ranks_of(n)}, beside the plain step")
     kept = [f"--run-dir={run_dir}", f"--steps={options.steps}", f"--device={options.device}", "--quiet"]
     ended = try_one("DataParallel", torchrun(n, str(HERE / "data_parallel.py"), *kept), run_dir)
@@ -140,7 +142,10 @@ def compare_data_parallel(n: int, options: Namespace, run_dir: Path) -> dict[str
         raise FatalError(f"DataParallel beside DDP failed: {ended['said']}")
     found: dict[str, Any] = json.loads((run_dir / "data_parallel.json").read_text())
     for each in found["ways"]:
-        if max(each["gradients_difference"], each["weights_difference"]) > CLOSE:
+        checked = [each["gradients_difference"]]
+        if found["steps"] <= CLOSE_STEPS:
+            checked.append(each["weights_difference"])
+        if not all(difference <= CLOSE for difference in checked):  # nor is NaN close
             raise FatalError(f"{each['way']} does not take the plain step: {each}")
     return found
 
@@ -177,7 +182,8 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         note = "Time is from the kill to the launcher's end; lines are those on stderr beside the ranks' own."
         header = ["launcher", "exit code", "after", "left running", "lines", "what a surviving rank says"]
         made.append(Table("When the last rank is killed halfway", note, header, failures))
-        made.append(data_parallel_table(found["data_parallel"]))
+        if "data_parallel" in found:  # not in those of earlier versions
+            made.append(data_parallel_table(found["data_parallel"]))
     return made
 
 
@@ -198,6 +204,8 @@ def data_parallel_table(found: dict[str, Any]) -> Table:
     does = f"It uses GPUs {devices}" if devices else "Without a GPU it calls the module as it is"
     note = f"{does}. Differences are the largest from the plain step, in float64: of the first gradients, and of the "
     note += f"weights after {found['steps']} steps; calls are of the model, in one process and step."
+    if found["steps"] > CLOSE_STEPS:
+        note += f" Beyond {CLOSE_STEPS} steps rounding has grown: the weights are told, not checked."
     header = ["how", "processes", "calls", "gradients", "weights"]
     return Table("DataParallel beside DDP", note, header, rows)
 

@@ -27,7 +27,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from options import parse, timed_calls
-from ranks import facts, gather_json, reason, rendezvous, slowest_seconds, talk, talking, write_json
+from ranks import (
+    backend,
+    facts,
+    gather_json,
+    missing_rank,
+    reason,
+    rendezvous,
+    slowest_seconds,
+    talk,
+    talking,
+    write_json,
+)
 from samestep import FatalError, UserError, env, log
 from show import Picture, Table, duration, new_figure, picture, ranks_of, size
 from torch import Tensor
@@ -265,20 +276,25 @@ class Operator:
 
     op: Any
     definition: Callable[[Tensor], Tensor]
-    bitwise: bool = False  # defined for whole numbers alone
+    whole: bool = True  # defined for whole numbers
+    floating: bool = True  # defined for floating point
+    not_by: str = ""  # the backend that documents that it does not have it
+
+    def defined(self, dtype: torch.dtype) -> bool:
+        return self.floating if dtype.is_floating_point else self.whole
+
+    def may_be_refused(self, dtype: torch.dtype, backend: str) -> bool:
+        return not self.defined(dtype) or backend == self.not_by
 
 
 def bitwise(op: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Operator:
-    return Operator(op, lambda xs: functools.reduce(of_two, xs), bitwise=True)
-
-
-def mean(xs: Tensor) -> Tensor:
-    return xs.sum(dim=0) / len(xs) if xs.is_floating_point() else xs.sum(dim=0) // len(xs)
+    return Operator(op, lambda xs: functools.reduce(of_two, xs), floating=False, not_by="nccl")
 
 
 OPERATORS = {
     "SUM": Operator(SUM, lambda xs: xs.sum(dim=0)),
-    "AVG": Operator(dist.ReduceOp.AVG, mean),
+    # Of whole numbers, the mean need not be one, and backends may round it in different ways.
+    "AVG": Operator(dist.ReduceOp.AVG, lambda xs: xs.mean(dim=0), whole=False),
     "PRODUCT": Operator(dist.ReduceOp.PRODUCT, lambda xs: xs.prod(dim=0)),
     "MIN": Operator(dist.ReduceOp.MIN, lambda xs: xs.amin(dim=0)),
     "MAX": Operator(dist.ReduceOp.MAX, lambda xs: xs.amax(dim=0)),
@@ -295,9 +311,9 @@ def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> Tensor | None:
-    """What this rank holds after collective ``name``, by definition; None where there is none."""
+    """What this rank holds after collective ``name``, by definition; None where it gives this rank nothing."""
     rank = dist.get_rank()
-    if (operator.bitwise and inputs[0].is_floating_point()) or (name == "reduce" and rank != root):
+    if name == "reduce" and rank != root:
         return None
     result = operator.definition(torch.stack(inputs))
     return result[rank] if name == "reduce_scatter" else result
@@ -314,18 +330,25 @@ def is_right(result: Tensor | None, expected: Tensor | None, p: int) -> bool:
 
 
 def refusal(name: str, operator: str, dtype: torch.dtype, group: Any, device: torch.device) -> str | None:
-    """What the backend says when it will not reduce so, found by trying once; None where it does."""
+    """What the backend says when it will not reduce so, found by trying once; None where it does.
+
+    Raises FatalError when that fails which the backend must be able to do, and when a rank is missing.
+    """
     try:
         with talk(f"{name} with {operator}"):
             REDUCERS[name](operand(dist.get_rank(), 1, dtype, device), 0, OPERATORS[operator].op, group)
     except FatalError as problem:
-        return reason(problem.__cause__ or problem)
+        said = reason(problem.__cause__ or problem)
+        if missing_rank(said) or not OPERATORS[operator].may_be_refused(dtype, backend(device)):
+            raise
+        return said
     return None
 
 
 def check_operators(names: list[str], operators: list[str], device: torch.device) -> list[dict[str, Any]]:
     """Each operator by each reducing collective against its definition, for every dtype, layout and root; wrong ones
-    are listed by rank. What a backend refuses is tried once for each dtype, and said in its own words."""
+    are listed by rank. What a backend may refuse is said in its own words; what it accepts though nothing defines it
+    is not checked. Raises FatalError where a backend fails at anything else."""
     rank, p = dist.get_rank(), dist.get_world_size()
     with talk("making a group"):  # for what may be refused: a barrier raises again what failed in its group before
         group = dist.new_group(timeout=timedelta(seconds=talking.timeout))
@@ -334,8 +357,8 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
         refused = next(
             (words for words in gather_json(refusal(name, operator, dtype, group, device), device) if words), ""
         )
-        roots = range(p if name == "reduce" else 1)
-        wrong, cases = [], [] if refused else list(itertools.product(LAYOUTS, roots))
+        defined, roots = OPERATORS[operator].defined(dtype), range(p if name == "reduce" else 1)
+        wrong, cases = [], list(itertools.product(LAYOUTS, roots)) if defined and not refused else []
         for layout, root in cases:
             inputs = [operand(each, 0 if layout == "empty" else 5, dtype, device) for each in range(p)]
             with talk(f"{name} with {operator}"):
@@ -349,6 +372,7 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
                 "primitive": name,
                 "dtype": str(dtype).removeprefix("torch."),
                 "refused": refused,
+                "defined": defined,
                 "cases": len(cases),
                 "wrong": {str(r): each for r, each in enumerate(everyones) if each},
             }
@@ -359,12 +383,12 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
 def show_operators(checked: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     """Each operator by each reducing collective on one number a row: before and after on every rank, root 0.
 
-    Whole numbers, or floating point where those are refused.
+    Whole numbers, or floating point where nothing is defined for those.
     """
     shown: dict[tuple[str, str], dict[str, Any]] = {}
     for case in reversed(checked):  # int64 first
         operator, name, dtype = case["operator"], case["primitive"], case["dtype"]
-        if case["refused"] or (operator, name) in shown:
+        if case["refused"] or not case["defined"] or (operator, name) in shown:
             continue
         x = operand(dist.get_rank(), 1, getattr(torch, dtype), device)
         before = x.flatten().tolist()
@@ -598,14 +622,14 @@ def operator_tables(found: dict[str, Any]) -> list[Table]:
     return [
         Table(
             f"Reduction operators on {ranks_of(p)}: before → after",
-            "As above; int64, or float64 where the backend refuses that." + (" Ranks 0 to 3." if p > 4 else ""),
+            "As above; int64, or float64 for a mean." + (" Ranks 0 to 3." if p > 4 else ""),
             ["operator", "primitive", *(f"rank {r}" for r in range(min(p, 4)))],
             values,
         ),
         Table(
             f"Reduction operators checked against their definitions, {ranks_of(p)}",
             f"By {names}; {', '.join(LAYOUTS)} tensors, every rank as reduce's root. Refused: found by trying, in the "
-            f"words of {found['facts']['backend']}.",
+            f"words of {found['facts']['backend']}. Undefined: a mean of whole numbers, bits of floating point.",
             ["operator", *(str(dtype).removeprefix("torch.") for dtype in DTYPES), "it says"],
             rows,
         ),
@@ -619,7 +643,8 @@ def _outcome(cases: list[dict[str, Any]]) -> str:
         return "refused"
     count = sum(case["cases"] for case in cases)
     wrong = sum(len({tuple(each) for of in case["wrong"].values() for each in of}) for case in cases)
-    return f"{count - wrong} of {count}" + (f", refused by {', '.join(refused)}" if refused else "")
+    right = f"{count - wrong} of {count}" if count else "accepted, undefined"
+    return right + (f", refused by {', '.join(refused)}" if refused else "")
 
 
 def size_class(count: int) -> int:

@@ -91,12 +91,18 @@ def reason(problem: BaseException) -> str:
     said = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
     said = said.partition("] ")[2] if said.startswith("[") and "] " in said else said
     said = said.partition(". This is typically caused")[0]  # gloo's advice, and its good wishes
+    missing = missing_rank(said)
+    return f"{said}: {missing}" if missing else said
+
+
+def missing_rank(said: str) -> str:
+    """What torch's words mean when another rank does not answer; nothing where they say something else."""
     lower = said.lower()
     if "closed by peer" in lower or "reset by peer" in lower or "broken pipe" in lower:
-        return f"{said}: another rank has ended"
+        return "another rank has ended"
     if "timed out" in lower or "timeout" in lower:
-        return f"{said}: another rank is stopped, or never came"
-    return said
+        return "another rank is stopped, or never came"
+    return ""
 
 
 def _keep_limits(rank: int) -> None:

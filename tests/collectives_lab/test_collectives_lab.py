@@ -128,6 +128,7 @@ def check_operators(found: dict[str, Any], n: int) -> None:
         elif op in ("BAND", "BOR", "BXOR") and dtype != "int64":
             refused = f"Cannot use ReduceOp.{op} with non-integral dtype"
         assert case["refused"] == refused
+        assert case["defined"] == (not refused)
         assert case["cases"] == (0 if refused else 3 * (n if name == "reduce" else 1))  # layouts, roots
     shown = {(each["operator"], each["primitive"]): each for each in found["operators"]}
     assert list(shown) == [(op, name) for op in OPERATORS for name in REDUCERS]
@@ -325,6 +326,31 @@ def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
         assert choices == {"auto": "cpu, gloo", "cpu": "cpu, gloo"}
 
 
+def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> None:
+    """And rounding that many steps have made grow is no error. Outcomes that gloo does not have: outcomes.py."""
+    run_dir = lab.folder / "run"
+    words = [sys.executable, str(Path(__file__).with_name("outcomes.py")), str(run_dir)]
+    outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
+    assert outcome.code == 0, outcome
+    found = read(run_dir, "outcomes")
+    for name, said in {
+        "SUM fails": "no such kernel",
+        "BAND fails": "no such kernel",  # on int64; nothing obliges it to take floating point
+        "BAND times out": "Timed out waiting 8000ms for recv operation: another rank is stopped, or never came",
+    }.items():
+        error = re.sub(r" after [\d.]+ s: ", ": ", found[name])
+        assert error == f"error: rank 0: all_reduce with {name.split()[0]} failed: {said}"
+    assert found["BAND fails on NCCL"] == {"cells": ["refused"] * 3, "cases": [0, 0, 0], "shown": []}
+    unchecked = "accepted, undefined"
+    assert found["BAND takes floats"] == {
+        "cells": [unchecked, unchecked, "3 of 3"], "cases": [0, 0, 3], "shown": ["int64"],
+    }  # fmt: skip
+    assert found["AVG takes whole numbers"] == {
+        "cells": ["3 of 3", "3 of 3", unchecked], "cases": [3, 3, 0], "shown": ["float64"],
+    }  # fmt: skip
+    assert found["close"] == ["told", "error", "told", "error", "error"]
+
+
 def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
     outcome = lab.command(1, "primitives", "--only=send_recv").finish()
     assert outcome.code == 2
@@ -508,7 +534,12 @@ def test_held_out_errors_are_told_whatever_they_are(lab: Lab) -> None:
     assert all(abs(error - 2.0) < 0.01 for error in errors)
     assert "200%" in outcome.stdout
 
-    page_of(lab)
+    # A run dir may hold what an earlier version wrote, which did not compare DataParallel.
+    earlier = {"facts": {"world_size": 2}, "ways": {}}
+    (run_dir / "launchers.json").write_text(json.dumps(earlier))
+    page = page_of(lab)
+    assert "What each launcher does, 2 ranks" in page
+    assert "DataParallel beside DDP" not in page
 
 
 def page_of(lab: Lab) -> str:
