@@ -108,16 +108,14 @@ def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
     harness.check_nothing_left()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_the_installation_is_verified(harness: Harness, transport: str) -> None:
-    """Over MPI ten times in a row."""
-    for i in range(10 if transport == "mpi" else 1):
-        outcome = bare(harness, ["bash", VERIFY, str(2 + i % 2), f"--transport={transport}"])
+def test_the_installation_is_verified_ten_times_in_a_row(harness: Harness) -> None:
+    for i in range(10):
+        outcome = bare(harness, ["bash", VERIFY, str(2 + i % 2), "--transport=mpi"])
         assert outcome.code == 0, outcome
         rows = outcome.stdout.splitlines()
         assert len(rows) >= 12
         assert all(row.startswith("ok ") for row in rows)
-        assert f"{transport} on cpu" in outcome.stdout
+        assert "mpi on cpu" in outcome.stdout
 
 
 @pytest.mark.parametrize(
