@@ -62,7 +62,8 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    return told_by("mnist_ddp", PROGRAM)
+    answer: dict[str, Any] = told_by("mnist_ddp", PROGRAM)
+    return answer
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])

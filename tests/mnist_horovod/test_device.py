@@ -42,7 +42,8 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    return told_by("mnist_horovod", PROGRAM)
+    answer: dict[str, Any] = told_by("mnist_horovod", PROGRAM)
+    return answer
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])

@@ -7,14 +7,13 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference
+from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference, told_by
 from samestep import UserError, checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
@@ -146,11 +145,7 @@ print(json.dumps(told))
 
 def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
     """torch says that there are 4 GPUs: ranks of one machine, of two, and of two with one GPU's rank each."""
-    path = os.pathsep.join([str(Path(TRAIN).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command, environ = [sys.executable, "-c", GPUS], {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = told_by("mnist_lightning", GPUS)
     assert told == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
 
 
