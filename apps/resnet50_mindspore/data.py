@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,38 +31,63 @@ class Split:
     images: NDArray[np.uint8]
     labels: NDArray[np.int32]
 
-    def training(self, batches: GlobalBatches, steps: Iterable[int], image_size: int) -> ds.Dataset:
+    def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
         """This rank's shard of each of ``steps``: images float32 [rows, 3, s, s], labels int32 [rows], weights [rows].
 
         Every rank has ceil(global batch / ranks) rows at every step, because MindSpore compiles anew for another
         shape and refuses an empty one. Rows that the rank's shard does not fill repeat samples of the batch, with
         weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
         """
-        rows = -(-batches.global_batch_size // batches.world_size)
+        rows = rows_per_rank(batches)
 
-        def make() -> Iterator[Batch]:
-            for step in steps:
-                own = batches.indices(step)
-                repeated = own if len(own) else replace(batches, rank=0, world_size=1).indices(step)
-                indices = np.concatenate([own, np.resize(repeated, rows - len(own))])
-                weights = np.zeros(rows, np.float32)
-                weights[: len(own)] = rows * batches.world_size / batches.size(step)
-                images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
-                yield images, self.labels[indices], weights
+        def make(step: int) -> Batch:
+            own = batches.indices(step)
+            repeated = own if len(own) else replace(batches, rank=0, world_size=1).indices(step)
+            indices = np.concatenate([own, np.resize(repeated, rows - len(own))])
+            weights = np.zeros(rows, np.float32)
+            weights[: len(own)] = rows * batches.world_size / batches.size(step)
+            images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
+            return images, self.labels[indices], weights
 
-        return pipeline(make, rows, image_size)
+        return pipeline(Source(make, steps, rows), image_size)
 
     def evaluation(self, first: int, last: int, rows: int, image_size: int) -> ds.Dataset:
         """The samples from ``first`` to before ``last`` as they are, ``rows`` at a time; weight 1, or 0 if repeated."""
 
-        def make() -> Iterator[Batch]:
-            for begin in range(first, last, rows):
-                indices = np.arange(begin, begin + rows)
-                weights = (indices < last).astype(np.float32)
-                indices = np.minimum(indices, last - 1)
-                yield self.images[indices], self.labels[indices], weights
+        def make(begin: int) -> Batch:
+            indices = np.arange(begin, begin + rows)
+            weights = (indices < last).astype(np.float32)
+            indices = np.minimum(indices, last - 1)
+            return self.images[indices], self.labels[indices], weights
 
-        return pipeline(make, rows, image_size)
+        return pipeline(Source(make, range(first, last, rows), rows), image_size)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The samples of batches of ``rows`` that ``make`` gives for each of ``batches``, one by one.
+
+    MindSpore asks for the size of what it is to sink before the first step. Where it is not told, it runs through all
+    of the data to count it.
+    """
+
+    make: Callable[[int], Batch]
+    batches: range
+    rows: int
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.rows
+
+    def __iter__(self) -> Iterator[tuple[NDArray[Any], ...]]:
+        for batch in self.batches:
+            images, labels, weights = self.make(batch)
+            # Arrays of no dimension, not numpy's scalars: those MindSpore cannot take with numpy 2.
+            yield from zip(images, map(np.asarray, labels), map(np.asarray, weights))
+
+
+def rows_per_rank(batches: GlobalBatches) -> int:
+    """Rows of each rank at every step."""
+    return -(-batches.global_batch_size // batches.world_size)
 
 
 def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
@@ -88,28 +113,30 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
     return cropped
 
 
-def pipeline(make: Any, rows: int, image_size: int) -> ds.Dataset:
-    """MindSpore's compiled transforms over the images of ``make``, in batches of ``rows``."""
-
-    def samples() -> Iterator[tuple[NDArray[Any], ...]]:
-        for images, labels, weights in make():
-            # Arrays of no dimension, not numpy's scalars: those MindSpore cannot take with numpy 2.
-            yield from zip(images, map(np.asarray, labels), map(np.asarray, weights))
-
+def pipeline(source: Source, image_size: int) -> ds.Dataset:
+    """MindSpore's compiled transforms over the images of ``source``, in its batches."""
     transforms = [vision.Resize((image_size, image_size))] if image_size != 32 else []
     transforms += [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
-    dataset = ds.GeneratorDataset(samples, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
-    dataset = dataset.map(transforms, "image", num_parallel_workers=1).batch(rows, num_parallel_workers=1)
+    dataset = ds.GeneratorDataset(source, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
+    dataset = dataset.map(transforms, "image", num_parallel_workers=1).batch(source.rows, num_parallel_workers=1)
     return dataset
 
 
-def feed(step: nn.Cell, shards: ds.Dataset, device: str) -> Callable[[], Tensor]:
-    """One update with the next of ``shards`` at each call. On Ascend they wait on the device ("sinking")."""
-    if device == "ascend":
-        sinking: Callable[[], Tensor] = ms.data_sink(step, shards)
-        return sinking
+def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int) -> Iterator[Tensor]:
+    """Loops of ``sink_size`` updates with the next of ``shards``; yields what the last of each returned.
+
+    With ``sinks``, MindSpore has the shards wait on the device, which CPU does not know. Nothing is asked of them
+    before the first loop.
+    """
+    if sinks:
+        loop = ms.data_sink(step, shards, sink_size)
+        while True:
+            yield loop()
     batches = shards.create_tuple_iterator(num_epochs=1)
-    return lambda: step(*next(batches))
+    while True:
+        for _ in range(sink_size):
+            loss = step(*next(batches))
+        yield loss
 
 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:

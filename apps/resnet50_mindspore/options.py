@@ -11,6 +11,7 @@ from samestep.options import Options, Parser, add_common, real, whole
 
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 IMAGE_SIZES = {"ascend": 224, "cpu": 32}
+FIRST_STEP_TIMEOUTS = {"ascend": 1800.0, "cpu": 300.0}  # seconds: Ascend's compiler takes many minutes
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -27,6 +28,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.01",
         datasets=("cifar10", "synthetic-cifar10"),
         devices=("auto", "cpu", "ascend"),
+        may_change_at_resume=("api", "sink_size", "first_step_timeout"),
     )
     parser.set_defaults(dtype="float32")  # MindSpore's convolutions on CPU know no other
     add = parser.add_argument_group("model and optimizer").add_argument
@@ -36,11 +38,37 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--loss", choices=("expand", "builtin"), default="expand", help="of small operators, or MindSpore's own")
     add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="(default: %(default)s)")
     add(
+        "--drop-remainder",
+        action="store_true",
+        help="leave out of each epoch the samples that fill no global batch (default: a smaller last one)",
+    )
+    add = parser.add_argument_group("mindspore").add_argument
+    add(
+        "--api",
+        choices=("functional", "highlevel"),
+        default="functional",
+        help="functional: value_and_grad in a loop of our own (the default); highlevel: mindspore.train.Model",
+    )
+    add(
+        "--sink-size",
+        type=whole(1),
+        default=1,
+        metavar="S",
+        help="updates in a loop, between which nothing is due: on Ascend they run from data that wait on the device; "
+        "S must divide --log-every, --checkpoint-every and the steps of an epoch (default: %(default)s)",
+    )
+    add(
+        "--first-step-timeout",
+        type=real(0.0, above=True),
+        metavar="T",
+        help="as --timeout, until the first step is done, which is compiled (default: 300, on Ascend 1800)",
+    )
+    add(
         "--parallel",
-        choices=("data", "auto", "semi-auto"),
+        choices=("data", "auto"),
         default="data",
-        help="data: each rank its shard of the batch (the default); auto, semi-auto: MindSpore cuts the operators, "
-        "on Ascend alone",
+        help="data: each rank its shard of the batch (the default); auto, experimental, on Ascend alone: MindSpore "
+        "chooses how to cut the operators, and a run whose weights it would cut is refused",
     )
     return parser
 
@@ -54,10 +82,35 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.device = "ascend" if ASCEND_DRIVER.exists() else "cpu"
     elif options.device == "ascend" and not ASCEND_DRIVER.exists():
         raise UserError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
-    if options.device == "cpu" and options.parallel != "data":
-        raise UserError(f"--parallel {options.parallel} needs Ascend, MindSpore has none on CPU: use --parallel data")
+    if options.parallel == "auto":
+        _check_auto(options)
     if options.device == "cpu" and os.environ.get("RANK_TABLE_FILE"):
         raise UserError(f"RANK_TABLE_FILE={os.environ['RANK_TABLE_FILE']} is for Ascend: unset it to train on CPU")
     if options.image_size is None:
         options.image_size = IMAGE_SIZES[options.device]
+    if options.first_step_timeout is None:
+        options.first_step_timeout = FIRST_STEP_TIMEOUTS[options.device]
+    for name in ("log_every", "checkpoint_every", "max_steps"):
+        check_loops(options.sink_size, f"--{name.replace('_', '-')}", getattr(options, name) or 0)
     return options
+
+
+def _check_auto(options: Options) -> None:
+    """Refuse what cannot work under AutoParallel. Raises UserError."""
+    if options.device == "cpu":
+        raise UserError("--parallel auto needs Ascend, MindSpore has none on CPU: use --parallel data")
+    if options.api == "highlevel" or options.sink_size > 1:
+        raise UserError(
+            "--parallel auto takes --api functional and --sink-size 1 alone: MindSpore's AutoParallel knows no sinking "
+            "in a loop of our own, and Model was not tried with it"
+        )
+
+
+def check_loops(sink_size: int, name: str, steps: int) -> None:
+    """Refuse loops of ``sink_size`` updates in which something would be due before the end. Raises UserError."""
+    if steps % sink_size:
+        divisors = ", ".join(str(size) for size in range(1, min(sink_size, steps) + 1) if steps % size == 0)
+        raise UserError(
+            f"--sink-size {sink_size} does not divide {name} {steps}: something would be due within a loop; choose one "
+            f"of {divisors}"
+        )

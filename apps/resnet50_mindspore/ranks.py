@@ -16,6 +16,7 @@ from mindspore.communication import GlobalComm, get_group_size, init
 from numpy.typing import NDArray
 from samestep import UserError, log
 from samestep.env import World
+from samestep.options import Options
 from samestep.run import processor
 
 
@@ -51,8 +52,9 @@ def facts(device: str) -> dict[str, Any]:
     }
 
 
-def rendezvous(world: World, device: str, timeout: float) -> None:
+def rendezvous(world: World, options: Options) -> None:
     """Join the other ranks where msrun or the rank table says; a process that no launcher started trains alone."""
+    device = options.device
     if world.launcher == "none":
         return
     if world.launcher != "msrun" and (world.launcher, device) != ("rank table", "ascend"):
@@ -60,7 +62,7 @@ def rendezvous(world: World, device: str, timeout: float) -> None:
             f"{world.launcher} started {world.world_size} ranks, which MindSpore cannot join on {device}: "
             "use msrun, or scripts/run_resnet50_mindspore.sh"
         )
-    _leave_silence_to_the_watchdog(timeout)
+    _leave_silence_to_the_watchdog(options)
     init()  # ranks talk
     if get_group_size() != world.world_size:
         raise UserError(
@@ -68,14 +70,14 @@ def rendezvous(world: World, device: str, timeout: float) -> None:
         )
 
 
-def serve(timeout: float) -> NoReturn:
+def serve(options: Options) -> NoReturn:
     """Be msrun's scheduler, through which the workers find each other, and which never trains. Ends the process.
 
     Left to itself it takes 40 s to notice that a worker was killed, and msrun waits for it. It keeps Python's lock all
     that time, so it is a child process, and this one watches: it ends the scheduler with the last of the workers that
     msrun started on this machine.
     """
-    _leave_silence_to_the_watchdog(timeout)
+    _leave_silence_to_the_watchdog(options)
     scheduler = os.fork()
     if scheduler == 0:
         ms.set_device("CPU")
@@ -98,9 +100,15 @@ def serve(timeout: float) -> NoReturn:
     os._exit(0 if seen else 1)  # how the workers ended, msrun knows
 
 
-def _leave_silence_to_the_watchdog(timeout: float) -> None:
-    """MindSpore ends a job after 30 s of silence, and names no rank: the watchdog, which does, is to come first."""
-    os.environ.setdefault("MS_NODE_TIMEOUT", str(int(timeout) + 60))
+def _leave_silence_to_the_watchdog(options: Options) -> None:
+    """MindSpore ends a job after 30 s of silence, and names no rank: the watchdog, which does, is to come first.
+
+    So does HCCL on Ascend, when a rank has waited 120 s for another to connect, which it does once its first graph is
+    compiled; it takes 120 to 7,200 s.
+    """
+    longest = int(max(options.timeout, options.first_step_timeout)) + 60
+    os.environ.setdefault("MS_NODE_TIMEOUT", str(longest))
+    os.environ.setdefault("HCCL_CONNECT_TIMEOUT", str(min(max(longest, 120), 7200)))
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -18,16 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import auto_parallel
 import mindspore as ms
 import numpy as np
 import ranks
 import weights
-from data import Split, feed, load
-from mindspore import Tensor, nn
-from mindspore.parallel.auto_parallel import AutoParallel
+from data import Split, feed, load, rows_per_rank
+from highlevel import fit
+from mindspore import Parameter, Tensor, nn, ops
 from model import ResNet, build_loss, build_model
-from options import parse
-from samestep import env, log
+from options import check_loops, parse
+from samestep import UserError, env, log
 from samestep.env import World
 from samestep.options import Options
 from samestep.run import Run
@@ -43,14 +44,17 @@ def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
 
 
 class Forward(nn.Cell):  # type: ignore[misc]
-    """Images, labels and sample weights of one batch to the mean of weight * loss."""
+    """Images, labels and sample weights of one batch to the mean of weight * loss, which is added to ``total``."""
 
     def __init__(self, model: ResNet, loss: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.model, self.loss = model, loss
+        self.total = Parameter(Tensor(0.0, ms.float32), "total", requires_grad=False)
 
     def construct(self, images: Tensor, labels: Tensor, sample_weights: Tensor) -> Tensor:
-        return (self.loss(self.model(images), labels) * sample_weights).mean()
+        mean = (self.loss(self.model(images), labels) * sample_weights).mean()
+        ops.assign_add(self.total, mean)
+        return mean
 
 
 class TrainStep(nn.Cell):  # type: ignore[misc]
@@ -60,10 +64,10 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
     averages over ranks, so each sample is scaled by its weight; rows that only fill up a shard have weight 0.
     """
 
-    def __init__(self, forward: Forward, optimizer: nn.Momentum, parallel: str, world_size: int) -> None:
+    def __init__(self, forward: Forward, optimizer: nn.Momentum, reduces: bool, world_size: int) -> None:
         super().__init__(auto_prefix=False)
         self.gradients = ms.value_and_grad(forward, None, optimizer.parameters)
-        self.optimizer, self.reduces = optimizer, parallel == "data" and world_size > 1
+        self.optimizer, self.reduces = optimizer, reduces and world_size > 1
         if self.reduces:  # otherwise MindSpore places the collectives itself, where it cuts the operators
             self.reduce = nn.DistributedGradReducer(optimizer.parameters, mean=True, degree=world_size)
 
@@ -75,16 +79,6 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
         return loss
 
 
-def build_step(options: Options, model: ResNet, optimizer: nn.Momentum, world_size: int) -> nn.Cell:
-    """The graph that trains, cut by MindSpore where --parallel says so."""
-    step = TrainStep(Forward(model, build_loss(options.loss)), optimizer, options.parallel, world_size)
-    if options.parallel == "data":
-        return step
-    cut = AutoParallel(step, "semi_auto" if options.parallel == "semi-auto" else "recursive_programming")
-    cut.enable_gradients_mean()
-    return cut
-
-
 def evaluate(model: ResNet, test: Split, image_size: int, world: World, watchdog: Watchdog) -> dict[str, Any]:
     """Loss and accuracy over the whole test set, each example counted once on exactly one rank.
 
@@ -93,6 +87,8 @@ def evaluate(model: ResNet, test: Split, image_size: int, world: World, watchdog
     own = weights.buffers(model)
     weights.load_buffers(model, weights.averaged_buffers(model)[0])  # ranks talk
     model.set_train(False)
+    if not model.compile_cache:
+        watchdog.compiles()
     first, last = shard(len(test.labels), world.rank, world.world_size)
     sums = np.zeros(3)
     batches = test.evaluation(first, last, EVALUATION_BATCH, image_size)
@@ -111,6 +107,14 @@ def evaluate(model: ResNet, test: Split, image_size: int, world: World, watchdog
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
+def build_batches(options: Options, n: int, world: World) -> GlobalBatches:
+    """Each step's samples, of ``n``. Raises UserError where none would be left."""
+    if options.drop_remainder and n < options.global_batch_size:
+        raise UserError(f"--drop-remainder leaves none of {n} samples: lower --global-batch-size")
+    size, rank, world_size = options.global_batch_size, world.rank, world.world_size
+    return GlobalBatches(n, size, options.seed, rank, world_size, options.drop_remainder)
+
+
 def train(run: Run, options: Options, world: World) -> None:
     """Train, or go on training."""
     model = build_model(options.depth, options.freeze_bn, options.seed)
@@ -118,26 +122,41 @@ def train(run: Run, options: Options, world: World) -> None:
     optimizer = build_optimizer(options, model)
     run.restore(ranks, partial(weights.load, model, optimizer, world))  # ranks talk: rank 0 reads, all load the same
     training, test = load(options.dataset, options.data_dir)
-    n = len(training.labels)
-    batches = GlobalBatches(n, options.global_batch_size, options.seed, world.rank, world.world_size)
+    batches = build_batches(options, len(training.labels), world)
+    check_loops(options.sink_size, "the steps of an epoch,", batches.steps_per_epoch)
+    check_loops(options.sink_size, "the step to resume at,", run.start)
     run.begin(batches, len(test.labels), f"ResNet-{options.depth}", options.device, ranks.facts(options.device))
+    forward = Forward(model, build_loss(options.loss))
 
-    graph = build_step(options, model, optimizer, world.world_size)
-    shards = training.training(batches, range(run.start, run.stop), options.image_size)
-    train_step = feed(graph, shards, options.device)
-    unread: list[tuple[Tensor, int]] = []  # losses that may still be being computed, and batch sizes
-    for step in range(run.start, run.stop):
-        unread.append((train_step(), batches.size(step)))  # ranks talk
+    def after_update(step: int, loss: Tensor) -> None:
+        """What is due after the update ``step``, whose mean of weight * loss on this rank was ``loss``."""
         model.batches_tracked += not options.freeze_bn
         due = run.done(step)
-        if due.log:
-            loss_sums = [float(loss.asnumpy()) * size / world.world_size for loss, size in unread]
-            unread.clear()
-            sums = ranks.all_gather(np.array([loss_sums[-1], sum(loss_sums)])).sum(axis=0)  # ranks talk
+        if due.log:  # to read a loss is to wait for its step
+            last, total = float(loss.asnumpy()), float(forward.total.asnumpy())
+            forward.total.set_data(Tensor(0.0, ms.float32))
+            size = batches.size(step)  # of the others, whole batches: an epoch's last is always logged
+            sums = np.array([last * size, (total - last) * options.global_batch_size + last * size])
+            loss_sum, sum_since = ranks.all_gather(sums / world.world_size).sum(axis=0).tolist()  # ranks talk
             tested = evaluate(model, test, options.image_size, world, run.watchdog) if due.test else {}  # ranks talk
-            run.record(float(sums[0]), float(sums[1]), tested)
+            run.record(loss_sum, sum_since, tested)
         if due.save:
             run.save(ranks, weights.groups(model, optimizer))  # ranks talk: they average, compare; then rank 0 writes
+
+    steps = range(run.start, run.stop)
+    shards = training.training(batches, steps, options.image_size)
+    sinks = options.device == "ascend" and options.parallel == "data"
+    if options.api == "highlevel" and steps:
+        sink_size, print_every = options.sink_size if sinks else None, 0 if options.quiet else options.log_every
+        fit(forward, optimizer, shards, steps, after_update, world.world_size, sink_size, print_every)  # ranks talk
+    elif steps:
+        graph: nn.Cell = TrainStep(forward, optimizer, options.parallel == "data", world.world_size)
+        if options.parallel == "auto":
+            graph = auto_parallel.cut(graph, rows_per_rank(batches), options.image_size)
+        loops = range(run.start, run.stop, options.sink_size)
+        for first, loss in zip(loops, feed(graph, shards, sinks, options.sink_size)):  # ranks talk
+            for step in range(first, first + options.sink_size):
+                after_update(step, loss)  # ranks talk, where something is due
 
     tested = run.tested or evaluate(model, test, options.image_size, world, run.watchdog)  # ranks talk
     weights.load_buffers(model, weights.averaged_buffers(model)[0])  # ranks talk
@@ -148,10 +167,10 @@ def main() -> None:
     options = parse(sys.argv[1:])
     world = env.detect(os.environ)
     if world.role == "scheduler":
-        ranks.serve(options.timeout)  # does not return
+        ranks.serve(options)  # does not return
     run = Run(APP, options, world)
     ranks.choose_device(options.device)
-    ranks.rendezvous(world, options.device, options.timeout)  # ranks talk
+    ranks.rendezvous(world, options)  # ranks talk
     train(run, options, world)
     run.report("mindspore", ms.__version__, ranks.backend(options.device), options.device)
 

@@ -136,13 +136,7 @@ def add_common(
     # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
     parser.default_dataset, parser.may_change_at_resume = datasets[0], may_change_at_resume
-    add(
-        "--data-dir",
-        type=Path,
-        default=Path("data"),
-        metavar="DIR",
-        help=f"its files are looked for here first {default}",
-    )
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"looked at first for its files {default}")
 
     add = parser.add_argument_group("the run").add_argument
     add("--run-dir", type=Path, metavar="DIR", help="what the run leaves (default: runs/<app>/<UTC time>)")
@@ -162,16 +156,9 @@ def add_common(
     add("--keep-checkpoints", type=whole(1), default=3, metavar="K", help=f"the newest ones kept {default}")
     add("--log-every", type=whole(1), default=10, metavar="S", help=f"steps between lines of metrics.jsonl {default}")
     add("--device", choices=devices, default="auto", help="auto: a GPU where each rank has one it can use")
-    add(
-        "--max-restarts", type=whole(0), default=3, metavar="R", help=f"by the launch script, after a failure {default}"
-    )
-    add(
-        "--timeout",
-        type=real(0.0, above=True),
-        default=300.0,
-        metavar="T",
-        help=f"end the job after so many seconds without progress {default}",
-    )
+    add("--max-restarts", type=whole(0), default=3, metavar="R", help=f"by the launch script, after failures {default}")
+    limit = f"end the job after so many seconds without progress {default}"
+    add("--timeout", type=real(0.0, above=True), default=300.0, metavar="T", help=limit)
     add("--quiet", action="store_true", help="only warnings, errors and the result on the console")
 
 

@@ -66,7 +66,7 @@ class Run:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
         self.app, self.options, self.world = app, options, world
         self.tested: dict[str, Any] = {}
-        self.watchdog = Watchdog(world, options.timeout)
+        self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
         missing = [name for name in REPORTED if not hasattr(options, name)]
@@ -200,7 +200,8 @@ class Run:
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
         self._check_finite({"loss": loss, "loss before it": sum_since, "test loss": tested.get("test_loss", 0.0)})
-        in_epoch, since = samples - epoch * batches.n, samples - self._recorded_samples
+        in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
+        since = samples - self._recorded_samples
         self._epoch_sum, self._epoch_correct = self._epoch_sum + sum_since, self._epoch_correct + (correct or 0.0)
         self._train_loss, self.tested = self._epoch_sum / in_epoch, tested
         if tested:

@@ -166,7 +166,7 @@ class GlobalBatches:
     """The samples of every training step, cut into one rank's shards.
 
     `step` counts the updates done before this one, from 0, on through all epochs. An epoch's last batch holds what is
-    left and may be smaller; it counts as a step.
+    left and may be smaller; it counts as a step, unless ``drop_last``: then an epoch leaves those samples out.
 
     Args:
         n: samples in the data set, in [1, 2**63).
@@ -175,7 +175,7 @@ class GlobalBatches:
         rank, world_size: which shard of each batch `indices` gives.
 
     Raises:
-        ValueError: an argument is out of range; every method raises it for step < 0.
+        ValueError: an argument is out of range, or nothing is left; every method raises it for step < 0.
     """
 
     n: int
@@ -183,17 +183,18 @@ class GlobalBatches:
     seed: int
     rank: int = 0
     world_size: int = 1
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
+        if not 1 <= self.global_batch_size <= (self.n if self.drop_last else self.global_batch_size):
+            raise ValueError(f"global_batch_size must be at least 1 and leave a batch, got {self.global_batch_size}")
         shard(0, self.rank, self.world_size)  # these two check the rest
         permute(np.empty(0, np.int64), self.n, self.seed, 0)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Updates in an epoch: ceil(n / global_batch_size)."""
-        return -(-self.n // self.global_batch_size)
+        """Updates in an epoch: ceil(n / global_batch_size); with ``drop_last`` the floor of it."""
+        return self.n // self.global_batch_size if self.drop_last else -(-self.n // self.global_batch_size)
 
     def _locate(self, step: int) -> tuple[int, int, int]:
         """The epoch of this step, and [start, stop) of its global batch in that epoch's order."""
@@ -220,7 +221,7 @@ class GlobalBatches:
     def samples_seen(self, step: int) -> int:
         """Samples that the steps 0 .. step - 1 took, over all ranks."""
         epoch, start, _ = self._locate(step)
-        return epoch * self.n + start
+        return epoch * min(self.n, self.steps_per_epoch * self.global_batch_size) + start
 
     def indices(self, step: int) -> NDArray[np.int64]:
         """This rank's shard of this step's global batch: int64 [m], sample indices; m = 0 where ranks outnumber it."""

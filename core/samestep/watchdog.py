@@ -26,10 +26,15 @@ _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stoppe
 class Watchdog:
     """One thread that outlives every wait in a framework's C++, and ends the process where waiting is in vain."""
 
-    def __init__(self, world: World, timeout: float) -> None:
-        """Start watching. ``timeout`` in seconds. Waiting for ranks that never come is no progress either."""
+    def __init__(self, world: World, timeout: float, first_step_timeout: float | None = None) -> None:
+        """Start watching. ``timeout`` in seconds. Waiting for ranks that never come is no progress either.
+
+        ``first_step_timeout`` holds until the first update, where a framework compiles it; None: as ``timeout``.
+        """
         self._folder: Path | None = None
         self._rank, self._world_size, self._timeout = world.rank, world.world_size, timeout
+        self._compile_timeout = first_step_timeout
+        self.compiles()
         self._job = os.environ.get("SAMESTEP_JOB", "")
         self._step = self._updates = 0
         self._writing, self._stopped = threading.Lock(), threading.Event()
@@ -44,13 +49,16 @@ class Watchdog:
 
     def restored(self, step: int) -> None:
         """The rank goes on from ``step``: updates that other processes have done."""
-        self._step = step
-        self.beat()
+        self._step, self._last_progress = step, time.monotonic()
         self._write_alive()
+
+    def compiles(self) -> None:
+        """What comes next is compiled first, which may take as long as the first update: until the next beat."""
+        self._compiling = self._compile_timeout is not None
 
     def beat(self, step: int | None = None) -> None:
         """The rank goes on: after each update, ``step`` of them being done, and after each evaluated batch."""
-        self._last_progress = time.monotonic()
+        self._last_progress, self._compiling = time.monotonic(), False
         if step is not None:
             self._step, self._updates = step, self._updates + 1
             if self._updates == 1:  # at once: the launch script wants to know whether a failed start got so far
@@ -72,9 +80,11 @@ class Watchdog:
                 if started is None or _start_time(pid) != started:
                     log.error(f"rank {self._rank}: its launcher (pid {pid}) is gone; ending")
                     os._exit(1)
-            if now - self._last_progress > self._timeout:
+            timeout = self._compile_timeout if self._compiling and self._compile_timeout else self._timeout
+            if now - self._last_progress > timeout:
                 culprit = self._culprit()
-                log.error(f"no progress for {self._timeout:g} s: {culprit}")
+                hint = "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
+                log.error(f"no progress for {timeout:g} s: {culprit}{hint}")
                 # At this file the launch script ends the job: after the line, so that the line is not lost.
                 self._write("stalled", {"job": self._job, "rank": self._rank, "culprit": culprit})
                 os._exit(1)

@@ -1,0 +1,56 @@
+"""``--api highlevel``: the same steps by mindspore.train.Model, which owns the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import mindspore.dataset as ds
+from mindspore import Tensor, nn
+from mindspore.train import Callback, LossMonitor, Model
+from samestep import FatalError
+
+
+class TellRun(Callback):  # type: ignore[misc]
+    """Tells after each update what it returned; of updates in a loop on the device only the last returns something."""
+
+    def __init__(self, after_update: Callable[[int, Tensor], None], first: int, loop: int) -> None:
+        self.after_update, self.step, self.loop = after_update, first, loop
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        loss = run_context.original_args().net_outputs
+        for _ in range(self.loop):
+            self.after_update(self.step, loss)
+            self.step += 1
+
+
+def fit(
+    forward: nn.Cell,
+    optimizer: nn.Optimizer,
+    shards: ds.Dataset,
+    steps: range,
+    after_update: Callable[[int, Tensor], None],
+    world_size: int,
+    sink_size: int | None,
+    print_every: int,
+) -> None:
+    """Train on ``shards``, one for each of ``steps``; ``sink_size`` is None where nothing sinks.
+
+    A data set cannot be entered in the middle, where a resumed run begins, so it has the shards of the whole run: what
+    LossMonitor calls epoch 1. Where shards sink, MindSpore calls each loop of ``sink_size`` updates an epoch.
+    """
+    if world_size > 1:  # Model then averages the gradients over ranks
+        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+    model = Model(forward, optimizer=optimizer)
+    callbacks = [TellRun(after_update, steps.start, sink_size or 1), LossMonitor(print_every)]
+    try:
+        if sink_size:
+            loops = len(steps) // sink_size
+            model.train(loops, shards, callbacks, dataset_sink_mode=True, sink_size=sink_size)  # ranks talk
+        else:
+            model.train(1, shards, callbacks, dataset_sink_mode=False)  # ranks talk: at each step
+    except ValueError as problem:
+        if "NAN or INF" in str(problem):  # as LossMonitor, which looks at each loss, has it
+            raise FatalError(f"{problem} Lower --lr.") from problem
+        raise
