@@ -296,6 +296,24 @@ def test_last_batch_is_smaller_and_counts() -> None:
     assert batches.samples_seen(469) == 60_000
 
 
+@quick
+@given(st.integers(1, 300), st.integers(1, 300), WORLDS, st.integers(0, 40))
+def test_a_last_batch_that_is_dropped_leaves_the_others_as_they_are(
+    n: int, batch: int, world_size: int, step: int
+) -> None:
+    """Each epoch leaves out other samples: those that its own order has last."""
+    if batch > n:
+        with pytest.raises(ValueError, match="leave a batch"):
+            GlobalBatches(n, batch, 1, drop_last=True)
+        return
+    ranks = [GlobalBatches(n, batch, 1, rank, world_size, drop_last=True) for rank in range(world_size)]
+    assert ranks[0].steps_per_epoch == n // batch
+    epoch, place = divmod(step, n // batch)
+    taken = np.concatenate([rank.indices(step) for rank in ranks])
+    assert np.array_equal(taken, order(n, 1, epoch)[place * batch : (place + 1) * batch])
+    assert (ranks[0].epoch(step), ranks[0].size(step), ranks[0].samples_seen(step)) == (epoch, batch, step * batch)
+
+
 def test_a_rank_may_be_left_without_samples() -> None:
     empty = GlobalBatches(3, 2, seed=0, rank=3, world_size=4).indices(0)
     assert empty.shape == (0,)

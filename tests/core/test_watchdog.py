@@ -32,12 +32,18 @@ its = json.loads(sys.argv[1])
 run_dir = Path(its["run_dir"])
 watchdog._TICK, watchdog._SILENT = its["tick"], its["silent"]
 log.start(run_dir, its["rank"], False)
-dog = watchdog.Watchdog(World(its["rank"], its["world"], launcher=its["launcher"]), its["timeout"])
+world = World(its["rank"], its["world"], launcher=its["launcher"])
+dog = watchdog.Watchdog(world, its["timeout"], its["first_step_timeout"])
 dog.write_to(run_dir / "log")
 if its["restored"]:
     dog.restored(its["restored"])
+time.sleep(its["compiles"])
 for step in range(its["restored"], its["steps"]):
     dog.beat(step + 1)
+if its["evaluation_compiles"]:
+    dog.compiles()
+    time.sleep(its["evaluation_compiles"])
+    dog.beat()
 if its["stops"]:
     dog.stop()
     time.sleep(its["stops"])
@@ -69,6 +75,7 @@ class Job:
 
     def rank_command(self, **changes: Any) -> list[str]:
         its = {"rank": 0, "world": 1, "launcher": "torchrun", "timeout": 0.5, "steps": 0, "beats": 0.0, "waits": True}
+        its |= {"first_step_timeout": None, "compiles": 0.0, "evaluation_compiles": 0.0}
         its |= {"restored": 0, "stops": 0.0, "tick": 0.1, "silent": 1.0, "run_dir": str(self.run_dir), **changes}
         return ["-c", RANK, json.dumps(its)]
 
@@ -148,6 +155,22 @@ def test_beats_keep_a_rank_alive(job: Job) -> None:
     process = job.rank(beats=2.5, timeout=1.0, waits=False)
     assert process.communicate(timeout=LIMIT) == ("", "")
     assert process.returncode == 0
+
+
+def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
+    """And when it evaluates for the first time, but not otherwise."""
+    patient = {"first_step_timeout": LIMIT, "compiles": 1.5, "evaluation_compiles": 1.5}
+    process = job.rank(restored=7, steps=9, **patient)
+    assert ended(process) == f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 9"
+    assert job.alive(0, lambda seen: seen["updates"] == 2)
+
+
+@pytest.mark.parametrize("which", ["compiles", "evaluation_compiles"])
+def test_a_rank_that_compiles_for_too_long_is_told_the_option(job: Job, which: str) -> None:
+    process = job.rank(steps=3, timeout=LIMIT, first_step_timeout=1.0, **{which: LIMIT})
+    line = ended(process)
+    assert line.startswith(f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step ")
+    assert line.endswith("; if it was still compiling, give it a longer --first-step-timeout")
 
 
 def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
