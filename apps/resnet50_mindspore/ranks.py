@@ -103,12 +103,13 @@ def serve(options: Options) -> NoReturn:
 def _leave_silence_to_the_watchdog(options: Options) -> None:
     """MindSpore ends a job after 30 s of silence, and names no rank: the watchdog, which does, is to come first.
 
-    So does HCCL on Ascend, when a rank has waited 120 s for another to connect, which it does once its first graph is
-    compiled; it takes 120 to 7,200 s.
+    So would HCCL on Ascend, when a rank has waited for another to connect, which it does once its first graph is
+    compiled: for 600 s, as MindSpore sets it when it is imported. It takes 120 to 7,200.
     """
     longest = int(max(options.timeout, options.first_step_timeout)) + 60
     os.environ.setdefault("MS_NODE_TIMEOUT", str(longest))
-    os.environ.setdefault("HCCL_CONNECT_TIMEOUT", str(min(max(longest, 120), 7200)))
+    if os.environ.get("HCCL_CONNECT_TIMEOUT", "600") == "600":
+        os.environ["HCCL_CONNECT_TIMEOUT"] = str(min(max(longest, 120), 7200))
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -18,7 +18,7 @@ ROW = App(
         *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
         *("--log-every=1", "--epochs=100"),
     ),
-    variants=[("--loss=expand",), ("--loss=builtin",)],
+    variants=[("--loss=expand",), ("--loss=builtin", "--api=highlevel")],
     tolerance=1e-4,
     arithmetic=[
         ("--depth=50", "--depth 18", "50"),

@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, Outcome, free_port, losses, relative_difference
+from harness import ROOT, Harness, Outcome, free_port, losses, metrics, relative_difference
 from layouts import TORCHVISION, digest
-from samestep import checkpoint, datasets
+from samestep import UserError, checkpoint, datasets
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 TRAIN = str(APP / "train.py")
@@ -204,15 +205,17 @@ def test_the_losses_are_equal(tmp_path: Path) -> None:
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 TALK = """
-import hashlib, json, os
+import json, os
+from types import SimpleNamespace
 import numpy as np
 import ranks
 from samestep import env
 world = env.detect(os.environ)
+options = SimpleNamespace(device="cpu", timeout=60, first_step_timeout=60)
 if world.role == "scheduler":
-    ranks.serve(60)
+    ranks.serve(options)
 ranks.choose_device("cpu")
-ranks.rendezvous(world, "cpu", 60)
+ranks.rendezvous(world, options)
 me = world.rank + 1
 odd = np.array([0x7FF0000000000001 + me, 2**64 - me], np.uint64)  # as float64: a signalling NaN, and another NaN
 rows = [odd, odd.view(np.int64), odd.view(np.float64), odd.view(np.int32), np.array([me], np.float32)]
@@ -239,37 +242,54 @@ def test_what_ranks_say_arrives_bit_for_bit(harness: Harness) -> None:
 
 
 RANKS = """
-import json, os
+import itertools, json, os
 from types import SimpleNamespace as Options
 import mindspore as ms
-import ranks, train
-from model import build_model
+import auto_parallel, data, ranks
 from samestep import UserError
 from samestep.env import World
 
 messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
 told = {"headlines": [ranks.headline(message) for message in messages]}
 
-model = build_model(18, False, 1)
-optimizer = train.build_optimizer(Options(lr=0.1, momentum=0.9), model)
-for parallel in ("data", "auto", "semi-auto"):
-    step = train.build_step(Options(loss="expand", parallel=parallel), model, optimizer, 1)
-    told[parallel] = [getattr(step, name, None) for name in ("_parallel_mode", "_gradients_mean")]
-
 called = []  # of what only Ascend has
 ms.set_device = lambda *arguments: called.append(arguments)
-ms.data_sink = lambda step, shards: called.append(("sinks", step, shards))
 ranks.init = lambda: called.append("init")
 ranks.get_group_size = lambda: 8
 os.environ["DEVICE_ID"] = "3"
 ranks.choose_device("ascend")
-train.feed("the step", "the shards", "ascend")
+options = Options(device="ascend", timeout=300.0, first_step_timeout=1800.0)
 for world in (World(3, 8, launcher="rank table"), World(3, 8, launcher="msrun"), World(3, 8, launcher="env")):
     try:
-        ranks.rendezvous(world, "ascend", 60)
+        ranks.rendezvous(world, options)
     except UserError as problem:
         called.append(str(problem))
 told["called"], told["facts"] = called, ranks.facts("ascend")
+told["waits"] = [os.environ["MS_NODE_TIMEOUT"], os.environ["HCCL_CONNECT_TIMEOUT"]]
+
+sunk = []
+ms.data_sink = lambda *arguments: sunk.append(list(arguments)) or itertools.count().__next__
+loops = data.feed("the step", "the shards", True, 195)
+told["before the first loop"] = len(sunk)
+told["loops"], told["sunk"] = [next(loops) for _ in range(3)], sunk
+
+class Cut:
+    def __init__(self, step, mode):
+        self.parameter_layout_dict, self.made = layouts, [step, mode]
+    def enable_gradients_mean(self):
+        self.made.append("mean")
+    def compile(self, *batch):
+        self.made += [(each.shape, str(each.dtype)) for each in batch]
+
+auto_parallel.AutoParallel = Cut  # MindSpore's own needs Ascend
+whole = [[8], [-1, -1], [64, 3], 0, True, ""]
+layouts = {"model.conv1.weight": whole, "moments.fc.weight": whole}
+told["cut"] = auto_parallel.cut("the step", 32, 224).made
+layouts["model.fc.weight"] = [[2, 4], [0, -1], [5, 512], 0, True, ""]
+try:
+    auto_parallel.cut("the step", 32, 224)
+except UserError as problem:
+    told["refused"] = str(problem)
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
@@ -291,14 +311,24 @@ def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks:
 def test_on_ascend_a_rank_takes_its_card_and_sinks(told_of_ranks: Any) -> None:
     """MindSpore's functions that only Ascend has are replaced; how they are called is what is seen."""
     *made, refused = told_of_ranks["called"]
-    assert made == [["Ascend", 3], ["sinks", "the step", "the shards"], "init", "init"]
+    assert made == [["Ascend", 3], "init", "init"]
+    assert told_of_ranks["before the first loop"] == 0
+    assert told_of_ranks["sunk"] == [["the step", "the shards", 195]]
+    assert told_of_ranks["loops"] == [0, 1, 2]
     assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
     assert told_of_ranks["facts"]["backend"] == "hccl"
 
 
-def test_parallel_is_what_mindspore_calls_it(told_of_ranks: Any) -> None:
-    modes = {"data": [None, None], "auto": ["recursive_programming", True], "semi-auto": ["semi_auto", True]}
-    assert {name: told_of_ranks[name] for name in modes} == modes
+def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
+    """The watchdog is to come first: they would wait for 30 and 600 s, and name nobody."""
+    assert told_of_ranks["waits"] == ["1860", "1860"]
+
+
+def test_weights_that_mindspore_would_cut_are_refused_before_the_first_step(told_of_ranks: Any) -> None:
+    """Its layouts are made up here, in the form of its cell_wrapper.py; what it would choose, only Ascend knows."""
+    batch = [[[32, 3, 224, 224], "Float32"], [[32], "Int32"], [[32], "Float32"]]
+    assert told_of_ranks["cut"] == ["the step", "recursive_programming", "mean", *batch]
+    assert told_of_ranks["refused"].startswith("--parallel auto would cut 1 weights, model.fc.weight first")
 
 
 def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,12 +336,15 @@ def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "davinci_manager").touch()
     monkeypatch.setitem(options["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
     monkeypatch.setenv("RANK_TABLE_FILE", "/some/rank_table.json")
-    for given in ([], ["--parallel=auto"], ["--device=ascend", "--parallel=semi-auto"]):
+    for given in ([], ["--parallel=auto"], ["--device=ascend"]):
         parsed = options["parse"](given)
-        assert (parsed.device, parsed.image_size) == ("ascend", 224)
+        assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("ascend", 224, 1800)
+    for given in (["--api=highlevel"], ["--sink-size=5"]):
+        with pytest.raises(UserError, match="--parallel auto takes --api functional and --sink-size 1 alone"):
+            options["parse"](["--parallel=auto", *given])
     monkeypatch.delenv("RANK_TABLE_FILE")
     parsed = options["parse"](["--device=cpu"])
-    assert (parsed.device, parsed.image_size) == ("cpu", 32)
+    assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("cpu", 32, 300)
 
 
 # --- images --------------------------------------------------------------------------------------------------------
@@ -320,7 +353,7 @@ IMAGES = """
 import json, os
 from pathlib import Path
 import numpy as np
-from data import MEAN, STD, augment, load
+from data import MEAN, STD, Split, augment, feed, load
 from samestep.sharding import GlobalBatches
 
 training, test = load("synthetic-cifar10", Path("nowhere"))
@@ -348,6 +381,22 @@ for image, source in zip(whole, padded):
     assert len(matches) == 1
     found[matches[0]] += 1
 told["crops"] = [int(found.min()), int(found.max()), found.sum((0, 1)).tolist()]
+
+many = Split(np.broadcast_to(np.zeros((32, 32, 3), np.uint8), (50_000, 32, 32, 3)), np.zeros(50_000, np.int32))
+asked = []
+class Batches(GlobalBatches):
+    def indices(self, step):
+        asked.append(step)
+        return super().indices(step)
+
+shards = many.training(Batches(50_000, 256, 1, 0, 8, True), range(1950), 224)
+told["sinking"] = [shards.get_dataset_size(), len(asked)]
+shards.output_types(), shards.output_shapes()  # MindSpore asks for them when it sinks
+told["sinking"].append(len(asked))
+asked.clear()
+loops = feed(lambda images, labels, weights: images.shape, shards, False, 3)
+told["sinking"].append(len(asked))
+told["loop"] = next(loops)
 
 def batches(n, steps, size=16):
     parts = []
@@ -399,6 +448,11 @@ def test_the_images(tmp_path: Path) -> None:
     assert max(told["weights"]) < 1e-6
     assert told["normalised"] < 1e-5
     assert told["counted"] == [64, 64, 9]
+    # 10 epochs of 195 batches are counted without one; their types and shapes are those of one each; and a loop takes
+    # none before it begins.
+    size, *asked = told["sinking"]
+    assert (size, asked) == (1950, [0, 2, 0])
+    assert told["loop"] == [32, 3, 224, 224]
 
 
 # --- the run -------------------------------------------------------------------------------------------------------
@@ -446,6 +500,53 @@ def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
     assert relative_difference(losses(harness.folder / "1"), losses(harness.folder / "3")) < 1e-4
 
 
+def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """Bit for bit: also in loops of several updates, and with a rank of Model's killed in between."""
+    options = [*TINY, "--global-batch-size=16", "--max-steps=6", "--checkpoint-every=2"]
+    high = harness.train(1, *options, "--api=highlevel", run_dir=harness.folder / "high")
+    loops = ["--sink-size=2", "--log-every=2"]
+    functional = harness.train(1, *options, *loops, run_dir=harness.folder / "functional")
+    assert losses(harness.folder / "high")[1::2] == losses(harness.folder / "functional")
+    assert (high["weights_sha256"], high["train_loss"]) == (functional["weights_sha256"], functional["train_loss"])
+    assert "epoch: 1 step: 6, loss is" in (harness.folder / "high" / "log" / "rank-0.log").read_text()
+
+    expected = undisturbed(2)
+    job = harness.start(2, *harness.app.small, "--api=highlevel")
+    job.wait_for_step(5)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    result = harness.checked(job.finish(), 2)
+    assert result["resumed_from_step"]
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert losses(Path(result["run_dir"])) == losses(Path(expected["run_dir"]))
+
+
+COMPILES = """
+import runpy, sys, time
+import mindspore as ms
+compile = ms.nn.Cell.compile
+def slow(cell, *batch, **others):
+    if not cell.compile_cache:
+        time.sleep(float(sys.argv[1]))
+    compile(cell, *batch, **others)
+ms.nn.Cell.compile = slow
+sys.argv = sys.argv[2:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
+    """Training and evaluation are compiled; MindSpore's compilation is real, and made to last longer."""
+    program = harness.folder / "slow.py"
+    program.write_text(COMPILES)
+    command = [sys.executable, str(program), "20", TRAIN, *TINY, "--max-steps=2", "--timeout=5"]
+    harness.checked(bare(harness, [*command, "--first-step-timeout=60"], OMP_NUM_THREADS="1"), 1)
+    outcome = bare(harness, [*command, "--first-step-timeout=5", "--run-dir=impatient"], OMP_NUM_THREADS="1")
+    assert outcome.code == 1, outcome
+    assert "no progress for 5 s: rank 0" in outcome.stderr
+    assert "give it a longer --first-step-timeout" in outcome.stderr
+
+
 def test_one_process_by_plain_python(harness: Harness) -> None:
     command = [sys.executable, TRAIN, *TINY, "--max-steps=2"]
     result = harness.checked(bare(harness, command, OMP_NUM_THREADS="1"), 1)
@@ -466,13 +567,20 @@ def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
     ("options", "environ", "words"),
     [
         (["--parallel=auto"], {}, "--parallel auto needs Ascend"),
-        (["--parallel=semi-auto"], {}, "--parallel semi-auto needs Ascend"),
+        (["--parallel=semi-auto"], {}, "--parallel: invalid choice: 'semi-auto'"),
+        (
+            ["--sink-size=4"],
+            {},
+            "--sink-size 4 does not divide --log-every 10: something would be due within a loop; choose one of 1, 2",
+        ),
+        (["--sink-size=5", "--checkpoint-every=6"], {}, "does not divide --checkpoint-every 6"),
+        (["--sink-size=5", "--max-steps=9"], {}, "does not divide --max-steps 9"),
         (["--device=ascend"], {}, "/dev/davinci_manager"),
         ([], {"RANK_TABLE_FILE": "/some/rank_table.json"}, "RANK_TABLE_FILE=/some/rank_table.json is for Ascend"),
     ],
     ids=str,
 )
-def test_what_needs_ascend_is_refused_at_once(
+def test_what_cannot_work_is_refused_at_once(
     harness: Harness, options: list[str], environ: dict[str, str], words: str
 ) -> None:
     script = str(ROOT / "scripts" / "run_resnet50_mindspore.sh")
@@ -481,6 +589,17 @@ def test_what_needs_ascend_is_refused_at_once(
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
     assert words in outcome.stderr
     assert outcome.stdout == ""
+
+
+def test_an_epoch_may_leave_out_what_fills_no_batch(harness: Harness) -> None:
+    command = [sys.executable, TRAIN, *TINY, "--global-batch-size=400", "--drop-remainder", "--epochs=2"]
+    result = harness.checked(bare(harness, [*command, "--lr=1e-3"], OMP_NUM_THREADS="1"), 1)
+    lines = metrics(Path(result["run_dir"]))
+    assert [(line["epoch"], line["samples_seen"]) for line in lines] == [(0, 400), (0, 800), (1, 1200), (1, 1600)]
+    assert result["train_loss"] == pytest.approx((lines[2]["loss"] + lines[3]["loss"]) / 2, rel=1e-6)
+    outcome = bare(harness, [*command, "--global-batch-size=1025"], OMP_NUM_THREADS="1")
+    assert outcome.code == 2, outcome
+    assert "--drop-remainder leaves none of 1024 samples: lower --global-batch-size" in outcome.stderr
 
 
 def test_ranks_that_msrun_did_not_start_are_refused(harness: Harness) -> None:
