@@ -511,7 +511,8 @@ def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[.
     loops = ["--sink-size=2", "--log-every=2"]
     functional = harness.train(1, *options, *loops, run_dir=harness.folder / "functional")
     assert losses(harness.folder / "high")[1::2] == [line["loss"] for line in metrics(harness.folder / "functional")]
-    assert (high["weights_sha256"], high["train_loss"]) == (functional["weights_sha256"], functional["train_loss"])
+    assert high["weights_sha256"] == functional["weights_sha256"]
+    assert high["train_loss"] == pytest.approx(functional["train_loss"], rel=1e-6)  # summed in float32
     assert "epoch: 1 step: 6, loss is" in (harness.folder / "high" / "log" / "rank-0.log").read_text()
 
     expected = undisturbed(2)
