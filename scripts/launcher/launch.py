@@ -146,7 +146,7 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     if hasattr(module, "check_ranks"):
         module.check_ranks(options, nproc)
     placed = module.read_nodes(options, nproc) if hasattr(module, "read_nodes") else None
-    nodes = Nodes(*placed, None, None) if placed else read_nodes(os.environ)
+    nodes = Nodes(placed[0], placed[1], None, None) if placed else read_nodes(os.environ)
     _check_paths(options)
 
     job = Job(app, template, nproc, nodes, options, arguments)

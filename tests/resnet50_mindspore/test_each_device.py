@@ -26,6 +26,8 @@ APP = ROOT / "apps" / "resnet50_mindspore"
 HOST = socket.gethostname()
 ELSEWHERE, FURTHER = "203.0.113.7", "203.0.113.8"  # of a network that documentation is written with
 
+UTF8 = {"LC_ALL": "C.UTF-8"}  # under which Python adds nothing of its own to its environment
+
 Servers = dict[str, dict[int, int]]  # server_id: device_id: rank_id
 # The devices of a server, and their ranks, which need not be in the devices' order.
 FOUR, UPPER = {0: 0, 1: 1, 2: 2, 3: 3}, {4: 3, 5: 1, 6: 0, 7: 2}
@@ -104,12 +106,11 @@ def write(path: Path, form: str, servers: Servers) -> Path:
     return path
 
 
-def start(harness: Harness, program: str, n: int | str, *options: str, app: Path = APP, **environ: str) -> Job:
+def start(harness: Harness, app: Path, program: str, n: int | str, *options: str, **environ: str) -> Job:
     """each_device.py of an app, in the test's folder, with ranks that are the given program."""
     (harness.folder / "rank.py").write_text(program)
     command = [sys.executable, str(app / "each_device.py"), str(n), "rank.py", "--run-dir=run", *options]
-    # Under C.UTF-8 Python adds nothing to the environment of its own.
-    return harness.start_command(command, harness.folder / "run", harness.folder, LC_ALL="C.UTF-8", **environ)
+    return harness.start_command(command, harness.folder / "run", harness.folder, **UTF8, **environ)
 
 
 def told(folder: Path) -> Any:
@@ -124,7 +125,7 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
         folder = run_dir / f"device{device}"
         its = told(folder)
         expected = {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "ASCEND_WORK_PATH": str(folder)}
-        assert its["environ"] == {**given, **expected, "RANK_TABLE_FILE": str(table)}
+        assert its["environ"] == {**harness.environ(**given), **UTF8, **expected, "RANK_TABLE_FILE": str(table)}
         lines = [f"{name}={value}" for name, value in sorted(its["environ"].items())]
         assert (folder / "env.log").read_text().splitlines() == lines
         assert (folder / "env.log").stat().st_mode & 0o777 == 0o600, "an environment may hold secrets"
@@ -153,10 +154,10 @@ def test_each_rank_gets_what_the_table_lists(
     harness: Harness, servers: Servers, this: str, environ: dict[str, str], form: str
 ) -> None:
     table = write(harness.folder / "tables" / "rank_table.json", form, servers)
-    given = {"RANK_TABLE_FILE": "tables/rank_table.json", "SAMESTEP_JOB": harness.mark, "LC_ALL": "C.UTF-8", **environ}
-    outcome = start(harness, RANK, len(servers[this]), **{k: v for k, v in given.items() if k != "LC_ALL"}).finish()
+    given = {"RANK_TABLE_FILE": "tables/rank_table.json", "SAMESTEP_JOB": harness.mark, **environ}
+    outcome = start(harness, APP, RANK, len(servers[this]), **given).finish()
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
-    compare(harness, table, this, sum(map(len, servers.values())), harness.environ(**given))
+    compare(harness, table, this, sum(map(len, servers.values())), given)
 
 
 def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) -> None:
@@ -169,10 +170,10 @@ def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) ->
     words = ["--epochs=1", "--init-from=../weights.safetensors", "--init-from", "weights.safetensors", "--timeout=9"]
     python_path = f"packages{os.pathsep}{os.environ.get('PYTHONPATH', '/nowhere')}"
     environ = {"MINDSPORE_HCCL_CONFIG_PATH": "rank_table.json", "SLURM_JOB_ID": "7", "PYTHONPATH": python_path}
-    assert start(harness, RANK, 2, *words, **environ, **places).finish().code == 0
-    given = {"MINDSPORE_HCCL_CONFIG_PATH": str(table), "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "LC_ALL": "C.UTF-8"}
+    assert start(harness, APP, RANK, 2, *words, **environ, **places).finish().code == 0
+    given = {"MINDSPORE_HCCL_CONFIG_PATH": str(table), "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
     given["PYTHONPATH"] = f"{harness.folder}/{python_path}"
-    compare(harness, table, "127.0.0.1", 2, harness.environ(**given))
+    compare(harness, table, "127.0.0.1", 2, given)
     program, *options = told(harness.folder / "run" / "device2")["words"]
     assert program == str(harness.folder / "rank.py")
     assert options[:6] == ["--run-dir=run", *words]
@@ -247,7 +248,7 @@ def test_a_mistake_is_one_line_and_nothing_is_started(harness: Harness, name: st
     n, text, environ, words = MISTAKES[name]
     if text is not None:
         (harness.folder / "rank_table.json").write_text(text)
-    outcome = start(harness, RANK, n, RANK_TABLE_FILE="rank_table.json", **environ).finish(limit=60)
+    outcome = start(harness, APP, RANK, n, RANK_TABLE_FILE="rank_table.json", **environ).finish(limit=60)
     refused(outcome, *words, *(["RANK_TABLE_FILE=rank_table.json"] if n != "four" else []))
     assert {path.name for path in harness.folder.iterdir()} <= {"rank.py", "rank_table.json"}
 
@@ -261,14 +262,14 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 def test_a_table_or_a_run_dir_that_nobody_named(harness: Harness) -> None:
-    refused(start(harness, RANK, 4, RANK_TABLE_FILE="").finish(), "RANK_TABLE_FILE is not set")
+    refused(start(harness, APP, RANK, 4, RANK_TABLE_FILE="").finish(), "RANK_TABLE_FILE is not set")
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     command = [sys.executable, str(APP / "each_device.py"), "4", "rank.py"]
     outcome = harness.start_command(command, harness.folder, RANK_TABLE_FILE=table).finish()
     refused(outcome, "--run-dir is missing: name")
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").touch()  # the second that is started
-    outcome = start(harness, LASTING, 4, RANK_TABLE_FILE=table).finish()
+    outcome = start(harness, APP, LASTING, 4, RANK_TABLE_FILE=table).finish()
     refused(outcome, f"{harness.folder}/run/device5: File exists: name a --run-dir")
 
 
@@ -327,13 +328,12 @@ def house(tmp_path: Path) -> Path:
 
 
 def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, house: Path) -> None:
-    """Rank 1, on device 5; another rank, and a child of each, do not listen to TERM."""
+    """Rank 1, on device 5. Rank 2, and a child of each, do not listen to TERM; at the end the harness looks for them."""
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
-    outcome = start(harness, LASTING, 4, app=house, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
+    outcome = start(harness, house, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (7, "")
     log = harness.folder / "run" / "device5" / "train.log"
     assert outcome.stderr == f"rank 1 (device 5) ended with code 7: see {log}\n"
-    assert not harness.left_running()
 
 
 @pytest.mark.parametrize(
@@ -345,13 +345,14 @@ def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, ho
     ],
     ids=["TERM", "INT", "a rank killed"],
 )
-def test_nothing_is_left(harness: Harness, house: Path, end: Callable[[Job], None], code: int) -> None:
+def test_a_job_that_is_ended_leaves_nothing(
+    harness: Harness, house: Path, end: Callable[[Job], None], code: int
+) -> None:
     table = str(write(harness.folder / "rank_table.json", "group", ONE))
-    job = start(harness, LASTING, 4, app=house, RANK_TABLE_FILE=table)
+    job = start(harness, house, LASTING, 4, RANK_TABLE_FILE=table)
     job.wait_for(lambda: len([*job.run_dir.glob("device*/told.json")]) == 4)
     end(job)
     assert job.finish(limit=60).code == code
-    assert not harness.left_running()
 
 
 # --- through the launch script -------------------------------------------------------------------------------------
