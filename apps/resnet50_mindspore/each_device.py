@@ -100,8 +100,8 @@ def _this_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
         if given not in map(str, possible):
             may_be = " or ".join(map(str, possible[:8]))
             raise UserError(
-                f"NODE_RANK={given}, but {listed}, of which this machine ({host}) is number {may_be}, "
-                "from 0 in the order of ranks: unset NODE_RANK, or correct it"
+                f"NODE_RANK={given}, but {listed}, of which this machine ({host}) is number {may_be} "
+                "(from 0, in the order of ranks): unset NODE_RANK, or correct it"
             )
         return int(given)
     if len(certain) != 1:

@@ -328,7 +328,7 @@ def house(tmp_path: Path) -> Path:
 
 
 def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, house: Path) -> None:
-    """Rank 1, on device 5. Rank 2, and a child of each, do not listen to TERM; at the end the harness looks for them."""
+    """Rank 1, on device 5. Rank 2 and a child of each do not listen to TERM; at the end the harness looks for them."""
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
     outcome = start(harness, house, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (7, "")
