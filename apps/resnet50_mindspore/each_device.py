@@ -226,7 +226,8 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """The run dir, and the options with every path in them made absolute, as ranks run in other folders."""
-    from options import build_parser  # here alone: where the launch script imports this file, it has loaded another's
+    # Of a program its own folder is first on sys.path; in the launch script, which imports this file too, it is last.
+    from options import build_parser
 
     options = build_parser().parse(arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
