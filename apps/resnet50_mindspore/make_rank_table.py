@@ -98,11 +98,17 @@ def check(table: Table, product: Product) -> list[str]:
     of at most 64 characters, device_ip a unique IPv4 or IPv6 address, rank_id unique and from 0 without holes, and the
     ranks of one server follow each other.
     """
+    warnings = check_job(table)
+    _require(table.form == "1.0" or product.halves, f"{product.title} takes form 1.0 alone: convert: merge --form 1.0")
+    return warnings + check_layout(table, product)
+
+
+def check_job(table: Table) -> list[str]:
+    """Warnings; raises RankTableError for the first rule that is broken of those that hold on every product."""
     warnings = _check_servers(table)
     _check_addresses(table)
     _check_ranks(table)
-    _require(table.form == "1.0" or product.halves, f"{product.title} takes form 1.0 alone: convert: merge --form 1.0")
-    return warnings + check_layout(table, product)
+    return warnings
 
 
 def check_layout(table: Table, product: Product) -> list[str]:
@@ -186,11 +192,16 @@ def is_placeholder(server_id: str) -> bool:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, product: Product | None = None) -> Table:
-    """The table in a file, checked for a product, or before a merge, which numbers anew, its ranks alone."""
+def read(path: Path, product: Product | None = None, to_start: bool = False) -> Table:
+    """The table in a file, checked for a product, or before a merge, which numbers anew, its ranks alone.
+
+    ``to_start``: checked before a job is started with it, on a product that is not known.
+    """
     try:
         table = parse(load_json(path))
         _check_ranks(table)
+        if to_start:
+            check_job(table)  # what it warns of matters before a merge
         warn(f"{path}: {each}" for each in (check(table, product) if product else ()))
     except RankTableError as error:
         raise RankTableError(f"{path}: {error}") from None

@@ -114,3 +114,18 @@ def check_loops(sink_size: int, name: str, steps: int) -> None:
             f"--sink-size {sink_size} does not divide {name} {steps}: something would be due within a loop; choose one "
             f"of {divisors}"
         )
+
+
+def read_nodes(options: Options, ranks: int) -> tuple[int, int] | None:
+    """For the launch script: the number of machines in the rank table, and which of them, from 0, this one is.
+
+    None where there is no table. Raises UserError for a table that is wrong, or that does not list ``ranks`` devices
+    for this machine.
+    """
+    from each_device import find_place, table_variable  # a rank needs neither
+
+    variable = table_variable(os.environ)
+    if variable and options.device == "cpu":
+        raise UserError(f"{variable}={os.environ[variable]} is for Ascend: unset it to train on CPU")
+    place = find_place(os.environ, ranks)
+    return (place.node_count, place.node_rank) if place else None

@@ -11,7 +11,9 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 
 and functions, which raise UserError: ``check_ranks(options, ranks)`` for what does not suit N ranks on a machine, and
 ``check_installed(options, ranks)``, in the app's environment, for what that lacks. ``setup_environment(options)`` gives
-the variables by which its setup.sh builds; others make another environment.
+the variables by which its setup.sh builds; others make another environment. ``read_nodes(options, ranks)`` gives the
+number of machines and which of them, from 0, this one is, where a file of the app's launcher says so and not the
+variables NNODES and so on; else None.
 
 An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
 
@@ -62,7 +64,7 @@ exit codes: 0 done, 2 a mistake in the call, 130 and 143 stopped by Ctrl-C and T
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job: how many, which one this is, and their rendezvous (None on one machine)."""
+    """The machines of a job: how many, which one this is, and their rendezvous (None: on one machine, or elsewhere)."""
 
     count: int
     rank: int
@@ -138,12 +140,13 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
         print(parser.help_for(arguments) + "\n" + _help(app, parser.get_default("resume") is not None), end="")
         return 0
     nproc, arguments = _ranks_per_node(arguments, usage)
-    nodes = read_nodes(os.environ)
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
     if hasattr(module, "check_ranks"):
         module.check_ranks(options, nproc)
+    placed = module.read_nodes(options, nproc) if hasattr(module, "read_nodes") else None
+    nodes = Nodes(placed[0], placed[1], None, None) if placed else read_nodes(os.environ)
     _check_paths(options)
 
     job = Job(app, template, nproc, nodes, options, arguments)
@@ -232,7 +235,7 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
 
 
 def _app_options(app: str) -> Any:
-    """The app's options.py as a module; it needs only the standard library and samestep."""
+    """The app's options.py as a module; it needs only the standard library, samestep and files of its own folder."""
     path = ROOT / "apps" / app / "options.py"
     spec = importlib.util.spec_from_file_location("app_options", path)
     if spec is None or spec.loader is None or not path.exists():
@@ -241,6 +244,7 @@ def _app_options(app: str) -> Any:
         raise UserError(
             f"there is no app {app}; " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
         )
+    sys.path.append(str(path.parent))  # behind all else: apps give their files plain names
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from house import BENCH_OPTIONS, CORE, OPTIONS, PREFIX_OPTIONS, House, gone  # noqa: E402
+from house import BENCH_OPTIONS, CORE, OPTIONS, PREFIX_OPTIONS, TABLE, TABLE_OPTIONS, House, gone  # noqa: E402
 
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
@@ -26,10 +26,12 @@ def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("house")
     shutil.copytree(CORE, root / "core", ignore=CACHES)
     shutil.copytree(REPOSITORY / "scripts" / "launcher", root / "scripts" / "launcher", ignore=CACHES)
-    for app, options in (("toy", OPTIONS), ("prefix", PREFIX_OPTIONS), ("bench", BENCH_OPTIONS)):
+    apps = {"toy": OPTIONS, "prefix": PREFIX_OPTIONS, "bench": BENCH_OPTIONS, "table": TABLE_OPTIONS}
+    for app, options in apps.items():
         (root / "apps" / app).mkdir(parents=True)
         (root / "apps" / app / "options.py").write_text(options)
         (root / "apps" / app / "requirements.txt").write_text(f"# {app} needs nothing\n")
+    (root / "apps" / "table" / "table.py").write_text(TABLE)
     for name, constant, seconds in (
         ("scripts/launcher/supervise.py", "STOP_SECONDS", "1.5"),
         ("core/samestep/rundir.py", "LOCK_SECONDS", "0.5"),

@@ -60,6 +60,24 @@ def parse(argv, prog=None, usage=None):
 """
 # Of an app whose launcher puts something before each line of a rank's stderr.
 PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
+# Of an app whose launcher reads the machines from a file, and whose options need another file of its folder.
+TABLE_OPTIONS = (
+    OPTIONS
+    + """
+def read_nodes(options, ranks):
+    from table import place
+    return place(ranks)
+"""
+)
+TABLE = """
+import os
+from samestep import UserError
+
+def place(ranks):
+    if ranks != 2:
+        raise UserError(f"N={ranks}, but the table lists 2: give N=2")
+    return (3, 1) if os.environ.get("TABLE") else None
+"""
 # What every launcher begins with: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
 LAUNCHER = """
 import json, os, signal, subprocess, sys, time

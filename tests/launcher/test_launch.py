@@ -353,6 +353,21 @@ def test_of_several_machines_none_knows_how_many_ranks_were_asked_for(house: Hou
     assert "--resume" not in note["options"]  # the first machine resolves the rest
 
 
+def test_an_app_may_read_the_machines_from_a_file(house: House) -> None:
+    """By read_nodes in its options.py, which imports from the app's folder; without that file they are as ever."""
+
+    def machines(n: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]
+        return end_of(house.script(*words, environ=environ))
+
+    assert machines("2", TABLE="yes").stdout == "3 1 6\n"  # nobody has said NNODES, MASTER_ADDR, MASTER_PORT
+    assert machines("2").stdout == "1 0 2\n"
+    assert machines("2", **SECOND).stdout == "2 1 4\n"
+    done = machines("4", TABLE="yes")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: N=4, but the table lists 2: give N=2\n"
+
+
 def test_threads_that_the_user_set_stay(house: House) -> None:
     assert house.run("note(n=os.environ['OMP_NUM_THREADS'])", environ={"OMP_NUM_THREADS": "7"}).returncode == 0
     assert house.notes() == [{"n": "7"}]

@@ -1,6 +1,7 @@
 """Every device path of resnet50_mindspore, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
 
 OWN = "tests/resnet50_mindspore/test_resnet50_mindspore.py"
+EACH = "tests/resnet50_mindspore/test_each_device.py"
 PATHS = [
     # device, transport, by what it is started or which part, how it is shown, by what
     ("cpu", "mccl", "the launch script (msrun), 1 to 4 ranks", "run", "tests/common"),
@@ -12,11 +13,12 @@ PATHS = [
         f"{OWN}::test_on_ascend_a_rank_takes_its_card_and_sinks",
     ),
     (
-        "ascend",
-        "HCCL",
-        "one process a device with a rank table",
-        "simulated",
-        f"{OWN}::test_each_device_has_its_folder",
+        *("ascend", "HCCL", "one process a device with a rank table: what each finds in its environment", "simulated"),
+        f"{EACH}::test_each_rank_gets_what_the_table_lists",
+    ),
+    (
+        *("ascend", "HCCL", "the launch script with a rank table, on one server or several", "simulated"),
+        f"{EACH}::test_the_launch_script_needs_the_table_alone",
     ),
     (
         *("ascend", "HCCL", "rank tables are as Ascend's documents have them", "simulated"),

@@ -582,6 +582,7 @@ def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
         (["--sink-size=5", "--max-steps=9"], {}, "does not divide --max-steps 9"),
         (["--device=ascend"], {}, "/dev/davinci_manager"),
         ([], {"RANK_TABLE_FILE": "/some/rank_table.json"}, "RANK_TABLE_FILE=/some/rank_table.json is for Ascend"),
+        ([], {"MINDSPORE_HCCL_CONFIG_PATH": "/a.json"}, "MINDSPORE_HCCL_CONFIG_PATH=/a.json is for Ascend"),
     ],
     ids=str,
 )
@@ -611,59 +612,18 @@ def test_ranks_that_msrun_did_not_start_are_refused(harness: Harness) -> None:
     assert "use msrun" in outcome.stderr.splitlines()[-1]
 
 
-# --- Ascend with a rank table: what of it is shell -----------------------------------------------------------------
-
-RANK = """
-import os, sys, time
-print("this is rank", os.environ["RANK_ID"], "of", os.environ["RANK_SIZE"], sys.argv[1:], flush=True)
-if os.environ["RANK_ID"] == sys.argv[1]:
-    sys.exit(7)
-if sys.argv[1] != "none":
-    time.sleep(100)
-"""
-
-
-def each_device(harness: Harness, failing: str) -> tuple[Outcome, Path]:
-    program, run_dir = harness.folder / "rank.py", harness.folder / "a run"
-    program.write_text(RANK)
-    (run_dir / "device0").mkdir(parents=True)
-    (run_dir / "device0" / "kept").write_text("not of this run")
-    command = ["bash", str(APP / "each_device.sh"), str(run_dir), "2", "1", "2", sys.executable, str(program), failing]
-    return bare(harness, command, RANK_TABLE_FILE="/some/rank_table.json"), run_dir
-
-
-def test_each_device_has_its_folder(harness: Harness) -> None:
-    outcome, run_dir = each_device(harness, "none")
-    assert outcome.code == 0, outcome
-    for device, rank in ((0, 2), (1, 3)):  # the second of two machines
-        folder = run_dir / f"device{device}"
-        assert f"this is rank {rank} of 4" in (folder / "train.log").read_text()
-        environ = (folder / "env.log").read_text().splitlines()
-        assert {f"DEVICE_ID={device}", f"RANK_ID={rank}", "RANK_SIZE=4"} <= set(environ)
-        assert "RANK_TABLE_FILE=/some/rank_table.json" in environ
-        assert (folder / "env.log").stat().st_mode & 0o077 == 0, "an environment may hold secrets"
-    assert (run_dir / "device0" / "kept").exists()
-
-
-def test_a_failed_device_ends_the_others_and_its_code_is_kept(harness: Harness) -> None:
-    outcome, _ = each_device(harness, "3")
-    assert outcome.code == 7, outcome
-    assert outcome.seconds < 100
-    harness.check_nothing_left()
-
-
 def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
     """What a dry run prints; on a machine without Ascend the options are refused before that, so bash is asked."""
     script = (ROOT / "scripts" / "run_resnet50_mindspore.sh").read_text()
-    shown = subprocess.run(
-        ["bash", "-c", script.replace("exec bash", "echo"), "run", "8", "--epochs=1"],
-        env={**os.environ, "RANK_TABLE_FILE": "/some/rank_table.json"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert "{app}/each_device.sh" in shown
-    assert shown.endswith("-- 8 --epochs=1\n")
+    for variable in ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"):
+        shown = subprocess.run(
+            ["bash", "-c", script.replace("exec bash", "echo"), "run", "8", "--epochs=1"],
+            env={**os.environ, variable: "/some/rank_table.json"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert "{python} {app}/each_device.py {nproc} {train} {options} -- 8 --epochs=1\n" in shown
     dry = harness.run(2, *TINY, "--dry-run").stdout
     assert "mindspore.parallel.cluster.run --join=True" in dry
     assert "--worker_num=2 --local_worker_num=2" in dry
