@@ -3,8 +3,9 @@
     RANK_TABLE_FILE=rank_table.json python apps/resnet50_mindspore/each_device.py N TRAIN.PY --run-dir=DIR [options]
 
 The launch script calls it. A rank finds in its environment what the table says of its device (DEVICE_ID, RANK_ID,
-RANK_SIZE) and runs in a folder of its own, ``<run-dir>/device<device_id>``, with its env.log, its train.log, and what
-Ascend's compiler leaves in the folder in which it works. The first failure ends the others.
+RANK_SIZE) and runs in a folder of its own, ``<run-dir>/device<device_id>`` (``<run-dir>/server<k>/device<device_id>``
+where the table has several servers), with its env.log, its train.log, and what Ascend's compiler leaves in the folder
+in which it works. The first failure ends the others.
 
 Standard library and samestep's exceptions alone: the launch script asks `find_place` before anything is installed.
 Exit codes: that of the rank that failed first (128 + the signal by which it was killed); 2 a mistake in the call or in
@@ -44,6 +45,11 @@ class Place:
     rank_size: int  # devices of the whole table
     node_rank: int  # which of its servers this machine is, in the order of their ranks
     node_count: int
+
+    def folder(self, run_dir: Path, device: Device) -> Path:
+        """Of one device; servers may have the run dir on a common disk, and each has a device 0."""
+        of_server = run_dir / f"server{self.node_rank}" if self.node_count > 1 else run_dir
+        return of_server / f"device{device.device_id}"
 
 
 # --- which devices are this machine's? -----------------------------------------------------------------------------
@@ -183,7 +189,7 @@ def run(place: Place, command: Sequence[str], run_dir: Path) -> int:
     running: list[tuple[Device, subprocess.Popen[bytes]]] = []
     try:
         for device in place.devices:
-            folder = run_dir / f"device{device.device_id}"
+            folder = place.folder(run_dir, device)
             running.append((device, start(command, environment(place, device, folder), folder)))
         while running and not stopped:
             for device, process in running.copy():
@@ -194,7 +200,7 @@ def run(place: Place, command: Sequence[str], run_dir: Path) -> int:
                 _signal(process, signal.SIGKILL)  # what it left behind
                 if code != 0:
                     code = code if code > 0 else 128 - code
-                    log = run_dir / f"device{device.device_id}" / "train.log"
+                    log = place.folder(run_dir, device) / "train.log"
                     told = f"rank {device.rank} (device {device.device_id}) ended with code {code}: see {log}"
                     print(told, file=sys.stderr)
                     return code

@@ -117,12 +117,21 @@ def told(folder: Path) -> Any:
     return json.loads((folder / "told.json").read_text())
 
 
+def of_server(run_dir: Path, table: Path, server_id: str) -> Path:
+    """Where a server's devices have their folders."""
+    content = json.loads(table.read_text())
+    listing = content["server_list"] if "version" in content else content["group_list"][0]["instance_list"]
+    names = {each["server_id"] for each in listing}
+    order = sorted(names, key=lambda name: min(int(rank) for _, rank in listed(table, name)))
+    return run_dir / f"server{order.index(server_id)}" if len(order) > 1 else run_dir
+
+
 def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: dict[str, str]) -> None:
     """Every rank's environment, folder and env.log with what the table lists."""
-    run_dir, devices = harness.folder / "run", listed(table, server_id)
-    assert sorted(path.name for path in run_dir.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
+    folders, devices = of_server(harness.folder / "run", table, server_id), listed(table, server_id)
+    assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:
-        folder = run_dir / f"device{device}"
+        folder = folders / f"device{device}"
         its = told(folder)
         expected = {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "ASCEND_WORK_PATH": str(folder)}
         assert its["environ"] == {**harness.environ(**given), **UTF8, **expected, "RANK_TABLE_FILE": str(table)}
@@ -381,11 +390,10 @@ def test_the_launch_script_needs_the_table_alone(
     outcome = launch(harness, house, len(servers[this]), RANK_TABLE_FILE="rank_table.json", **environ)
     assert (outcome.code, outcome.stderr) == (0, ""), outcome
     devices, ranks = listed(table, this), sum(map(len, servers.values()))
-    assert sorted(path.name for path in (harness.folder / "run").glob("device*")) == sorted(
-        f"device{device}" for device, _ in devices
-    )
+    folders = of_server(harness.folder / "run", table, this)
+    assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:
-        its = told(harness.folder / "run" / f"device{device}")
+        its = told(folders / f"device{device}")
         shown = {name: its["environ"][name] for name in ("DEVICE_ID", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE")}
         assert shown == {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "RANK_TABLE_FILE": str(table)}
         assert its["environ"]["SAMESTEP_LAUNCHER"]
