@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from harness import ROOT, Harness, Outcome, free_port, losses, metrics, relative_difference
 from layouts import TORCHVISION, digest
 from samestep import UserError, checkpoint, datasets
+from samestep.sharding import GlobalBatches
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 TRAIN = str(APP / "train.py")
@@ -349,6 +351,20 @@ def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("RANK_TABLE_FILE")
     parsed = options["parse"](["--device=cpu"])
     assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("cpu", 32, 300)
+
+
+def test_the_readme_has_the_run_of_mindspores_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = runpy.run_path(str(APP / "options.py"))
+    (tmp_path / "davinci_manager").touch()
+    monkeypatch.setitem(options["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
+    readme = (APP / "README.md").read_text().replace("\\\n", "")
+    (command,) = (line for line in readme.splitlines() if "--drop-remainder" in line and line.startswith("RANK_TABLE"))
+    words = shlex.split(command)
+    parsed = options["parse"](words[words.index("8") + 1 :])
+    batches = GlobalBatches(50_000, parsed.global_batch_size, parsed.seed, 0, 8, parsed.drop_remainder)
+    assert (batches.steps_per_epoch, parsed.epochs, len(batches.indices(0))) == (195, 10, 32)
+    assert (parsed.image_size, parsed.depth, parsed.lr, parsed.momentum) == (224, 50, 0.01, 0.9)
+    options["check_loops"](parsed.sink_size, "the steps of an epoch,", batches.steps_per_epoch)
 
 
 # --- images --------------------------------------------------------------------------------------------------------
