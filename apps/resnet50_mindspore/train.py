@@ -112,7 +112,7 @@ def build_batches(options: Options, n: int, world: World) -> GlobalBatches:
     if options.drop_remainder and n < options.global_batch_size:
         raise UserError(f"--drop-remainder leaves none of {n} samples: lower --global-batch-size")
     size, rank, world_size = options.global_batch_size, world.rank, world.world_size
-    return GlobalBatches(n, size, options.seed, rank, world_size, options.drop_remainder)
+    return GlobalBatches(n, size, options.seed, rank, world_size, drop_last=options.drop_remainder)
 
 
 def train(run: Run, options: Options, world: World) -> None:

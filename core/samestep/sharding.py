@@ -23,7 +23,7 @@ below sqrt(n) + 1. It is a good shuffle, not encryption.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -183,7 +183,7 @@ class GlobalBatches:
     seed: int
     rank: int = 0
     world_size: int = 1
-    drop_last: bool = False
+    drop_last: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 1 <= self.global_batch_size <= (self.n if self.drop_last else self.global_batch_size):

@@ -159,15 +159,14 @@ def test_beats_keep_a_rank_alive(job: Job) -> None:
 
 def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
     """And when it evaluates for the first time, but not otherwise."""
-    patient = {"first_step_timeout": LIMIT, "compiles": 1.5, "evaluation_compiles": 1.5}
-    process = job.rank(restored=7, steps=9, **patient)
+    process = job.rank(restored=7, steps=9, first_step_timeout=LIMIT, compiles=1.5, evaluation_compiles=1.5)
     assert ended(process) == f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 9"
     assert job.alive(0, lambda seen: seen["updates"] == 2)
 
 
 @pytest.mark.parametrize("which", ["compiles", "evaluation_compiles"])
 def test_a_rank_that_compiles_for_too_long_is_told_the_option(job: Job, which: str) -> None:
-    process = job.rank(steps=3, timeout=LIMIT, first_step_timeout=1.0, **{which: LIMIT})
+    process = job.rank(None, steps=3, timeout=LIMIT, first_step_timeout=1.0, **{which: LIMIT})
     line = ended(process)
     assert line.startswith(f"error: no progress for 1 s: rank 0 ({HOST}, pid {process.pid}) last alive at step ")
     assert line.endswith("; if it was still compiling, give it a longer --first-step-timeout")

@@ -361,7 +361,7 @@ def test_the_readme_has_the_run_of_mindspores_tutorial(tmp_path: Path, monkeypat
     (command,) = (line for line in readme.splitlines() if "--drop-remainder" in line and line.startswith("RANK_TABLE"))
     words = shlex.split(command)
     parsed = options["parse"](words[words.index("8") + 1 :])
-    batches = GlobalBatches(50_000, parsed.global_batch_size, parsed.seed, 0, 8, parsed.drop_remainder)
+    batches = GlobalBatches(50_000, parsed.global_batch_size, parsed.seed, 0, 8, drop_last=parsed.drop_remainder)
     assert (batches.steps_per_epoch, parsed.epochs, len(batches.indices(0))) == (195, 10, 32)
     assert (parsed.image_size, parsed.depth, parsed.lr, parsed.momentum) == (224, 50, 0.01, 0.9)
     options["check_loops"](parsed.sink_size, "the steps of an epoch,", batches.steps_per_epoch)
@@ -409,7 +409,7 @@ class Batches(GlobalBatches):
         asked.append(step)
         return super().indices(step)
 
-shards = many.training(Batches(50_000, 256, 1, 0, 8, True), range(1950), 224)
+shards = many.training(Batches(50_000, 256, 1, 0, 8, drop_last=True), range(1950), 224)
 told["sinking"] = [shards.get_dataset_size(), len(asked)]
 shards.output_types(), shards.output_shapes()  # MindSpore asks for them when it sinks
 told["sinking"].append(len(asked))
