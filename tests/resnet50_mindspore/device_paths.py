@@ -25,15 +25,23 @@ PATHS = [
         "tests/resnet50_mindspore/test_rank_table.py::test_what_make_writes_check_accepts",
     ),
     (
-        "ascend",
-        "HCCL",
-        "--parallel auto, semi-auto: the mode that is set",
-        "simulated",
-        f"{OWN}::test_parallel_is_what_mindspore_calls_it",
+        *(
+            "ascend",
+            "HCCL",
+            "--parallel auto: how AutoParallel is called, and that cut weights are refused",
+            "simulated",
+        ),
+        f"{OWN}::test_weights_that_mindspore_would_cut_are_refused_before_the_first_step",
     ),
+    (
+        *("ascend", "HCCL", "time limits of MindSpore and HCCL behind --first-step-timeout", "simulated"),
+        f"{OWN}::test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles",
+    ),
+    ("cpu", "mccl", "loops of --sink-size, --api highlevel", "run", f"{OWN}::test_both_apis_take_the_same_steps"),
+    ("ascend", "HCCL", "--api highlevel with sinking", "read", "mindspore/train/model.py of MindSpore 2.10.0"),
     ("ascend", "HCCL", "a training step, data sinking", "read", "mindspore/train/data_sink.py of MindSpore 2.10.0"),
     (
-        *("ascend", "HCCL", "--parallel auto, semi-auto: a training step", "read"),
+        *("ascend", "HCCL", "--parallel auto: a training step", "read"),
         "mindspore/parallel/auto_parallel.py of MindSpore 2.10.0",
     ),
     (
