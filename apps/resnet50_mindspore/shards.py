@@ -5,9 +5,9 @@ bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0         # make
 
 MindSpore's is `ds.Cifar10Dataset(folder, num_shards=N, shard_id=r)` and `.batch(rows, drop_remainder=...)` for each
 rank r, with rows = ceil(global batch / N), as it has no shards of different sizes; ours is `GlobalBatches`. Both read
-the same files. MindSpore's reader takes files of exactly 10,000 images, as CIFAR-10's are and the made-up set's are not;
-and to count, each image must be told from all others. So files of that size are written for the purpose, in which an
-image's first pixel holds its number.
+the same files. MindSpore's reader takes files of exactly 10,000 images, as CIFAR-10's are and made-up ones are not,
+and to be counted each image must be told from all others: so files of that size are written for the purpose, in which
+an image's first pixel holds its number.
 
 Of the columns, "promised" is `get_dataset_size()`, or `GlobalBatches.steps_per_epoch`; the last two say how many global
 batches hold the same samples as at one rank, without shuffling and with it, from the same seed.
@@ -54,13 +54,8 @@ class Sharding:
         """The row in Markdown; ``alone`` is the same way with one rank, ``n`` the number of samples there are."""
         seen = np.bincount(np.concatenate(self.shuffled.batches), minlength=n)
         sizes = [len(batch) for batch in self.shuffled.batches]
-        counted = [
-            len(sizes),
-            self.shuffled.promised,
-            sizes[0],
-            sizes[-1],
-            *((seen == times).sum() for times in (1, 2, 0)),
-        ]
+        counted = [len(sizes), self.shuffled.promised, sizes[0], sizes[-1]]
+        counted += [int((seen == times).sum()) for times in (1, 2, 0)]
         same = [equal(self.in_order, alone.in_order), equal(self.shuffled, alone.shuffled)]
         cells = [str(self.ranks), self.name, *(f"{count:,}" for count in counted), *same]
         return f"| {' | '.join(cells)} |"
@@ -131,8 +126,8 @@ def main() -> None:
         parser.error(f"--global-batch-size {size}: choose at most {total}, all of the training set")
 
     with tempfile.TemporaryDirectory() as data_dir:
-        write_numbered(Path(data_dir) / "cifar10")
-        folder = datasets.resolve("cifar10", Path(data_dir)).folder
+        folder = Path(data_dir, "cifar10")
+        write_numbered(folder)
         samples = numbers(datasets.load("cifar10", Path(data_dir)).train_images)
 
         print(f"{len(samples):,} samples, a global batch of {size:,}\n{HEAD}")
