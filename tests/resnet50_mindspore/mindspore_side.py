@@ -2,9 +2,10 @@
 
     python mindspore_side.py FOLDER
 
-For each `<name>-<size>.safetensors` in FOLDER, weights, this writes `<name>-<size>.npz`: "images", the first of the
-test set as the app feeds them at that size, float32 [16, 3, size, size], and "logits", what those weights make of them.
-`first-step.npz` holds the weights that the app gives to seed 1, and the first global batch of two images at 224 x 224.
+For each `<name>-<size>.safetensors` in FOLDER, weights, this writes a file of that name in FOLDER/told: "images", the
+first of the test set as the app feeds them at that size, float32 [16, 3, size, size], and "logits", what those weights
+make of them. `told/first-step.safetensors` has the app's initial weights of seed 1, and its first two training images
+at 224 x 224.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "apps" / "resnet50_mindspore"))
 
-import numpy as np
 import ranks  # type: ignore[import-not-found]
 from data import load  # type: ignore[import-not-found]
 from model import build_model  # type: ignore[import-not-found]
+from safetensors.numpy import save_file
 from samestep import checkpoint
 from samestep.sharding import GlobalBatches
 from weights import load_model, model_arrays  # type: ignore[import-not-found]
@@ -30,14 +31,16 @@ def main(folder: Path) -> None:
     model = build_model(50, False, seed=1)
     batch = training.training(GlobalBatches(len(training.labels), 2, seed=1), range(1), 224)
     images, labels, _ = (column.asnumpy() for column in next(batch.create_tuple_iterator(num_epochs=1)))
-    np.savez(folder / "first-step.npz", images=images, labels=labels, **model_arrays(model))
+    told = folder / "told"
+    told.mkdir()
+    save_file({"images": images, "labels": labels, **model_arrays(model)}, told / "first-step.safetensors")
 
     model.set_train(False)
     for weights in folder.glob("*-*.safetensors"):
         load_model(model, checkpoint.load_weights(weights))
         rows = test.evaluation(0, 16, 16, int(weights.stem.rpartition("-")[2]))
         tensor = next(rows.create_tuple_iterator(num_epochs=1))[0]
-        np.savez(weights.with_suffix(".npz"), images=tensor.asnumpy(), logits=model(tensor).asnumpy())
+        save_file({"images": tensor.asnumpy(), "logits": model(tensor).asnumpy()}, told / weights.name)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ from torchvision.models import resnet50  # noqa: E402
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10: red, green, blue
 
 
+def loaded(arrays: dict[str, Tensor]) -> nn.Module:
+    model: nn.Module = resnet50(num_classes=10)
+    model.load_state_dict(arrays, strict=True)
+    return model
+
+
 def normalised(images: NDArray[np.uint8]) -> Tensor:
     """Images [n, 32, 32, 3] as the model takes them, float32 [n, 3, 32, 32]."""
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
@@ -37,8 +43,7 @@ def normalised(images: NDArray[np.uint8]) -> Tensor:
 
 def evaluated(weights: Path) -> dict[str, float]:
     """Loss and accuracy over the whole test set."""
-    model = resnet50(num_classes=10)
-    model.load_state_dict(load_file(weights), strict=True)
+    model = loaded(load_file(weights))
     data = datasets.load("synthetic-cifar10", weights.parent)
     labels = torch.from_numpy(data.test_labels).long()
     with torch.no_grad():
@@ -63,12 +68,11 @@ def compare(folder: Path) -> dict[str, Any]:
     """How far each of the logits is off, by name, in units of the largest logit; and the app's first step."""
     told: dict[str, Any] = {"logits": {}, "evaluated": evaluated(folder / "trained-32.safetensors")}
     for weights in folder.glob("*-*.safetensors"):
-        model = resnet50(num_classes=10)
-        model.load_state_dict(load_file(weights), strict=True)
-        left = np.load(weights.with_suffix(".npz"))
+        model = loaded(load_file(weights))
+        apps = load_file(folder / "told" / weights.name)
         with torch.no_grad():
-            logits = model.eval()(torch.from_numpy(left["images"])).numpy()
-        told["logits"][weights.stem] = float(abs(logits - left["logits"]).max() / abs(logits).max())
+            logits = model.eval()(apps["images"])
+        told["logits"][weights.stem] = ((logits - apps["logits"]).abs().max() / logits.abs().max()).item()
     return told | first_step(folder)
 
 
@@ -77,18 +81,16 @@ def first_step(folder: Path) -> dict[str, Any]:
 
     A difference is in units of the array's own change in the step: of 2-norms. torch computes in float64.
     """
-    left = {name: torch.from_numpy(array) for name, array in np.load(folder / "first-step.npz").items()}
-    images, labels = left.pop("images").double(), left.pop("labels").long()
-    model: nn.Module = resnet50(num_classes=10)
-    model.load_state_dict(left, strict=True)
-    model.double()
+    before = load_file(folder / "told" / "first-step.safetensors")
+    images, labels = before.pop("images").double(), before.pop("labels").long()
+    model = loaded(before).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loss = cross_entropy(model(images), labels)
     loss.backward()
     optimizer.step()
     found = load_file(folder / "trained-224.safetensors")
     off = {
-        name: ((found[name] - after).norm() / (after - left[name]).norm()).item()
+        name: ((found[name] - after).norm() / (after - before[name]).norm()).item()
         for name, after in model.state_dict().items()
         if after.is_floating_point()
     }
