@@ -6,6 +6,10 @@ PATHS = [
     # device, transport, by what it is started or which part, how it is shown, by what
     ("cpu", "mccl", "the launch script (msrun), 1 to 4 ranks", "run", "tests/common"),
     ("cpu", "mccl", "msrun alone", "run", f"{OWN}::test_msrun_alone_takes_the_same_steps"),
+    (
+        *("cpu", "mccl", "ResNet-50 at 32 and 224 pixels: torchvision's logits, and its step", "run"),
+        "tests/resnet50_mindspore/test_depth_50.py::test_it_is_torchvisions_resnet50",
+    ),
     ("cpu", "mccl", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
     ("ascend", "HCCL", "which device: the driver's file decides", "simulated", f"{OWN}::test_ascends_driver_decides"),
     (

@@ -1,0 +1,48 @@
+"""The app's ResNet-50 in a process of its own, beside torchvision_side.py; test_depth_50.py starts both.
+
+    python mindspore_side.py FOLDER
+
+For each `<name>-<size>.safetensors` in FOLDER, weights, this writes a file of that name in FOLDER/told: "images", the
+first of the test set as the app feeds them at that size, float32 [16, 3, size, size], and "logits", what those weights
+make of them. `told/first-step.safetensors` has the app's initial weights of seed 1, and its first two training images
+at 224 x 224.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "apps" / "resnet50_mindspore"))
+
+import ranks  # type: ignore[import-not-found]
+from data import load  # type: ignore[import-not-found]
+from model import build_model  # type: ignore[import-not-found]
+from safetensors.numpy import save_file
+from samestep import checkpoint
+from samestep.sharding import GlobalBatches
+from weights import load_model, model_arrays  # type: ignore[import-not-found]
+
+
+def main(folder: Path) -> None:
+    ranks.choose_device("cpu")
+    training, test = load("synthetic-cifar10", folder)
+    model = build_model(50, False, seed=1)
+    batch = training.training(GlobalBatches(len(training.labels), 2, seed=1), range(1), 224)
+    images, labels, _ = (column.asnumpy() for column in next(batch.create_tuple_iterator(num_epochs=1)))
+    told = folder / "told"
+    told.mkdir()
+    save_file({"images": images, "labels": labels, **model_arrays(model)}, told / "first-step.safetensors")
+
+    model.set_train(False)
+    for weights in folder.glob("*-*.safetensors"):
+        load_model(model, checkpoint.load_weights(weights))
+        rows = test.evaluation(0, 16, 16, int(weights.stem.rpartition("-")[2]))
+        tensor = next(rows.create_tuple_iterator(num_epochs=1))[0]
+        save_file({"images": tensor.asnumpy(), "logits": model(tensor).asnumpy()}, told / weights.name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)  # MindSpore's threads are not waited for
