@@ -15,6 +15,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.once  # the loops of the other apps' frameworks are for the soak
 def test_throughput(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     outcome = quick(harness, "throughput", f"--apps={harness.app.name}", f"--json={harness.folder / 'found.json'}")

@@ -172,7 +172,7 @@ def test_a_stopped_job_resumes(
     assert not harness.left_running()
     result = check_same_end(harness, harness.run(n, *harness.app.small), n, reference)
     assert 0 < result["resumed_from_step"] < result["steps"]
-    if n == 3:  # once more: it only reports
+    if n == 3 and "once" not in harness.app.left_out:  # once more: it only reports
         finished = check_same_end(harness, harness.run(n, *harness.app.small), n, reference)
         assert finished["resumed_from_step"] == finished["steps"]
 

@@ -43,10 +43,10 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_losses_are_gloos(harness: Harness) -> None:
+def test_the_losses_are_gloos(harness: Harness, soak: bool) -> None:
     """In float64, with a global batch that is no multiple of 2 or 3. One build has both transports."""
     options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=40"]
-    for n in (2, 3):
+    for n in (2, 3) if soak else (3,):
         expected = harness.train(n, *options, run_dir=harness.folder / f"gloo-{n}")
         assert (expected["launcher"], expected["backend"]) == ("horovodrun", "gloo")
         curve = losses(harness.folder / f"gloo-{n}")
@@ -63,7 +63,7 @@ def test_the_losses_are_gloos(harness: Harness) -> None:
         assert relative_difference(curve, losses(run_dir)) < 1e-9
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_killed_rank_changes_nothing(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
@@ -108,8 +108,8 @@ def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
     harness.check_nothing_left()
 
 
-def test_the_installation_is_verified_ten_times_in_a_row(harness: Harness) -> None:
-    for i in range(10):
+def test_the_installation_is_verified_again_and_again(harness: Harness, soak: bool) -> None:
+    for i in range(10 if soak else 2):
         outcome = bare(harness, ["bash", VERIFY, str(2 + i % 2), "--transport=mpi"])
         assert outcome.code == 0, outcome
         rows = outcome.stdout.splitlines()

@@ -35,7 +35,7 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
     assert ours["test_accuracy"] == theirs["test_accuracy"]
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize(
     "options",
     [
