@@ -130,8 +130,12 @@ def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int) -> Iter
     """
     if sinks:
         loop = ms.data_sink(step, shards, sink_size)
-        while True:
-            yield loop()
+        try:
+            while True:
+                yield loop()
+        finally:  # MindSpore would go on from the first shard for as long as the device takes them
+            shards.__transfer_dataset__.stop_send()
+            shards.__transfer_dataset__.release()
     batches = shards.create_tuple_iterator(num_epochs=1)
     while True:
         for _ in range(sink_size):

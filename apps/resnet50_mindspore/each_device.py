@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -254,6 +255,9 @@ def main(argv: Sequence[str]) -> int:
         return run(place, [sys.executable, os.path.abspath(argv[1]), *arguments], run_dir)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
+        if "SAMESTEP_LAUNCHER" in os.environ:  # the launch script started no rank for it, and is not to try again
+            with contextlib.suppress(OSError, UserError):
+                (absolute_paths(argv[2:])[0] / "log" / "no-restart").write_text(json.dumps({"code": 2}))
         return 2
 
 

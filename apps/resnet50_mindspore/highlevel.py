@@ -37,13 +37,15 @@ def fit(
 ) -> None:
     """Train on ``shards``, one for each of ``steps``; ``sink_size`` is None where nothing sinks.
 
-    A data set cannot be entered in the middle, where a resumed run begins, so it has the shards of the whole run: what
-    LossMonitor calls epoch 1. Where shards sink, MindSpore calls each loop of ``sink_size`` updates an epoch.
+    ``shards`` begin where the run does, at its checkpoint, and end with it: that is what LossMonitor, which prints each
+    ``print_every`` updates and for 0 is left out, calls epoch 1. Where shards sink, each loop of ``sink_size`` updates
+    is an epoch to it. Raises FatalError where a loss is no number.
     """
     if world_size > 1:  # Model then averages the gradients over ranks
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     model = Model(forward, optimizer=optimizer)
-    callbacks = [TellRun(after_update, steps.start, sink_size or 1), LossMonitor(print_every)]
+    tell = TellRun(after_update, steps.start, sink_size or 1)
+    callbacks = [tell, LossMonitor(print_every)] if print_every else [tell]
     try:
         if sink_size:
             loops = len(steps) // sink_size
@@ -51,6 +53,6 @@ def fit(
         else:
             model.train(1, shards, callbacks, dataset_sink_mode=False)  # ranks talk: at each step
     except ValueError as problem:
-        if "NAN or INF" in str(problem):  # as LossMonitor, which looks at each loss, has it
-            raise FatalError(f"{problem} Lower --lr.") from problem
-        raise
+        if "NAN or INF" not in str(problem):  # words of LossMonitor, which looks at each loss
+            raise
+        raise FatalError(f"at step {tell.step} the loss is no number: lower --lr") from problem

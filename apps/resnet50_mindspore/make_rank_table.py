@@ -201,7 +201,11 @@ def read(path: Path, product: Product | None = None, to_start: bool = False) -> 
         table = parse(load_json(path))
         _check_ranks(table)
         if to_start:
+            _require(path.suffix == ".json", "HCCL reads rank tables only from files named *.json: rename it")
             check_job(table)  # what it warns of matters before a merge
+            most = max(each.devices for each in PRODUCTS.values())
+            unknown = next((device for device in table.devices if device.device_id >= most), None)
+            _require(unknown is None, f"{unknown}: no product has a device_id above {most - 1}: correct it")
         warn(f"{path}: {each}" for each in (check(table, product) if product else ()))
     except RankTableError as error:
         raise RankTableError(f"{path}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from samestep.options import Options, Parser, add_common, real, whole
 
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 IMAGE_SIZES = {"ascend": 224, "cpu": 32}
+TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
 FIRST_STEP_TIMEOUTS = {"ascend": 1800.0, "cpu": 300.0}  # seconds: Ascend's compiler takes many minutes
 
 
@@ -40,6 +42,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add(
         "--drop-remainder",
         action="store_true",
+        default=None,  # as in the checkpoints of before there was this option
         help="leave out of each epoch the samples that fill no global batch (default: a smaller last one)",
     )
     add = parser.add_argument_group("mindspore").add_argument
@@ -84,14 +87,19 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise UserError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
     if options.parallel == "auto":
         _check_auto(options)
-    if options.device == "cpu" and os.environ.get("RANK_TABLE_FILE"):
-        raise UserError(f"RANK_TABLE_FILE={os.environ['RANK_TABLE_FILE']} is for Ascend: unset it to train on CPU")
+    for name in ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"):
+        if options.device == "cpu" and os.environ.get(name):
+            raise UserError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
+    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
+        raise UserError(
+            "MS_COMPILER_CACHE_ENABLE=1: a step that MindSpore 2.10 takes from its cache leaves the running statistics "
+            "as they are: unset it"
+        )
     if options.image_size is None:
         options.image_size = IMAGE_SIZES[options.device]
     if options.first_step_timeout is None:
-        options.first_step_timeout = FIRST_STEP_TIMEOUTS[options.device]
-    for name in ("log_every", "checkpoint_every", "max_steps"):
-        check_loops(options.sink_size, f"--{name.replace('_', '-')}", getattr(options, name) or 0)
+        options.first_step_timeout = max(FIRST_STEP_TIMEOUTS[options.device], options.timeout)
+    check_loops(options)
     return options
 
 
@@ -106,26 +114,48 @@ def _check_auto(options: Options) -> None:
         )
 
 
-def check_loops(sink_size: int, name: str, steps: int) -> None:
-    """Refuse loops of ``sink_size`` updates in which something would be due before the end. Raises UserError."""
-    if steps % sink_size:
-        divisors = ", ".join(str(size) for size in range(1, min(sink_size, steps) + 1) if steps % size == 0)
-        raise UserError(
-            f"--sink-size {sink_size} does not divide {name} {steps}: something would be due within a loop; choose one "
-            f"of {divisors}"
-        )
+def check_loops(options: Options, **more: int) -> None:
+    """Refuse loops of --sink-size updates in which something would be due before the end. Raises UserError.
+
+    ``more`` is what else a loop must not go beyond, in steps from the start of training, by what it is called.
+    """
+    due = {"--log-every": options.log_every, "--checkpoint-every": options.checkpoint_every}
+    due |= {"--max-steps": options.max_steps or 0, **more}
+    for name, steps in due.items():
+        if steps % options.sink_size:
+            raise UserError(
+                f"--sink-size {options.sink_size} does not divide {name.replace('_', ' ')} {steps}: something would be "
+                f"due within a loop; choose a divisor of {math.gcd(*due.values())}"
+            )
 
 
-def read_nodes(options: Options, ranks: int) -> tuple[int, int] | None:
+def check_steps(options: Options, train_examples: int, start: int) -> None:
+    """What a run of ``train_examples`` from step ``start`` on must fulfil. Raises UserError."""
+    whole_batches, remainder = divmod(train_examples, options.global_batch_size)
+    if options.drop_remainder and not whole_batches:
+        raise UserError(f"--drop-remainder leaves none of {train_examples} samples: lower --global-batch-size")
+    steps_per_epoch = whole_batches + bool(remainder and not options.drop_remainder)
+    check_loops(options, the_steps_of_an_epoch=steps_per_epoch, the_step_to_resume_at=start)
+
+
+def check_start(options: Options, dataset: str, start: int) -> None:
+    """For the launch script, which knows by now what the run trains on, and from which step on. Raises UserError."""
+    check_steps(options, TRAIN_EXAMPLES[dataset], start)
+
+
+def check_ranks(options: Options, ranks: int) -> None:
+    """For the launch script: refuse what does not suit as many ranks on a machine. Raises UserError."""
+    if options.parallel == "auto" and ranks == 1:
+        raise UserError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
+
+
+def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
     """For the launch script: the number of machines in the rank table, and which of them, from 0, this one is.
 
     None where there is no table. Raises UserError for a table that is wrong, or that does not list ``ranks`` devices
     for this machine.
     """
-    from each_device import find_place, table_variable  # a rank needs neither
+    from each_device import find_place  # a rank does not need it
 
-    variable = table_variable(os.environ)
-    if variable and options.device == "cpu":
-        raise UserError(f"{variable}={os.environ[variable]} is for Ascend: unset it to train on CPU")
     place = find_place(os.environ, ranks)
     return (place.node_count, place.node_rank) if place else None

@@ -103,13 +103,15 @@ def serve(options: Options) -> NoReturn:
 def _leave_silence_to_the_watchdog(options: Options) -> None:
     """MindSpore ends a job after 30 s of silence, and names no rank: the watchdog, which does, is to come first.
 
-    So would HCCL on Ascend, when a rank has waited for another to connect, which it does once its first graph is
-    compiled: for 600 s, as MindSpore sets it when it is imported. It takes 120 to 7,200.
+    So would HCCL on Ascend: when a rank has waited for another to connect, which it does once its first graph is
+    compiled, for 600 s (MindSpore sets them when it is imported; HCCL takes 120 to 7,200), and within a collective for
+    1,836 s (https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000074.html).
     """
     longest = int(max(options.timeout, options.first_step_timeout)) + 60
     os.environ.setdefault("MS_NODE_TIMEOUT", str(longest))
     if os.environ.get("HCCL_CONNECT_TIMEOUT", "600") == "600":
         os.environ["HCCL_CONNECT_TIMEOUT"] = str(min(max(longest, 120), 7200))
+    os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(max(longest, 1836)))
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -27,8 +27,8 @@ from data import Split, feed, load, rows_per_rank
 from highlevel import fit
 from mindspore import Parameter, Tensor, nn, ops
 from model import ResNet, build_loss, build_model
-from options import check_loops, parse
-from samestep import UserError, env, log
+from options import check_steps, parse
+from samestep import env, log
 from samestep.env import World
 from samestep.options import Options
 from samestep.run import Run
@@ -87,7 +87,8 @@ def evaluate(model: ResNet, test: Split, image_size: int, world: World, watchdog
     own = weights.buffers(model)
     weights.load_buffers(model, weights.averaged_buffers(model)[0])  # ranks talk
     model.set_train(False)
-    if not model.compile_cache:
+    compiles = not model.compile_cache
+    if compiles:
         watchdog.compiles()
     first, last = shard(len(test.labels), world.rank, world.world_size)
     sums = np.zeros(3)
@@ -103,16 +104,10 @@ def evaluate(model: ResNet, test: Split, image_size: int, world: World, watchdog
         watchdog.beat()
     model.set_train(True)
     weights.load_buffers(model, own)
+    if compiles:
+        watchdog.compiles()  # other ranks may still be at it
     loss_sum, correct, examples = ranks.all_gather(sums).sum(axis=0).tolist()  # ranks talk
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
-
-
-def build_batches(options: Options, n: int, world: World) -> GlobalBatches:
-    """Each step's samples, of ``n``. Raises UserError where none would be left."""
-    if options.drop_remainder and n < options.global_batch_size:
-        raise UserError(f"--drop-remainder leaves none of {n} samples: lower --global-batch-size")
-    size, rank, world_size = options.global_batch_size, world.rank, world.world_size
-    return GlobalBatches(n, size, options.seed, rank, world_size, drop_last=options.drop_remainder)
 
 
 def train(run: Run, options: Options, world: World) -> None:
@@ -122,24 +117,28 @@ def train(run: Run, options: Options, world: World) -> None:
     optimizer = build_optimizer(options, model)
     run.restore(ranks, partial(weights.load, model, optimizer, world))  # ranks talk: rank 0 reads, all load the same
     training, test = load(options.dataset, options.data_dir)
-    batches = build_batches(options, len(training.labels), world)
-    check_loops(options.sink_size, "the steps of an epoch,", batches.steps_per_epoch)
-    check_loops(options.sink_size, "the step to resume at,", run.start)
+    n, size, drops = len(training.labels), options.global_batch_size, bool(options.drop_remainder)
+    check_steps(options, n, run.start)  # the launch script did, where there is one
+    batches = GlobalBatches(n, size, options.seed, world.rank, world.world_size, drop_last=drops)
     run.begin(batches, len(test.labels), f"ResNet-{options.depth}", options.device, ranks.facts(options.device))
     forward = Forward(model, build_loss(options.loss))
 
     def after_update(step: int, loss: Tensor) -> None:
         """What is due after the update ``step``, whose mean of weight * loss on this rank was ``loss``."""
         model.batches_tracked += not options.freeze_bn
+        if step == run.start:
+            ranks.all_gather(np.zeros(1))  # ranks talk, once: the first step counts as done when all have compiled it
         due = run.done(step)
         if due.log:  # to read a loss is to wait for its step
             last, total = float(loss.asnumpy()), float(forward.total.asnumpy())
             forward.total.set_data(Tensor(0.0, ms.float32))
-            size = batches.size(step)  # of the others, whole batches: an epoch's last is always logged
-            sums = np.array([last * size, (total - last) * options.global_batch_size + last * size])
-            loss_sum, sum_since = ranks.all_gather(sums / world.world_size).sum(axis=0).tolist()  # ranks talk
+            loss_sum = last * batches.size(step)
+            sums = np.array(
+                [loss_sum, (total - last) * size + loss_sum]
+            )  # only an epoch's last, always due, is smaller
+            sums = ranks.all_gather(sums / world.world_size).sum(axis=0)  # ranks talk
             tested = evaluate(model, test, options.image_size, world, run.watchdog) if due.test else {}  # ranks talk
-            run.record(loss_sum, sum_since, tested)
+            run.record(float(sums[0]), float(sums[1]), tested)
         if due.save:
             run.save(ranks, weights.groups(model, optimizer))  # ranks talk: they average, compare; then rank 0 writes
 

@@ -136,7 +136,7 @@ def add_common(
     # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
     parser.default_dataset, parser.may_change_at_resume = datasets[0], may_change_at_resume
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"looked at first for its files {default}")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"its files are looked at first {default}")
 
     add = parser.add_argument_group("the run").add_argument
     add("--run-dir", type=Path, metavar="DIR", help="what the run leaves (default: runs/<app>/<UTC time>)")

@@ -186,8 +186,12 @@ class GlobalBatches:
     drop_last: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.global_batch_size <= (self.n if self.drop_last else self.global_batch_size):
-            raise ValueError(f"global_batch_size must be at least 1 and leave a batch, got {self.global_batch_size}")
+        if self.global_batch_size < 1:
+            raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
+        if self.drop_last and self.global_batch_size > self.n:
+            raise ValueError(
+                f"global_batch_size must be at most {self.n} to leave a batch, got {self.global_batch_size}"
+            )
         shard(0, self.rank, self.world_size)  # these two check the rest
         permute(np.empty(0, np.int64), self.n, self.seed, 0)
 

@@ -2,8 +2,9 @@
 
 Each second it writes ``<run-dir>/log/alive-<r>`` (step, this process's updates, time, pid, host). It ends the rank when
 the rank's launcher is gone, so that a killed launcher leaves nothing running, and when the rank has made no progress
-for ``timeout`` seconds, naming the rank that holds the others up: no framework does (they wait for minutes, then blame
-whoever noticed). Of that it also leaves ``log/stalled``, at which the launch script ends what remains of the job.
+for ``timeout`` seconds (longer while it compiles), naming the rank that holds the others up: no framework does (they
+wait for minutes, then blame whoever noticed). Of that it also leaves ``log/stalled``, at which the launch script ends
+what remains of the job.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ class Watchdog:
     """One thread that outlives every wait in a framework's C++, and ends the process where waiting is in vain."""
 
     def __init__(self, world: World, timeout: float, first_step_timeout: float | None = None) -> None:
-        """Start watching. ``timeout`` in seconds. Waiting for ranks that never come is no progress either.
-
-        ``first_step_timeout`` holds until the first update, where a framework compiles it; None: as ``timeout``.
-        """
+        """Start watching. In seconds; ``first_step_timeout`` until the first update, which may have to be compiled."""
         self._folder: Path | None = None
         self._rank, self._world_size, self._timeout = world.rank, world.world_size, timeout
         self._compile_timeout = first_step_timeout
@@ -38,7 +36,7 @@ class Watchdog:
         self._job = os.environ.get("SAMESTEP_JOB", "")
         self._step = self._updates = 0
         self._writing, self._stopped = threading.Lock(), threading.Event()
-        self._last_progress = time.monotonic()
+        self._last_progress = time.monotonic()  # waiting for ranks that never come is no progress either
         self._launchers = {pid: _start_time(pid) for pid in _launchers(world)}
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

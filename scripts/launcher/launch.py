@@ -11,9 +11,10 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 
 and functions, which raise UserError: ``check_ranks(options, ranks)`` for what does not suit N ranks on a machine, and
 ``check_installed(options, ranks)``, in the app's environment, for what that lacks. ``setup_environment(options)`` gives
-the variables by which its setup.sh builds; others make another environment. ``read_nodes(options, ranks)`` gives the
+the variables by which its setup.sh builds; others make another environment. ``find_machines(options, ranks)`` gives the
 number of machines and which of them, from 0, this one is, where a file of the app's launcher says so and not the
-variables NNODES and so on; else None.
+variables NNODES and so on; else None. ``check_start(options, dataset, step)`` is asked last, when it is known on what
+data, and from which step on, the job will train.
 
 An app without ``--resume`` does not train: it has no data set and no checkpoints, and is not started again.
 
@@ -145,7 +146,7 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     options = module.parse(arguments, usage=usage)
     if hasattr(module, "check_ranks"):
         module.check_ranks(options, nproc)
-    placed = module.read_nodes(options, nproc) if hasattr(module, "read_nodes") else None
+    placed = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(placed[0], placed[1], None, None) if placed else read_nodes(os.environ)
     _check_paths(options)
 
@@ -164,7 +165,7 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     venvs.check_requirements(app)
     if hasattr(module, "check_installed"):
         module.check_installed(options, nproc)
-    return _resolve_and_run(job, getattr(module, "LAUNCHER", {}).get("line_prefix", ""))
+    return _resolve_and_run(job, module)
 
 
 def _help(app: str, trains: bool) -> str:
@@ -271,10 +272,11 @@ def _check_paths(options: Options) -> None:
 # --- the job, in the app's environment ---------------------------------------------------------------------------
 
 
-def _resolve_and_run(job: Job, line_prefix: str) -> int:
-    """Resolve run dir, data set and checkpoint, and run the job with them."""
+def _resolve_and_run(job: Job, module: Any) -> int:
+    """Resolve run dir, data set and checkpoint, and run the job with them; ``module`` is the app's options.py."""
     from samestep import rundir
 
+    line_prefix = getattr(module, "LAUNCHER", {}).get("line_prefix", "")
     made = None if job.options.run_dir else rundir.new(job.app)
     run_dir: Path = (made or job.options.run_dir).resolve()
     job.options.run_dir = run_dir
@@ -286,6 +288,8 @@ def _resolve_and_run(job: Job, line_prefix: str) -> int:
         if job.trains:
             found = rundir.resolve(job.app, job.options, verify=False)
             lock = found.lock
+            if hasattr(module, "check_start"):
+                module.check_start(job.options, found.dataset, found.checkpoint.step if found.checkpoint else 0)
             resolved = ["--resume", f"--dataset={found.dataset}", f"--requested-dataset={found.requested_dataset}"]
         else:
             _, lock = rundir.claim(job.app, run_dir)

@@ -303,7 +303,7 @@ def test_a_last_batch_that_is_dropped_leaves_the_others_as_they_are(
 ) -> None:
     """Each epoch leaves out other samples: those that its own order has last."""
     if batch > n:
-        with pytest.raises(ValueError, match="leave a batch"):
+        with pytest.raises(ValueError, match="to leave a batch"):
             GlobalBatches(n, batch, 1, drop_last=True)
         return
     ranks = [GlobalBatches(n, batch, 1, rank, world_size, drop_last=True) for rank in range(world_size)]

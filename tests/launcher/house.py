@@ -64,7 +64,7 @@ PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n
 TABLE_OPTIONS = (
     OPTIONS
     + """
-def read_nodes(options, ranks):
+def find_machines(options, ranks):
     from table import place
     return place(ranks)
 """

@@ -354,7 +354,7 @@ def test_of_several_machines_none_knows_how_many_ranks_were_asked_for(house: Hou
 
 
 def test_an_app_may_read_the_machines_from_a_file(house: House) -> None:
-    """By read_nodes in its options.py, which imports from the app's folder; without that file they are as ever."""
+    """By find_machines in its options.py, which imports from the app's folder; without that file they are as ever."""
 
     def machines(n: str, **environ: str) -> subprocess.CompletedProcess[str]:
         words = ["table", "{nnodes}", "{node_rank}", "{world_size}", "--", n, "--dry-run"]

@@ -13,8 +13,8 @@ PATHS = [
     ("cpu", "mccl", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
     ("ascend", "HCCL", "which device: the driver's file decides", "simulated", f"{OWN}::test_ascends_driver_decides"),
     (
-        *("ascend", "HCCL", "each rank its card, sinking, rendezvous by msrun and by rank table", "simulated"),
-        f"{OWN}::test_on_ascend_a_rank_takes_its_card_and_sinks",
+        *("ascend", "HCCL", "each rank its card, rendezvous by msrun and by rank table", "simulated"),
+        f"{OWN}::test_on_ascend_a_rank_takes_its_card",
     ),
     (
         *("ascend", "HCCL", "one process a device with a rank table: what each finds in its environment", "simulated"),
@@ -42,6 +42,8 @@ PATHS = [
         f"{OWN}::test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles",
     ),
     ("cpu", "mccl", "loops of --sink-size, --api highlevel", "run", f"{OWN}::test_both_apis_take_the_same_steps"),
+    ("ascend", "HCCL", "--api highlevel: how Model sinks", "simulated", f"{OWN}::test_model_sinks_loops_of_updates"),
+    ("ascend", "HCCL", "data_sink, but for the device's queue", "simulated", f"{OWN}::test_the_images"),
     ("ascend", "HCCL", "--api highlevel with sinking", "read", "mindspore/train/model.py of MindSpore 2.10.0"),
     ("ascend", "HCCL", "a training step, data sinking", "read", "mindspore/train/data_sink.py of MindSpore 2.10.0"),
     (

@@ -27,6 +27,7 @@ ROW = App(
         ("--lr=0.5", "--lr 0.01", "0.5"),
         ("--momentum=0.5", "--momentum 0.9", "0.5"),
         ("--freeze-bn", "--freeze-bn False", "True"),
+        ("--drop-remainder", "--drop-remainder None", "True"),
         ("--image-size=32", "--image-size 16", "32"),
         ("--loss=builtin", "--loss expand", "builtin"),
         ("--dataset=cifar10", "--dataset synthetic-cifar10", "cifar10"),

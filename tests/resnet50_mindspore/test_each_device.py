@@ -217,6 +217,7 @@ MISTAKES: dict[str, tuple[int | str, str | None, dict[str, str], Sequence[str]]]
     "rank twice": (4, changed(ONE, 'rank_id": "3"', 'rank_id": "2"'), {}, ["rank_id '2' is given to two devices"]),
     "device twice": (4, changed(ONE, 'e_id": "5"', 'e_id": "4"'), {}, ["device 4 of server '127.0.0.1'", "list it"]),
     "address twice": (4, changed(ONE, '.6"', '.7"'), {}, ["device_ip '10.1.0.7' is given to", "correct one of them"]),
+    "no such device": (4, changed(ONE, 'e_id": "5"', 'e_id": "99"'), {}, ["device 99 of", "above 15"]),
     "still empty": (4, changed(ONE, "completed", "initializing"), {}, ["status is 'initializing'"]),
     "deep": (4, "[" * 100_000, {}, ["not a rank table: write it with make"]),
     "placeholder": (2, changed(TWO, "127.0.0.1", "10.*.*.*"), {}, ["'10.*.*.*' is a placeholder"]),
@@ -260,6 +261,12 @@ def test_a_mistake_is_one_line_and_nothing_is_started(harness: Harness, name: st
     outcome = start(harness, APP, RANK, n, RANK_TABLE_FILE="rank_table.json", **environ).finish(limit=60)
     refused(outcome, *words, *(["RANK_TABLE_FILE=rank_table.json"] if n != "four" else []))
     assert {path.name for path in harness.folder.iterdir()} <= {"rank.py", "rank_table.json"}
+
+
+def test_a_table_that_hccl_would_not_read_is_refused(harness: Harness) -> None:
+    write(harness.folder / "rank_table", "1.0", ONE)
+    outcome = start(harness, APP, RANK, 4, RANK_TABLE_FILE="rank_table").finish(limit=60)
+    refused(outcome, "RANK_TABLE_FILE=rank_table: HCCL reads rank tables only from files named *.json: rename it")
 
 
 def refused(outcome: Outcome, *words: str) -> None:

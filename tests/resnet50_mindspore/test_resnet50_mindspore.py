@@ -244,11 +244,12 @@ def test_what_ranks_say_arrives_bit_for_bit(harness: Harness) -> None:
 
 
 RANKS = """
-import itertools, json, os
+import json, os
 from types import SimpleNamespace as Options
 import mindspore as ms
-import auto_parallel, data, ranks, train
-from samestep import UserError
+import auto_parallel, data, highlevel, ranks
+from options import check_steps
+from samestep import FatalError, UserError
 from samestep.env import World
 
 messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
@@ -267,17 +268,32 @@ for world in (World(3, 8, launcher="rank table"), World(3, 8, launcher="msrun"),
     except UserError as problem:
         called.append(str(problem))
 told["called"], told["facts"] = called, ranks.facts("ascend")
-try:
-    train.build_batches(Options(drop_remainder=True, global_batch_size=1025), 1024, World(0, 1))
-except UserError as problem:
-    told["none left"] = str(problem)
-told["waits"] = [os.environ["MS_NODE_TIMEOUT"], os.environ["HCCL_CONNECT_TIMEOUT"]]
+told["refused steps"] = []
+for more in ({"drop_remainder": True, "global_batch_size": 1025}, {"sink_size": 4, "global_batch_size": 10}):
+    its = {"drop_remainder": None, "sink_size": 1, "log_every": 8, "checkpoint_every": 0, "max_steps": None, **more}
+    try:
+        check_steps(Options(**its), 1024, 8)
+    except UserError as problem:
+        told["refused steps"].append(str(problem))
+told["waits"] = [os.environ[f"{name}_TIMEOUT"] for name in ("MS_NODE", "HCCL_CONNECT", "HCCL_EXEC")]
 
-sunk = []
-ms.data_sink = lambda *arguments: sunk.append(list(arguments)) or itertools.count().__next__
-loops = data.feed("the step", "the shards", True, 195)
-told["before the first loop"] = len(sunk)
-told["loops"], told["sunk"] = [next(loops) for _ in range(3)], sunk
+made = []  # by Model, where shards sink
+class Model:
+    def __init__(self, *network, **others):
+        made.append([*network, others])
+    def train(self, *arguments, **others):
+        loops, shards, (tell, monitor) = arguments
+        made.append([loops, shards, type(monitor).__name__, others])
+        for loss in range(loops):
+            tell.on_train_step_end(Options(original_args=lambda: Options(net_outputs=loss)))
+        raise ValueError("In epoch: 1 step: 2, loss is NAN or INF, training process cannot continue")
+
+highlevel.Model, seen = Model, []
+try:
+    highlevel.fit("forward", "optimizer", "shards", range(6, 12), lambda *each: seen.append(each), 1, 3, 3)
+except FatalError as problem:
+    told["no number"] = str(problem)
+told["made"], told["seen"] = made, seen
 
 class Cut:
     def __init__(self, step, mode):
@@ -314,20 +330,27 @@ def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks:
 # --- Ascend, where there is none: what the program decides --------------------------------------------------------
 
 
-def test_on_ascend_a_rank_takes_its_card_and_sinks(told_of_ranks: Any) -> None:
+def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
     """MindSpore's functions that only Ascend has are replaced; how they are called is what is seen."""
     *made, refused = told_of_ranks["called"]
     assert made == [["Ascend", 3], "init", "init"]
-    assert told_of_ranks["before the first loop"] == 0
-    assert told_of_ranks["sunk"] == [["the step", "the shards", 195]]
-    assert told_of_ranks["loops"] == [0, 1, 2]
     assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
     assert told_of_ranks["facts"]["backend"] == "hccl"
 
 
 def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
-    """The watchdog is to come first: they would wait for 30 and 600 s, and name nobody."""
-    assert told_of_ranks["waits"] == ["1860", "1860"]
+    """The watchdog is to come first: they would wait for 30, 600 and 1,836 s, and name nobody."""
+    assert told_of_ranks["waits"] == ["1860", "1860", "1860"]
+
+
+def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
+    """Two loops of three: the run is told of each update, and of a loss that is no number by its step."""
+    assert told_of_ranks["made"] == [
+        ["forward", {"optimizer": "optimizer"}],
+        [2, "shards", "LossMonitor", {"dataset_sink_mode": True, "sink_size": 3}],
+    ]
+    assert told_of_ranks["seen"] == [[6, 0], [7, 0], [8, 0], [9, 1], [10, 1], [11, 1]]
+    assert told_of_ranks["no number"] == "at step 12 the loss is no number: lower --lr"
 
 
 def test_weights_that_mindspore_would_cut_are_refused_before_the_first_step(told_of_ranks: Any) -> None:
@@ -345,6 +368,9 @@ def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for given in ([], ["--parallel=auto"], ["--device=ascend"]):
         parsed = options["parse"](given)
         assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("ascend", 224, 1800)
+    assert options["parse"](["--timeout=2000"]).first_step_timeout == 2000
+    with pytest.raises(UserError, match="nothing to cut for 1 rank"):
+        options["check_ranks"](options["parse"](["--parallel=auto"]), 1)
     for given in (["--api=highlevel"], ["--sink-size=5"]):
         with pytest.raises(UserError, match="--parallel auto takes --api functional and --sink-size 1 alone"):
             options["parse"](["--parallel=auto", *given])
@@ -364,7 +390,7 @@ def test_the_readme_has_the_run_of_mindspores_tutorial(tmp_path: Path, monkeypat
     batches = GlobalBatches(50_000, parsed.global_batch_size, parsed.seed, 0, 8, drop_last=parsed.drop_remainder)
     assert (batches.steps_per_epoch, parsed.epochs, len(batches.indices(0))) == (195, 10, 32)
     assert (parsed.image_size, parsed.depth, parsed.lr, parsed.momentum) == (224, 50, 0.01, 0.9)
-    options["check_loops"](parsed.sink_size, "the steps of an epoch,", batches.steps_per_epoch)
+    options["check_start"](parsed, "cifar10", 0)
 
 
 # --- images --------------------------------------------------------------------------------------------------------
@@ -409,12 +435,26 @@ class Batches(GlobalBatches):
         asked.append(step)
         return super().indices(step)
 
-shards = many.training(Batches(50_000, 256, 1, 0, 8, drop_last=True), range(1950), 224)
+its = Batches(50_000, 256, 1, 0, 8, drop_last=True), range(1950), 224
+shards = many.training(*its)
 told["sinking"] = [shards.get_dataset_size(), len(asked)]
-shards.output_types(), shards.output_shapes()  # MindSpore asks for them when it sinks
+
+import mindspore.train.data_sink as mindspore_sinks
+class Queue:  # to the device
+    queue_name, said = "queue", []
+    def __getattr__(self, name):
+        return lambda *arguments: self.said.append([name, *arguments])
+mindspore_sinks._exec_datagraph = lambda dataset, size, **others: Queue()
+mindspore_sinks.context.get_context = lambda name: "Ascend" if name == "device_target" else 0
+mindspore_sinks.ops.GetNext = lambda types, shapes, count, queue: lambda: shapes
+loops = feed(lambda images, labels, weights: images, shards, True, 3)
 told["sinking"].append(len(asked))
+told["sunk"] = next(loops)
+told["sinking"].append(len(asked))
+loops.close()
+told["queue"] = Queue.said
 asked.clear()
-loops = feed(lambda images, labels, weights: images.shape, shards, False, 3)
+loops = feed(lambda images, labels, weights: images.shape, many.training(*its), False, 3)
 told["sinking"].append(len(asked))
 told["loop"] = next(loops)
 
@@ -468,11 +508,12 @@ def test_the_images(tmp_path: Path) -> None:
     assert max(told["weights"]) < 1e-6
     assert told["normalised"] < 1e-5
     assert told["counted"] == [64, 64, 9]
-    # 10 epochs of 195 batches are counted without one; their types and shapes are those of one each; and a loop takes
-    # none before it begins.
+    # 10 epochs of 195 batches are counted without one, and nothing is asked for before the first loop begins; then
+    # MindSpore's own data_sink, all of it but the device's queue, asks for one batch each to learn types and shapes.
     size, *asked = told["sinking"]
-    assert (size, asked) == (1950, [0, 2, 0])
-    assert told["loop"] == [32, 3, 224, 224]
+    assert (size, asked) == (1950, [0, 0, 2, 0])
+    assert told["sunk"] == told["loop"] == [32, 3, 224, 224]
+    assert told["queue"] == [["send", -1], ["stop_send"], ["release"]]
 
 
 # --- the run -------------------------------------------------------------------------------------------------------
@@ -521,7 +562,7 @@ def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
 
 
 def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Bit for bit: also in loops of several updates, and with a rank of Model's killed in between."""
+    """Bit for bit: also in loops of several updates, and in a run that is killed and goes on with the other, twice."""
     options = [*TINY, "--global-batch-size=16", "--max-steps=6", "--checkpoint-every=2"]
     high = harness.train(1, *options, "--api=highlevel", run_dir=harness.folder / "high")
     loops = ["--sink-size=2", "--log-every=2"]
@@ -532,40 +573,48 @@ def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[.
     assert "epoch: 1 step: 6, loss is" in (harness.folder / "high" / "log" / "rank-0.log").read_text()
 
     expected = undisturbed(2)
-    job = harness.start(2, *harness.app.small, "--api=highlevel")
-    job.wait_for_step(5)
+    job = harness.start(2, *harness.app.small, "--api=highlevel", "--max-restarts=0")
+    job.wait_for_step(3)
     os.kill(job.ranks()[1], signal.SIGKILL)
-    result = harness.checked(job.finish(), 2)
-    assert result["resumed_from_step"]
+    assert job.finish().code == 1
+    between = harness.train(2, *harness.app.small, *loops, "--max-steps=6")
+    result = harness.train(2, *harness.app.small, "--api=highlevel")
+    assert 2 <= between["resumed_from_step"] < result["resumed_from_step"] == 6
     assert result["weights_sha256"] == expected["weights_sha256"]
-    assert losses(Path(result["run_dir"])) == losses(Path(expected["run_dir"]))
+    whole = losses(Path(expected["run_dir"]))
+    lines = metrics(Path(result["run_dir"]))
+    assert lines[-1]["step"] == 8
+    assert all(line["loss"] == whole[line["step"] - 1] for line in lines)
 
 
 COMPILES = """
-import runpy, sys, time
+import os, runpy, sys, time
 import mindspore as ms
-compile, seconds = ms.nn.Cell.compile, float(sys.argv[1])
+compile = ms.nn.Cell.compile
 def slow(cell, *batch, **others):
-    if not cell.compile_cache:
-        time.sleep(seconds)
+    if not cell.compile_cache and os.environ["RANK_ID"] == "1":
+        time.sleep(20 if type(cell).__name__ == "TrainStep" else 8)
     compile(cell, *batch, **others)
 ms.nn.Cell.compile = slow
-sys.argv = sys.argv[2:]
+sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
-    """Training and evaluation are compiled; MindSpore's compilation is real, and made to last longer."""
+    """Training and evaluation are compiled, for real, but one rank's last longer: the other waits for it in both."""
     program = harness.folder / "slow.py"
     program.write_text(COMPILES)
-    command = [sys.executable, str(program), "20", TRAIN, *TINY, "--max-steps=2", "--timeout=5"]
-    harness.checked(bare(harness, [*command, "--first-step-timeout=60"], OMP_NUM_THREADS="1"), 1)
-    outcome = bare(harness, [*command, "--first-step-timeout=5", "--run-dir=impatient"], OMP_NUM_THREADS="1")
-    assert outcome.code == 1, outcome
-    assert "no progress for 5 s: rank 0" in outcome.stderr
-    assert "give it a longer --first-step-timeout" in outcome.stderr
+    command = [str(program), TRAIN, *TINY, "--max-steps=2", "--timeout=5"]
+    patient = msrun(harness, *command, "--first-step-timeout=60", "--run-dir=patient")
+    assert patient.code == 0, patient
+    assert json.loads((harness.folder / "patient" / "result.json").read_text())["steps"] == 2
+    outcome = msrun(harness, *command, "--first-step-timeout=9", "--run-dir=impatient")
+    assert outcome.code != 0, outcome
+    said = [path.read_text() for path in (harness.folder / "impatient" / "log").glob("rank-*.log")]
+    assert any("no progress for 9 s: rank " in text for text in said), said
+    assert any("; if it was still compiling, give it a longer --first-step-timeout" in text for text in said), said
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:
@@ -592,11 +641,22 @@ def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
         (
             ["--sink-size=4"],
             {},
-            "--sink-size 4 does not divide --log-every 10: something would be due within a loop; choose one of 1, 2",
+            "--sink-size 4 does not divide --log-every 10: something would be due within a loop; choose a divisor of ",
         ),
         (["--sink-size=5", "--checkpoint-every=6"], {}, "does not divide --checkpoint-every 6"),
         (["--sink-size=5", "--max-steps=9"], {}, "does not divide --max-steps 9"),
         (["--device=ascend"], {}, "/dev/davinci_manager"),
+        (
+            ["--sink-size=2", "--dataset=synthetic-cifar10", "--global-batch-size=10"],
+            {},
+            "2 does not divide the steps of an epoch 103",
+        ),
+        (
+            ["--drop-remainder", "--dataset=synthetic-cifar10", "--global-batch-size=1025"],
+            {},
+            "leaves none of 1024 samples",
+        ),
+        ([], {"MS_COMPILER_CACHE_ENABLE": "1"}, "leaves the running statistics as they are: unset it"),
         ([], {"RANK_TABLE_FILE": "/some/rank_table.json"}, "RANK_TABLE_FILE=/some/rank_table.json is for Ascend"),
         ([], {"MINDSPORE_HCCL_CONFIG_PATH": "/a.json"}, "MINDSPORE_HCCL_CONFIG_PATH=/a.json is for Ascend"),
     ],
@@ -614,7 +674,11 @@ def test_what_cannot_work_is_refused_at_once(
 
 
 def test_an_epoch_may_leave_out_what_fills_no_batch(harness: Harness, told_of_ranks: Any) -> None:
-    assert told_of_ranks["none left"] == "--drop-remainder leaves none of 1024 samples: lower --global-batch-size"
+    assert told_of_ranks["refused steps"] == [
+        "--drop-remainder leaves none of 1024 samples: lower --global-batch-size",
+        "--sink-size 4 does not divide the steps of an epoch 103: something would be due within a loop; "
+        "choose a divisor of 1",
+    ]
     command = [sys.executable, TRAIN, *TINY, "--global-batch-size=400", "--drop-remainder", "--epochs=2"]
     result = harness.checked(bare(harness, [*command, "--lr=1e-3"], OMP_NUM_THREADS="1"), 1)
     lines = metrics(Path(result["run_dir"]))
