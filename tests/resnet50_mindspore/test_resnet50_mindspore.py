@@ -396,8 +396,9 @@ def test_the_readme_has_the_run_of_mindspores_tutorial(tmp_path: Path, monkeypat
 # --- images --------------------------------------------------------------------------------------------------------
 
 IMAGES = """
-import json, os
+import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 from data import MEAN, STD, Split, augment, feed, load
 from samestep.sharding import GlobalBatches
@@ -439,14 +440,15 @@ its = Batches(50_000, 256, 1, 0, 8, drop_last=True), range(1950), 224
 shards = many.training(*its)
 told["sinking"] = [shards.get_dataset_size(), len(asked)]
 
-import mindspore.train.data_sink as mindspore_sinks
+sinks = sys.modules["mindspore.train.data_sink"]
 class Queue:  # to the device
     queue_name, said = "queue", []
     def __getattr__(self, name):
         return lambda *arguments: self.said.append([name, *arguments])
-mindspore_sinks._exec_datagraph = lambda dataset, size, **others: Queue()
-mindspore_sinks.context.get_context = lambda name: "Ascend" if name == "device_target" else 0
-mindspore_sinks.ops.GetNext = lambda types, shapes, count, queue: lambda: shapes
+sinks._exec_datagraph = lambda dataset, size, **others: Queue()
+known = {"device_target": "Ascend", "mode": 0, "pipeline_stages": 1}
+sinks.context = SimpleNamespace(get_context=known.get, get_auto_parallel_context=known.get, GRAPH_MODE=0)
+sinks.ops = SimpleNamespace(GetNext=lambda types, shapes, count, queue: lambda: shapes)
 loops = feed(lambda images, labels, weights: images, shards, True, 3)
 told["sinking"].append(len(asked))
 told["sunk"] = next(loops)
