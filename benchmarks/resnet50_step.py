@@ -46,11 +46,11 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     import mindspore as ms
     import numpy as np
     from mindspore import Tensor
-    from model import build_model
+    from model import build_loss, build_model
     from options import parse
     from ranks import choose_device
     from samestep import checkpoint
-    from train import build_optimizer, build_step
+    from train import Forward, TrainStep, build_optimizer
     from weights import load_model, model_arrays
 
     if os.environ["ONEDNN_MAX_CPU_ISA"] == "app":
@@ -64,7 +64,7 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     else:
         checkpoint.save_weights(weights, model_arrays(model))
     model.set_train(True)
-    step = build_step(options, model, build_optimizer(options, model), 1)
+    step = TrainStep(Forward(model, build_loss(options.loss)), build_optimizer(options, model), False, 1)
     images, labels = data(batch, size)
     given = Tensor(images), Tensor(labels.astype(np.int32)), Tensor(np.ones(batch, np.float32))
     return measure(lambda: float(step(*given).asnumpy()), steps)
