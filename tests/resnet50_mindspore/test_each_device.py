@@ -410,6 +410,15 @@ def test_the_launch_script_needs_the_table_alone(
         assert ("--resume" in its["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
 
 
+def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, house: Path) -> None:
+    write(harness.folder / "rank_table.json", "1.0", ONE)
+    (harness.folder / "run").mkdir()
+    (harness.folder / "run" / "device5").write_text("a file")
+    outcome = launch(harness, house, 4, RANK_TABLE_FILE="rank_table.json")
+    refused(outcome, f"{harness.folder}/run/device5: File exists: name a --run-dir to write in")
+    assert (harness.folder / "run" / "log" / "launcher.log").read_text().count("each_device.py") == 1
+
+
 def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, house: Path) -> None:
     """Before it makes an environment: PYTHON, which would keep it from that, is not set."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
