@@ -60,13 +60,19 @@ def parse(argv, prog=None, usage=None):
 """
 # Of an app whose launcher puts something before each line of a rank's stderr.
 PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
-# Of an app whose launcher reads the machines from a file, and whose options need another file of its folder.
+# Of an app whose launcher reads the machines from a file, whose options need another file of its folder, and which has
+# a question when it is known on what it will train.
 TABLE_OPTIONS = (
     OPTIONS
     + """
 def find_machines(options, ranks):
     from table import place
     return place(ranks)
+
+def check_start(options, dataset, step):
+    if options.epochs == 7:
+        from samestep import UserError
+        raise UserError(f"7 epochs of {dataset} from step {step}: choose another number")
 """
 )
 TABLE = """

@@ -368,6 +368,18 @@ def test_an_app_may_read_the_machines_from_a_file(house: House) -> None:
     assert done.stderr == "error: N=4, but the table lists 2: give N=2\n"
 
 
+def test_an_app_may_refuse_what_it_would_train_on(house: House) -> None:
+    """By check_start in its options.py: in the second stage, and before anything is made or started."""
+    program = "import os; print(os.environ['SAMESTEP_RANKS'])"
+    started = end_of(house.script("table", "{python}", "-c", program, "--", "2", "--dataset=mnist-5k", "--epochs=6"))
+    assert (started.returncode, started.stdout) == (0, "2\n"), started.stderr
+    before = set((house.work / "runs").rglob("*"))
+    done = end_of(house.script("table", "{python}", "-c", program, "--", "2", "--dataset=mnist-5k", "--epochs=7"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: 7 epochs of mnist-5k from step 0: choose another number\n"
+    assert set((house.work / "runs").rglob("*")) == before
+
+
 def test_threads_that_the_user_set_stay(house: House) -> None:
     assert house.run("note(n=os.environ['OMP_NUM_THREADS'])", environ={"OMP_NUM_THREADS": "7"}).returncode == 0
     assert house.notes() == [{"n": "7"}]
