@@ -4,10 +4,11 @@
     msrun --worker_num=2 --local_worker_num=2 --join=True apps/resnet50_mindspore/train.py
     python apps/resnet50_mindspore/train.py               # one process
 
-Every rank runs this file, and so does msrun's scheduler, which only helps them to find each other. They talk at seven
-places, each marked: at the rendezvous, when they restore a checkpoint, at each step for the gradients (in TrainStep),
-at each log line for the loss, at each evaluation (running statistics, then sums), before a checkpoint is saved (running
-statistics, then: do all hold the same?), and at the end (the same two).
+Every rank runs this file, and so does msrun's scheduler, which only helps them to find each other. They talk at eight
+places, each marked: at the rendezvous, when they restore a checkpoint, at each step for the gradients (in TrainStep, or
+in Model), once after the first step (have all compiled it?), at each log line for the loss, at each evaluation (running
+statistics, then sums), before a checkpoint is saved (running statistics, then: do all hold the same?), and at the end
+(the same two).
 """
 
 from __future__ import annotations
