@@ -7,7 +7,7 @@ RANK_SIZE) and runs in a folder of its own, ``<run-dir>/device<device_id>`` (``<
 where the table has several servers), with its env.log, its train.log, and what Ascend's compiler leaves in the folder
 in which it works. The first failure ends the others.
 
-Standard library and samestep's exceptions alone: the launch script asks `find_place` before anything is installed.
+Standard library alone, as options.py: the launch script asks `find_place` before anything is installed.
 Exit codes: that of the rank that failed first (128 + the signal by which it was killed); 2 a mistake in the call or in
 the table, told in one line; 130 and 143 stopped by INT and TERM.
 """
@@ -27,10 +27,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+# Of a program its own folder is first on sys.path; in the launch script, which imports this file too, it is last.
 from make_rank_table import Device, RankTableError, read
+from options import TABLE_VARIABLES, build_parser
 from samestep import UserError
 
-TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
 # By these, what placed this process on its machine would place its ranks (samestep.env), and before their table does.
 PLACED = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP")
 STOP_SECONDS = 10.0  # from TERM to KILL
@@ -233,9 +234,6 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """The run dir, and the options with every path in them made absolute, as ranks run in other folders."""
-    # Of a program its own folder is first on sys.path; in the launch script, which imports this file too, it is last.
-    from options import build_parser
-
     options = build_parser().parse(arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
     if "run_dir" not in paths:

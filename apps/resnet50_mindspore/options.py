@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samestep import UserError
@@ -12,6 +12,7 @@ from samestep.options import Options, Parser, add_common, real, whole
 
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 IMAGE_SIZES = {"ascend": 224, "cpu": 32}
+TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
 FIRST_STEP_TIMEOUTS = {"ascend": 1800.0, "cpu": 300.0}  # seconds: Ascend's compiler takes many minutes
 
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise UserError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
     if options.parallel == "auto":
         _check_auto(options)
-    for name in ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"):
+    for name in TABLE_VARIABLES:
         if options.device == "cpu" and os.environ.get(name):
             raise UserError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
@@ -114,28 +115,30 @@ def _check_auto(options: Options) -> None:
         )
 
 
-def check_loops(options: Options, **more: int) -> None:
+def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None:
     """Refuse loops of --sink-size updates in which something would be due before the end. Raises UserError.
 
     ``more`` is what else a loop must not go beyond, in steps from the start of training, by what it is called.
     """
     due = {"--log-every": options.log_every, "--checkpoint-every": options.checkpoint_every}
-    due |= {"--max-steps": options.max_steps or 0, **more}
+    due |= {"--max-steps": options.max_steps or 0, **(more or {})}
     for name, steps in due.items():
         if steps % options.sink_size:
             raise UserError(
-                f"--sink-size {options.sink_size} does not divide {name.replace('_', ' ')} {steps}: something would be "
+                f"--sink-size {options.sink_size} does not divide {name} {steps}: something would be "
                 f"due within a loop; choose a divisor of {math.gcd(*due.values())}"
             )
 
 
 def check_steps(options: Options, train_examples: int, start: int) -> None:
     """What a run of ``train_examples`` from step ``start`` on must fulfil. Raises UserError."""
-    whole_batches, remainder = divmod(train_examples, options.global_batch_size)
-    if options.drop_remainder and not whole_batches:
+    from samestep.sharding import GlobalBatches  # not the standard library's alone, as the first stage is
+
+    size, drops = options.global_batch_size, bool(options.drop_remainder)
+    if drops and train_examples < size:
         raise UserError(f"--drop-remainder leaves none of {train_examples} samples: lower --global-batch-size")
-    steps_per_epoch = whole_batches + bool(remainder and not options.drop_remainder)
-    check_loops(options, the_steps_of_an_epoch=steps_per_epoch, the_step_to_resume_at=start)
+    steps_per_epoch = GlobalBatches(train_examples, size, seed=0, drop_last=drops).steps_per_epoch
+    check_loops(options, {"the steps of an epoch": steps_per_epoch, "the step to resume at": start})
 
 
 def check_start(options: Options, dataset: str, start: int) -> None:

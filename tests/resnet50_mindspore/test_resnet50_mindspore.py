@@ -360,37 +360,40 @@ def test_weights_that_mindspore_would_cut_are_refused_before_the_first_step(told
     assert told_of_ranks["refused"].startswith("--parallel auto would cut 1 weights, model.fc.weight first")
 
 
-def test_ascends_driver_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = runpy.run_path(str(APP / "options.py"))
+@pytest.fixture
+def ascend_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """options.py, on a machine that has Ascend's driver."""
+    found = runpy.run_path(str(APP / "options.py"))
     (tmp_path / "davinci_manager").touch()
-    monkeypatch.setitem(options["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
+    monkeypatch.setitem(found["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
+    return found
+
+
+def test_ascends_driver_decides(ascend_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_TABLE_FILE", "/some/rank_table.json")
     for given in ([], ["--parallel=auto"], ["--device=ascend"]):
-        parsed = options["parse"](given)
+        parsed = ascend_options["parse"](given)
         assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("ascend", 224, 1800)
-    assert options["parse"](["--timeout=2000"]).first_step_timeout == 2000
+    assert ascend_options["parse"](["--timeout=2000"]).first_step_timeout == 2000
     with pytest.raises(UserError, match="nothing to cut for 1 rank"):
-        options["check_ranks"](options["parse"](["--parallel=auto"]), 1)
+        ascend_options["check_ranks"](ascend_options["parse"](["--parallel=auto"]), 1)
     for given in (["--api=highlevel"], ["--sink-size=5"]):
         with pytest.raises(UserError, match="--parallel auto takes --api functional and --sink-size 1 alone"):
-            options["parse"](["--parallel=auto", *given])
+            ascend_options["parse"](["--parallel=auto", *given])
     monkeypatch.delenv("RANK_TABLE_FILE")
-    parsed = options["parse"](["--device=cpu"])
+    parsed = ascend_options["parse"](["--device=cpu"])
     assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("cpu", 32, 300)
 
 
-def test_the_readme_has_the_run_of_mindspores_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = runpy.run_path(str(APP / "options.py"))
-    (tmp_path / "davinci_manager").touch()
-    monkeypatch.setitem(options["parse"].__globals__, "ASCEND_DRIVER", tmp_path / "davinci_manager")
+def test_the_readme_has_the_run_of_mindspores_tutorial(ascend_options: dict[str, Any]) -> None:
     readme = (APP / "README.md").read_text().replace("\\\n", "")
     (command,) = (line for line in readme.splitlines() if "--drop-remainder" in line and line.startswith("RANK_TABLE"))
     words = shlex.split(command)
-    parsed = options["parse"](words[words.index("8") + 1 :])
+    parsed = ascend_options["parse"](words[words.index("8") + 1 :])
     batches = GlobalBatches(50_000, parsed.global_batch_size, parsed.seed, 0, 8, drop_last=parsed.drop_remainder)
     assert (batches.steps_per_epoch, parsed.epochs, len(batches.indices(0))) == (195, 10, 32)
     assert (parsed.image_size, parsed.depth, parsed.lr, parsed.momentum) == (224, 50, 0.01, 0.9)
-    options["check_start"](parsed, "cifar10", 0)
+    ascend_options["check_start"](parsed, "cifar10", 0)
 
 
 # --- images --------------------------------------------------------------------------------------------------------
