@@ -8,6 +8,7 @@ done, because there is nothing to save.
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 
 WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -31,8 +32,9 @@ class Wish:
 
     def listen(self) -> None:
         """Take signals from here on. A rank calls this when its framework has taken over what it takes over."""
-        for number in WISHES:
-            signal.signal(number, self._take)
+        if threading.current_thread() is threading.main_thread():  # the one in which handlers run
+            for number in WISHES:
+                signal.signal(number, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.number or not self.saves:

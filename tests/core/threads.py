@@ -213,8 +213,11 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
         me.dues[step + 1] = due
         if me.first_beat is None:
             me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
+        if due.talk:
+            mine = [loss_sum, sum_since, hits_since, *run.says()]
+            last, since, hits, *said = ranks.all_gather(np.array(mine)).sum(axis=0).tolist()
+            due = run.heard(due, *said)
         if due.log:
-            last, since, hits = ranks.all_gather(np.array([loss_sum, sum_since, hits_since])).sum(axis=0).tolist()
             sum_since, hits_since = 0.0, 0
             tested = evaluate(model, data.test_labels, ranks, world) if due.test else {}
             me.lines.append(
