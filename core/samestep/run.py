@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import FatalError, RankZeroError, UserError, checkpoint, log, rundir, signals
+from samestep import FatalError, RankZeroError, UserError, checkpoint, log, signals
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.options import Options, arithmetic, as_json
@@ -122,6 +122,8 @@ class Run:
 
     def _resolve(self, load: Callable[[Groups], None]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Rank 0: what all ranks are to know, and the files of arrays, already loaded here."""
+        from samestep import rundir  # the others need none of it
+
         resolved = rundir.resolve(self.app, self.options, fresh=not self.world.restart_count)
         found, init_from = resolved.checkpoint, self.options.init_from
         contents: dict[str, bytes] = {}

@@ -245,10 +245,12 @@ def job(
     app: str = "toy",
     size: int = 5,
     world: Mapping[str, Any] | None = None,
+    ranks: list[Rank] | None = None,
 ) -> list[Rank]:
     """Run the toy at ``world_size`` ranks to its end, good or bad; ``world`` is what else a launcher says."""
     meeting = Meeting(world_size)
-    ranks = [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]
+    ranks = [] if ranks is None else ranks  # which a fault may want to see
+    ranks += [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]
 
     def live(rank: int) -> None:
         me = ranks[rank]
