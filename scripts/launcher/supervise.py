@@ -183,15 +183,30 @@ def _processes_of(job: str) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if mark in entry.read_bytes().split(b"\0"):
+            environ = entry.read_bytes()
+            if mark in environ.split(b"\0") or (not environ and _is_starting_child(entry.with_name("stat"))):
                 found.append(int(entry.parent.name))
     return found
 
 
+def _is_starting_child(stat: Path) -> bool:
+    """Of a process without an environment: a child of this one, in the middle of its exec, which will have one.
+
+    `subprocess.Popen` returns so early that a launcher may still be there when a signal comes right behind it.
+    """
+    state, parent, *_ = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold spaces: proc(5)
+    return state not in "ZX" and int(parent) == os.getpid()
+
+
 def _kill_all(job: str) -> None:
-    """KILL to every process of the job, and wait until the last is gone: none may write while the next start runs."""
-    deadline = time.monotonic() + STOP_SECONDS
-    while (left := _processes_of(job)) and time.monotonic() < deadline:
+    """KILL to every process of the job, and wait until the last is gone: none may write while the next start runs.
+
+    Only a second look counts that finds none: the first may have come while a rank had no environment, in its exec.
+    """
+    deadline, looks = time.monotonic() + STOP_SECONDS, 0
+    while looks < 2 and time.monotonic() < deadline:
+        left = _processes_of(job)
+        looks = 0 if left else looks + 1
         _kill(left, signal.SIGKILL)
         time.sleep(0.02)
 
