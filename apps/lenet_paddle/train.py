@@ -124,9 +124,12 @@ def train(run: Run, options: Options, device: str) -> None:
         """What is due after the update ``step``, in which this rank's shard had the loss ``loss_sum``."""
         since.add_(paddle.stack([loss_sum.astype("float64"), correct.astype("float64")]))
         due = run.done(step)
-        if due.log:
-            sums = paddle.concat([loss_sum.astype("float64").reshape([1]), since])
+        if due.talk:
+            says = paddle.to_tensor(run.says(), dtype="float64")
+            sums = paddle.concat([loss_sum.astype("float64").reshape([1]), since, says])
             ranks.all_reduce(sums)  # ranks talk
+            due = run.heard(due, *sums[3:].tolist())
+        if due.log:
             since.zero_()
             tested = test_now() if due.test else {}  # ranks talk
             line = run.record(sums[0].item(), sums[1].item(), tested, sums[2].item())

@@ -100,9 +100,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         loss_sum = train_step(ddp, optimizer, images, labels, batches.rows(step))  # ranks talk
         sum_since += loss_sum
         due = run.done(step)
-        if due.log:
-            sums = torch.stack([loss_sum.double(), sum_since])
+        if due.talk:
+            sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
             dist.all_reduce(sums)  # ranks talk
+            due = run.heard(due, *sums[2:].tolist())
+        if due.log:
             sum_since.zero_()
             tested = evaluate(model, test, dtype, run.watchdog) if due.test else {}  # ranks talk
             run.record(sums[0].item(), sums[1].item(), tested)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ class RunCallback(pl.Callback):
 
     def __init__(self, run: Run, data: Data, device: torch.device) -> None:
         self.run, self.data = run, data
-        self.due = Due(log=False, test=False, save=False)
+        self.due = Due(talk=False, log=False, test=False, save=False)
         self.loss_sum: Tensor = torch.zeros((), device=device)  # this rank's, of the last step
         self.sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last record
-        self.sigterm = signal.getsignal(signal.SIGTERM)
+        self.sums = self.sum_since.new_zeros(2)  # of all ranks, when they last talked
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let Lightning count from the start of training, as after loading a checkpoint of its own."""
@@ -37,7 +36,7 @@ class RunCallback(pl.Callback):
         fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": start})  # the step of what it gives its loggers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGTERM, self.sigterm)  # Lightning's handler would talk to the other ranks
+        self.run.wish.listen()  # Lightning's handler would talk to the other ranks at each step
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
         ranks.order_buckets(ddp, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
@@ -53,6 +52,11 @@ class RunCallback(pl.Callback):
         self.loss_sum = outputs["loss_sum"]
         self.sum_since += self.loss_sum
         self.due = self.run.done(batch.step)
+        if self.due.talk:
+            says = [self.loss_sum, self.sum_since, *self.run.says()]
+            self.sums = torch.tensor(says, dtype=torch.float64, device=self.loss_sum.device)
+            dist.all_reduce(self.sums)  # ranks talk
+            self.due = self.run.heard(self.due, *self.sums[2:].tolist())
         if self.due.log and not self.due.test:
             self.record(trainer, pl_module, {})  # ranks talk
 
@@ -66,10 +70,8 @@ class RunCallback(pl.Callback):
 
     def record(self, trainer: pl.Trainer, module: Any, tested: dict[str, Any]) -> None:
         """Record the last step, in Lightning's loggers too, and save a checkpoint where one is due."""
-        sums = torch.stack([self.loss_sum.double(), self.sum_since])
-        dist.all_reduce(sums)  # ranks talk
         self.sum_since.zero_()
-        line = self.run.record(sums[0].item(), sums[1].item(), tested)
+        line = self.run.record(self.sums[0].item(), self.sums[1].item(), tested)
         self.log_line(trainer, line)
         if self.due.save:
             self.run.save(ranks, weights.groups(module.model, module.optimizer))  # ranks talk: they compare
@@ -86,7 +88,7 @@ class RunCallback(pl.Callback):
             raise FatalError(f"cannot write Lightning's log: {problem.strerror}: {problem.filename}") from problem
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGTERM, self.sigterm)  # where it validates without training
+        self.run.wish.listen()  # where it validates without training
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.run.watchdog.beat()

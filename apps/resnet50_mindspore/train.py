@@ -130,14 +130,15 @@ def train(run: Run, options: Options, world: World) -> None:
         if step == run.start:
             ranks.all_gather(np.zeros(1))  # ranks talk, once: the first step counts as done when all have compiled it
         due = run.done(step)
-        if due.log:  # to read a loss is to wait for its step
+        if due.talk:  # to read a loss is to wait for its step
             last, total = float(loss.asnumpy()), float(forward.total.asnumpy())
-            forward.total.set_data(Tensor(0.0, ms.float32))
             loss_sum = last * batches.size(step)
-            sums = np.array(
-                [loss_sum, (total - last) * size + loss_sum]
-            )  # only an epoch's last, always due, is smaller
-            sums = ranks.all_gather(sums / world.world_size).sum(axis=0)  # ranks talk
+            mine = [loss_sum, (total - last) * size + loss_sum]  # only an epoch's last batch, always due, is smaller
+            sums = ranks.all_gather(np.array([*mine, *run.says()])).sum(axis=0)  # ranks talk
+            due = run.heard(due, *sums[2:].tolist())
+        if due.log:
+            forward.total.set_data(Tensor(0.0, ms.float32))
+            sums = sums / world.world_size
             tested = evaluate(model, test, options.image_size, world, run.watchdog) if due.test else {}  # ranks talk
             run.record(float(sums[0]), float(sums[1]), tested)
         if due.save:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from samestep import FatalError, RankZeroError, UserError, checkpoint
 from samestep.env import launch_script
+from samestep.signals import Stopped
 
 # The processes of one job share one log: module state, as file descriptors are process state.
 _console: IO[str] = sys.stdout
@@ -120,6 +121,10 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
         code = 1
     except RankZeroError as problem:
         code = problem.exit_code
+    except Stopped as stopped:
+        if stopped.said:
+            info(stopped.said)
+        code = stopped.exit_code
     except KeyboardInterrupt:
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)

@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import FatalError, RankZeroError, UserError, checkpoint, log, rundir
+from samestep import FatalError, RankZeroError, UserError, checkpoint, log, signals
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.options import Options, arithmetic, as_json
@@ -34,6 +35,7 @@ from samestep.sharding import GlobalBatches
 from samestep.watchdog import Watchdog
 
 Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
+TALKS_IN_GRACE = 6
 REPORTED = ("dataset", "epochs", "global_batch_size", "seed", "dtype")  # options that every result repeats
 
 
@@ -50,7 +52,8 @@ class Ranks(Protocol):
 class Due(NamedTuple):
     """What is due after an update, on all ranks alike."""
 
-    log: bool  # a line of metrics.jsonl; also where one of the others is due
+    talk: bool  # ranks sum what they have to say; also where one of the others is due
+    log: bool  # a line of metrics.jsonl; also where one of those that follow is due
     test: bool  # an evaluation: an epoch ends
     save: bool  # a checkpoint
 
@@ -66,6 +69,7 @@ class Run:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
         self.app, self.options, self.world = app, options, world
         self.tested: dict[str, Any] = {}
+        self.wish = signals.Wish()
         self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
@@ -118,6 +122,8 @@ class Run:
 
     def _resolve(self, load: Callable[[Groups], None]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Rank 0: what all ranks are to know, and the files of arrays, already loaded here."""
+        from samestep import rundir  # the others need none of it
+
         resolved = rundir.resolve(self.app, self.options, fresh=not self.world.restart_count)
         found, init_from = resolved.checkpoint, self.options.init_from
         contents: dict[str, bytes] = {}
@@ -161,6 +167,8 @@ class Run:
             f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
         )
         self._begun = time.monotonic() - self._state.get("seconds", 0.0)
+        self._talked, self._talks, self._stops = (self.start, time.monotonic()), self.start + 1, 0
+        self.wish.listen()
         self._recorded_at, self._recorded_samples = time.monotonic(), batches.samples_seen(self.start)
         self._bar = log.progress(self.stop, self.start)
 
@@ -182,12 +190,29 @@ class Run:
     def done(self, step: int) -> Due:
         """The update ``step``, from 0, is done; returns what is due."""
         self._step = done = step + 1
+        self.wish.saves = True
         self.watchdog.beat(done)
         self._bar.update()
         every = self.options.checkpoint_every
         epoch_ends = done % self._batches.steps_per_epoch == 0
         save = epoch_ends or done == self.stop or (every > 0 and done % every == 0)
-        return Due(save or done % self.options.log_every == 0, epoch_ends, save)
+        line = save or done % self.options.log_every == 0
+        return Due(line or done >= self._talks, line, epoch_ends, save)
+
+    def says(self) -> list[float]:
+        """What this rank adds to a sum over ranks, for `heard`: its wish to stop, and of rank 0 the seconds a step."""
+        steps, now = self._step - self._talked[0], time.monotonic()
+        return [self.wish.as_number(), (now - self._talked[1]) / steps if self.world.rank == 0 else 0.0]
+
+    def heard(self, due: Due, wishes: float, seconds: float) -> Due:
+        """What is due now that the sums of what all ranks say are known: where one wishes to stop, to save and end.
+
+        All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``.
+        """
+        self._talked = self._step, time.monotonic()
+        self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
+        self._stops = signals.heard(wishes)
+        return due._replace(log=True, save=True) if self._stops else due
 
     def record(
         self, loss_sum: float, sum_since: float, tested: dict[str, Any], correct: float | None = None
@@ -240,9 +265,15 @@ class Run:
                 f"ranks {others} differ from rank 0 at step {self._step}, first in {' '.join(names[first])}: this step "
                 "is not saved; started again, the run goes on from the checkpoint before"
             )
-        if self._metrics is None:
-            return
-        self._metrics.sync()  # the checkpoint vouches for its lines
+        if self._metrics:
+            self._write(self._metrics, groups)
+        if self._stops:
+            name = signal.Signals(self._stops).name
+            raise signals.Stopped(self._stops, f"stopped by {name} at step {self._step}, which is saved")
+
+    def _write(self, metrics: log.Metrics, groups: Groups) -> None:
+        """Rank 0: the checkpoint's files."""
+        metrics.sync()  # the checkpoint vouches for its lines
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_sum, "epoch_correct": self._epoch_correct}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}

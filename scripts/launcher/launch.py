@@ -33,6 +33,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -314,12 +315,15 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
         environ = supervise.environment(job.nproc, job.nodes.count, attempt)
         with supervise.reserved_port(job.nodes.master_port) as port:
             command = job.command(sys.executable, port, logs, f"--run-dir={run_dir}", *resolved)
-            code = supervise.run_once(command, environ, logs, line_prefix, stop_hint)
+            grace = job.options.grace if job.trains else supervise.STOP_SECONDS
+            code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
         if code == 0:
             return 0
         verdict = read_text(logs / "no-restart")
         if verdict is not None:
             return int(json.loads(verdict)["code"])
+        if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # its launcher was stopped: no failure
+            return 128 - code
         stepped = stepped or _made_a_step(logs, environ["SAMESTEP_JOB"])
         if attempt == 1 and not stepped:  # one such failure may be chance; what fails so twice fails each time
             say(f"error: the job failed twice before its first step: {see}")

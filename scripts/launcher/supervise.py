@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import platform
 import re
@@ -28,19 +29,19 @@ POLL_SECONDS = 0.25  # between looks whether a watchdog has named a stalled rank
 
 
 class Stopped(BaseException):
-    """INT, TERM or HUP came in."""
+    """INT, TERM, USR1 or HUP came in."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def stop_on_signals() -> None:
-    """INT, TERM and HUP raise Stopped from here on."""
+    """INT, TERM, USR1 and HUP raise Stopped from here on."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP: so do we
             signal.signal(number, stop)
 
@@ -64,12 +65,17 @@ def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
 
 
 def run_once(
-    command: Sequence[str], environ: Mapping[str, str], logs: Path, line_prefix: str = "", stop_hint: str = ""
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    logs: Path,
+    line_prefix: str = "",
+    stop_hint: str = "",
+    grace: float = STOP_SECONDS,
 ) -> int:
     """One start of the launcher; returns its exit code when all of the job's processes have ended.
 
     ``environ`` is of `environment`. ``line_prefix`` is a regular expression: what the launcher puts before each line of
-    a rank's stderr. ``stop_hint`` is said to who stops the job.
+    a rank's stderr. ``stop_hint`` is said to who stops the job; its ranks then have ``grace`` seconds to save and end.
     """
     job, log_file = environ["SAMESTEP_JOB"], logs / "launcher.log"
     with log_file.open("ab") as log:
@@ -96,7 +102,7 @@ def run_once(
     except Stopped as stopped:
         after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
         say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
-        _stop_all(job, process)
+        _stop_ranks(job, process, stopped.number, logs, grace)
         raise
     finally:
         _kill_all(job)
@@ -145,15 +151,30 @@ def _can_be_opened(descriptor: int) -> bool:
     return True
 
 
-def _stop_all(job: str, process: subprocess.Popen[bytes] | None) -> None:
-    """TERM to every process of the job, whatever its launcher would do with it; KILL to what remains after 10 s."""
-    deadline = time.monotonic() + STOP_SECONDS
+def _stop_ranks(job: str, process: subprocess.Popen[bytes] | None, number: int, logs: Path, grace: float) -> None:
+    """The signal to the ranks of the job alone, which save and end; KILL to what remains after ``grace`` seconds.
+
+    Never to their launcher, which would end them in its own time. Where no rank is alive yet, TERM to all there is.
+    """
+    deadline = time.monotonic() + grace
     try:
-        _kill(_processes_of(job), signal.SIGTERM)
+        ranks = _ranks_of(job, logs)
+        _kill(ranks or _processes_of(job), number if ranks and number != signal.SIGHUP else signal.SIGTERM)
         while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
             time.sleep(0.05)
     except Stopped:  # a second Ctrl-C: at once
         pass
+
+
+def _ranks_of(job: str, logs: Path) -> list[int]:
+    """The job's ranks on this machine, by their heartbeats."""
+    here, found = _processes_of(job), []
+    for path in logs.glob("alive-*"):
+        with contextlib.suppress(OSError, ValueError):
+            its = json.loads(path.read_text())
+            if its["job"] == job and its["pid"] in here:
+                found.append(int(its["pid"]))
+    return found
 
 
 def _processes_of(job: str) -> list[int]:

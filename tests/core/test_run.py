@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +25,9 @@ from programs import HOLD, running
 from samestep import FatalError, RankZeroError, UserError, checkpoint, log
 from samestep.env import World
 from samestep.options import arithmetic
-from samestep.run import Due, Run, processor
+from samestep.run import Run, processor
 from samestep.sharding import GlobalBatches
+from samestep.signals import WISHES, Stopped, Wish, heard
 from threads import COUNTING, CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
 
 EPOCH = 4  # steps: 20 images in batches of 6
@@ -461,11 +463,48 @@ def test_what_is_due_after_each_update(
 ) -> None:
     ranks = job(2, ["--run-dir", str(run_dir), "--keep-checkpoints=99", *options])
     (run, _) = all_done(ranks)
-    wanted = {step: Due(step in logged, step in tested, step in saved) for step in range(1, run.stop + 1)}
-    assert [rank.dues for rank in ranks] == [wanted, wanted]
+    wanted = {step: (step in logged, step in tested, step in saved) for step in range(1, run.stop + 1)}
+    assert [{step: due[1:] for step, due in rank.dues.items()} for rank in ranks] == [wanted, wanted]
+    assert all(due.talk for rank in ranks for step, due in rank.dues.items() if due.log or step == 1)
     assert [line["step"] for line in steps_of(run_dir)] == logged
     assert [line["step"] for line in steps_of(run_dir) if "test_loss" in line] == tested
     assert checkpoints(run_dir) == [f"step-{step:08d}" for step in saved]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("at", [1, 2, 4, 7])
+def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
+    run_dir: Path, tmp_path: Path, number: signal.Signals, at: int
+) -> None:
+    """Handlers run in a process's main thread, and these ranks are others: what a handler leaves is put there."""
+    reference = all_done(job(3, [f"--run-dir={tmp_path / 'whole'}", "--log-every=5"]))
+    ranks: list[Rank] = []
+
+    def asked(rank: int, done: int, model: Model) -> None:
+        if (rank, done) == (1, at):
+            run = ranks[1].run
+            assert run
+            run.wish.number = number
+
+    found = job(3, [f"--run-dir={run_dir}", "--log-every=5", "--grace=1e-6"], Faults(after_update=asked), ranks=ranks)
+    assert [type(rank.error) for rank in found] == [Stopped] * 3
+    assert {rank.error.exit_code for rank in found if isinstance(rank.error, Stopped)} == {128 + number}
+    assert checkpoints(run_dir)[-1] == f"step-{at:08d}"
+    done = all_done(job(3, [f"--run-dir={run_dir}", "--log-every=5"]))
+    assert {run.resumed_from for run in done} == {at}
+    assert done[0]._result["weights_sha256"] == reference[0]._result["weights_sha256"]
+    steps = [line["step"] for line in steps_of(run_dir)]
+    assert steps == sorted(set(steps))
+
+
+def test_wishes_of_all_ranks_are_one_number() -> None:
+    for number in WISHES:
+        wish = Wish()
+        assert heard(3 * wish.as_number()) == 0
+        wish.number = number
+        assert heard(65_000 * wish.as_number()) == number
+    both = 3.0 * 2**16 + 7  # USR1 at three ranks, TERM at seven
+    assert heard(both) == signal.SIGTERM
 
 
 def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path) -> None:

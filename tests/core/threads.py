@@ -213,8 +213,11 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
         me.dues[step + 1] = due
         if me.first_beat is None:
             me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
+        if due.talk:
+            mine = [loss_sum, sum_since, hits_since, *run.says()]
+            last, since, hits, *said = ranks.all_gather(np.array(mine)).sum(axis=0).tolist()
+            due = run.heard(due, *said)
         if due.log:
-            last, since, hits = ranks.all_gather(np.array([loss_sum, sum_since, hits_since])).sum(axis=0).tolist()
             sum_since, hits_since = 0.0, 0
             tested = evaluate(model, data.test_labels, ranks, world) if due.test else {}
             me.lines.append(
@@ -242,10 +245,12 @@ def job(
     app: str = "toy",
     size: int = 5,
     world: Mapping[str, Any] | None = None,
+    ranks: list[Rank] | None = None,
 ) -> list[Rank]:
     """Run the toy at ``world_size`` ranks to its end, good or bad; ``world`` is what else a launcher says."""
     meeting = Meeting(world_size)
-    ranks = [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]
+    ranks = [] if ranks is None else ranks  # which a fault may want to see
+    ranks += [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]
 
     def live(rank: int) -> None:
         me = ranks[rank]
