@@ -128,7 +128,7 @@ def train(run: Run, options: Options, device: str) -> None:
             says = paddle.to_tensor(run.says(), dtype="float64")
             sums = paddle.concat([loss_sum.astype("float64").reshape([1]), since, says])
             ranks.all_reduce(sums)  # ranks talk
-            due = run.heard(due, *sums[3:].tolist())
+            due = run.heard(due, sums[3:].tolist())
         if due.log:
             since.zero_()
             tested = test_now() if due.test else {}  # ranks talk

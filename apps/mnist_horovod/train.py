@@ -104,7 +104,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         if due.talk:
             sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
             sums = hvd.allreduce(sums, op=hvd.Sum)  # ranks talk
-            due = run.heard(due, *sums[2:].tolist())
+            due = run.heard(due, sums[2:].tolist())
         if due.log:
             sum_since.zero_()
             tested = evaluate(model, test, dtype, run.watchdog) if due.test else {}  # ranks talk

@@ -56,7 +56,7 @@ class RunCallback(pl.Callback):
             says = [self.loss_sum, self.sum_since, *self.run.says()]
             self.sums = torch.tensor(says, dtype=torch.float64, device=self.loss_sum.device)
             dist.all_reduce(self.sums)  # ranks talk
-            self.due = self.run.heard(self.due, *self.sums[2:].tolist())
+            self.due = self.run.heard(self.due, self.sums[2:].tolist())
         if self.due.log and not self.due.test:
             self.record(trainer, pl_module, {})  # ranks talk
 

@@ -135,7 +135,7 @@ def train(run: Run, options: Options, world: World) -> None:
             loss_sum = last * batches.size(step)
             mine = [loss_sum, (total - last) * size + loss_sum]  # only an epoch's last batch, always due, is smaller
             sums = ranks.all_gather(np.array([*mine, *run.says()])).sum(axis=0)  # ranks talk
-            due = run.heard(due, *sums[2:].tolist())
+            due = run.heard(due, sums[2:].tolist())
         if due.log:
             forward.total.set_data(Tensor(0.0, ms.float32))
             sums = sums / world.world_size

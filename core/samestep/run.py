@@ -17,7 +17,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -204,11 +204,12 @@ class Run:
         steps, now = self._step - self._talked[0], time.monotonic()
         return [self.wish.as_number(), (now - self._talked[1]) / steps if self.world.rank == 0 else 0.0]
 
-    def heard(self, due: Due, wishes: float, seconds: float) -> Due:
-        """What is due now that the sums of what all ranks say are known: where one wishes to stop, to save and end.
+    def heard(self, due: Due, said: Sequence[float]) -> Due:
+        """What is due now that ``said`` is known, the sums of what all ranks say: where one wishes to stop, a save.
 
         All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``.
         """
+        wishes, seconds = said
         self._talked = self._step, time.monotonic()
         self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
         self._stops = signals.heard(wishes)

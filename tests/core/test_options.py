@@ -38,7 +38,7 @@ WHOLE = {
     "--log-every": 1,
     "--max-restarts": 0,
 }
-REAL = ("--lr", "--timeout")
+REAL = ("--lr", "--timeout", "--grace")
 NOT_WHOLE = ("", "x", "1.5", "1e3", "-1", "-0.5", "0x10", "nan", "inf", "None", "1,000", str(2**63), "9" * 5000, "1\n2")
 NOT_REAL = ("", "x", "0", "-0.0", "-1", "nan", "-nan", "inf", "-inf", "1e400", "None", "0,1", "1\n2")
 
@@ -117,6 +117,7 @@ def test_the_defaults() -> None:
         "device": "auto",
         "max_restarts": 3,
         "timeout": 300.0,
+        "grace": 30.0,
         "quiet": False,
     }
 
@@ -176,6 +177,7 @@ CHANGED: dict[str, Any] = {
     "device": "cpu",
     "max_restarts": 9,
     "timeout": 9.0,
+    "grace": 9.0,
     "quiet": True,
 }
 

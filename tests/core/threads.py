@@ -216,7 +216,7 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
         if due.talk:
             mine = [loss_sum, sum_since, hits_since, *run.says()]
             last, since, hits, *said = ranks.all_gather(np.array(mine)).sum(axis=0).tolist()
-            due = run.heard(due, *said)
+            due = run.heard(due, said)
         if due.log:
             sum_since, hits_since = 0.0, 0
             tested = evaluate(model, data.test_labels, ranks, world) if due.test else {}
