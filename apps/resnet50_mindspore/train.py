@@ -130,7 +130,7 @@ def train(run: Run, options: Options, world: World) -> None:
         if step == run.start:
             ranks.all_gather(np.zeros(1))  # ranks talk, once: the first step counts as done when all have compiled it
         due = run.done(step)
-        if due.talk:  # to read a loss is to wait for its step
+        if due.talk and (step + 1) % options.sink_size == 0:  # in mid-loop the weights are those of the loop's end
             last, total = float(loss.asnumpy()), float(forward.total.asnumpy())
             loss_sum = last * batches.size(step)
             mine = [loss_sum, (total - last) * size + loss_sum]  # only an epoch's last batch, always due, is smaller

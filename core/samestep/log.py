@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from tqdm import tqdm
 
@@ -95,7 +95,7 @@ def first_line(message: str) -> str:
 
 
 def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -> None:
-    """Run a program and exit as every app does: 0 done, 2 the caller's mistake, 130 Ctrl-C, 1 anything else.
+    """Run a program and exit as every app does: 0 done, 2 the caller's mistake, 128 + a signal, 1 anything else.
 
     ``headline`` gives what the console shows of an unknown failure's message: frameworks differ in how they write one.
 
@@ -122,9 +122,7 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
     except RankZeroError as problem:
         code = problem.exit_code
     except Stopped as stopped:
-        if stopped.said:
-            info(stopped.said)
-        code = stopped.exit_code
+        leave(stopped)
     except KeyboardInterrupt:
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)
@@ -138,6 +136,13 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
         os._exit(1)
     no_restart(code)
     os._exit(code)
+
+
+def leave(stopped: Stopped) -> NoReturn:
+    """End this process, from any thread, as it was asked to."""
+    info(str(stopped))
+    no_restart(stopped.exit_code)
+    os._exit(stopped.exit_code)
 
 
 def no_restart(code: int) -> None:

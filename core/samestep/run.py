@@ -69,10 +69,11 @@ class Run:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
         self.app, self.options, self.world = app, options, world
         self.tested: dict[str, Any] = {}
-        self.wish = signals.Wish()
+        self.wish = signals.Wish(options.grace, log.leave)
         self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
+        self.wish.listen()
         missing = [name for name in REPORTED if not hasattr(options, name)]
         if missing:
             raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
@@ -169,6 +170,7 @@ class Run:
         self._begun = time.monotonic() - self._state.get("seconds", 0.0)
         self._talked, self._talks, self._stops = (self.start, time.monotonic()), self.start + 1, 0
         self.wish.listen()
+        self.wish.waits = True
         self._recorded_at, self._recorded_samples = time.monotonic(), batches.samples_seen(self.start)
         self._bar = log.progress(self.stop, self.start)
 
@@ -190,7 +192,6 @@ class Run:
     def done(self, step: int) -> Due:
         """The update ``step``, from 0, is done; returns what is due."""
         self._step = done = step + 1
-        self.wish.saves = True
         self.watchdog.beat(done)
         self._bar.update()
         every = self.options.checkpoint_every
@@ -269,6 +270,8 @@ class Run:
         if self._metrics:
             self._write(self._metrics, groups)
         if self._stops:
+            checkpoint.finish()
+            ranks.broadcast(b"")  # none ends, and has the launcher end the others, before rank 0 has written
             name = signal.Signals(self._stops).name
             raise signals.Stopped(self._stops, f"stopped by {name} at step {self._step}, which is saved")
 

@@ -1,15 +1,17 @@
 """Is this job to stop? A signal to any rank becomes a wish, which all ranks hear of when they next talk.
 
 TERM, USR1 (Slurm's ``--signal``) and the first Ctrl-C ask for the same: that all ranks agree on a step, save it and
-end, with exit code 128 + the signal. A second signal ends this rank at once, as does the first one where no update was
-done, because there is nothing to save.
+end, with exit code 128 + the signal. A rank ends at once at a second signal, at one before its first step, and when the
+others have not agreed within ``grace`` seconds. That is a thread's work: a rank may wait in C for long.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import threading
-from types import FrameType
+from collections.abc import Callable
 
 WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A wish travels as a number that is summed over ranks, one digit for each signal: as float64 exact to 65,536 ranks.
@@ -19,27 +21,50 @@ DIGIT = 2**16
 class Stopped(BaseException):
     """The job was asked to stop, and does. Not an Exception: no program's except clause is meant for it."""
 
-    def __init__(self, number: int, said: str = "") -> None:
+    def __init__(self, number: int, said: str) -> None:
         super().__init__(said)
-        self.exit_code, self.said = 128 + number, said
+        self.exit_code = 128 + number
 
 
 class Wish:
     """What this rank was asked for."""
 
-    def __init__(self) -> None:
-        self.number, self.saves = 0, False  # the signal that came in; whether there are updates to save
+    def __init__(self, grace: float, leave: Callable[[Stopped], None]) -> None:
+        """``leave`` ends the process at once, from any thread."""
+        self.number = 0  # the signal that came in
+        self.waits = False  # whether there are steps, after which the ranks talk
+        self._grace, self._leave = grace, leave
+        self._pipe = -1
 
     def listen(self) -> None:
-        """Take signals from here on. A rank calls this when its framework has taken over what it takes over."""
-        if threading.current_thread() is threading.main_thread():  # the one in which handlers run
-            for number in WISHES:
-                signal.signal(number, self._take)
+        """Take signals from here on; again where a framework has put handlers of its own in place."""
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            return
+        if self._pipe < 0:
+            self._pipe, writing = os.pipe()
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # each signal's number, as soon as it comes in
+            threading.Thread(target=self._attend, name="signals", daemon=True).start()
+        for number in WISHES:
+            signal.signal(number, lambda number, frame: None)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.number or not self.saves:
-            raise Stopped(number)
-        self.number = number
+    def _attend(self) -> None:
+        first = self._next(None)
+        assert first
+        self.number = first
+        if not self.waits:
+            self._leave(Stopped(first, f"stopped by {signal.Signals(first).name} before the first step"))
+        second = self._next(self._grace)
+        why = "a second signal" if second else f"the ranks did not agree on a step within {self._grace:g} s (--grace)"
+        self._leave(Stopped(first, f"stopped by {signal.Signals(first).name}, unsaved: {why}"))
+
+    def _next(self, seconds: float | None) -> int:
+        """The next signal that asks for an end; 0 where none comes in time."""
+        while select.select([self._pipe], [], [], seconds)[0]:
+            number = os.read(self._pipe, 1)[0]
+            if number in WISHES:
+                return number
+        return 0
 
     def as_number(self) -> float:
         """For the sum over ranks."""

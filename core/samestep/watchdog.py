@@ -135,13 +135,13 @@ class Watchdog:
 
 
 def _launchers(world: World) -> list[int]:
-    """The processes without which this rank is an orphan: its launcher, and the launch script that started that.
+    """The process without which this rank is an orphan: the launch script, which sees to the launcher; else that.
 
     A rank that no launcher started has a shell for a parent, whose end means nothing.
     """
     script = launch_script(os.environ)
     by_hand = world.launcher in ("none", "env") and not script
-    return [] if by_hand else [pid for pid in (script, os.getppid()) if pid and pid > 1]
+    return [] if by_hand else [pid for pid in [script or os.getppid()] if pid > 1]
 
 
 def _start_time(pid: int) -> str | None:

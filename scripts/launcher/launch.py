@@ -33,7 +33,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +59,14 @@ environment:
   MASTER_ADDR, MASTER_PORT  several machines: an address of machine 0, and a free port there
                         (PET_* and, with NPROC_PER_NODE or N, RANK and WORLD_SIZE that count machines are understood)
 
-exit codes: 0 done, 2 a mistake in the call, 130 and 143 stopped by Ctrl-C and TERM, 1 anything else
+{stops}exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else
+"""
+
+
+STOPS = """\
+signals: TERM, USR1 and Ctrl-C, to this script or to any rank: all ranks agree on a step, save it and end; a second
+signal, or --grace seconds, end them at once
+
 """
 
 
@@ -172,7 +178,10 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
 def _help(app: str, trains: bool) -> str:
     recovers = "A job that fails is started again and resumes from its newest checkpoint.\n"
     return HELP.format(
-        app=app, prepares=" and prepares the data" if trains else "", recovers=recovers if trains else ""
+        app=app,
+        prepares=" and prepares the data" if trains else "",
+        recovers=recovers if trains else "",
+        stops=STOPS if trains else "",
     )
 
 
@@ -306,7 +315,7 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
     """Start the launcher, and again after a failure; return the script's exit code."""
     logs = run_dir / "log"
     max_restarts = job.options.max_restarts if job.trains else 0
-    stop_hint = f"; --run-dir={run_dir} resumes" if job.trains else ""
+    stop_hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
     see = f"see {logs}/launcher.log and rank-*.log"
     stepped = False  # did any start do an update?
     for attempt in range(max_restarts + 1):
@@ -322,7 +331,7 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
         verdict = read_text(logs / "no-restart")
         if verdict is not None:
             return int(json.loads(verdict)["code"])
-        if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # its launcher was stopped: no failure
+        if -code in supervise.STOPS:  # its launcher was stopped: no failure
             return 128 - code
         stepped = stepped or _made_a_step(logs, environ["SAMESTEP_JOB"])
         if attempt == 1 and not stepped:  # one such failure may be chance; what fails so twice fails each time

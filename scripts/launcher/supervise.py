@@ -24,7 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
-STOP_SECONDS = 10.0  # from the first signal to SIGKILL
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what a rank answers by a checkpoint
+STOP_SECONDS = 10.0  # from the first signal to SIGKILL, where no rank can save
 POLL_SECONDS = 0.25  # between looks whether a watchdog has named a stalled rank
 
 
@@ -41,9 +42,19 @@ def stop_on_signals() -> None:
     def stop(number: int, frame: object) -> NoReturn:
         raise Stopped(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in (*STOPS, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP: so do we
             signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Signals that come in here are heard behind it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
@@ -99,18 +110,21 @@ def run_once(
             start_new_session=True,
         )
         code = _wait(process, job, logs / "stalled")
+        if -code in STOPS:  # someone stopped the launcher: its ranks are still to save
+            _stop_ranks(job, process, -code, logs, grace)
     except Stopped as stopped:
         after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
         say(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
         _stop_ranks(job, process, stopped.number, logs, grace)
         raise
     finally:
-        _kill_all(job)
-        if process:
-            process.wait()
-        os.close(errors)
-        pump.join(timeout=5)
-        _to_the_end(1)
+        with _deaf():
+            _kill_all(job)
+            if process:
+                process.wait()
+            os.close(errors)
+            pump.join(timeout=5)
+            _to_the_end(1)
     return code
 
 
@@ -156,9 +170,9 @@ def _stop_ranks(job: str, process: subprocess.Popen[bytes] | None, number: int, 
 
     Never to their launcher, which would end them in its own time. Where no rank is alive yet, TERM to all there is.
     """
-    deadline = time.monotonic() + grace
     try:
         ranks = _ranks_of(job, logs)
+        deadline = time.monotonic() + (grace if ranks else min(grace, STOP_SECONDS))
         _kill(ranks or _processes_of(job), number if ranks and number != signal.SIGHUP else signal.SIGTERM)
         while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
             time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import samestep
 
@@ -66,10 +68,20 @@ def child(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def rank_log(run_dir: Path, rank: int = 0) -> str:
+    return (run_dir / "log" / f"rank-{rank}.log").read_text()
+
+
+def verdict(run_dir: Path) -> Any:
+    """What a rank told the launch script about starting again."""
+    path = run_dir / "log" / "no-restart"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 @contextlib.contextmanager
-def running(code: str, run_dir: Path, until: str) -> Iterator[subprocess.Popen[str]]:
+def running(code: str, run_dir: Path, *arguments: str, until: str) -> Iterator[subprocess.Popen[str]]:
     """A program in the background that has printed ``until``; gone when the block ends."""
-    with start(code, run_dir, stdin=subprocess.PIPE) as process:
+    with start(code, run_dir, *arguments, stdin=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert select.select([process.stdout], [], [], LIMIT)[0], f"no {until!r} in time"

@@ -18,12 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import LIMIT, child, running, start
+from programs import LIMIT, child, rank_log, running, start, verdict
 from samestep import FatalError, log
-
-
-def rank_log(run_dir: Path, rank: int = 0) -> str:
-    return (run_dir / "log" / f"rank-{rank}.log").read_text()
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -279,11 +275,6 @@ def test_the_result_is_the_last_line_on_stdout(tmp_path: Path, quiet: bool) -> N
 def run(body: str, run_dir: Path, started: bool = True) -> subprocess.CompletedProcess[str]:
     start = "log.start(run_dir, 0, False)" if started else "pass"
     return child(f"def main():\n    {start}\n    {body}\nlog.run(main)\n", run_dir)
-
-
-def verdict(run_dir: Path) -> Any:
-    path = run_dir / "log" / "no-restart"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 @pytest.mark.parametrize("started", [True, False])

@@ -27,7 +27,7 @@ from samestep.env import World
 from samestep.options import arithmetic
 from samestep.run import Run, processor
 from samestep.sharding import GlobalBatches
-from samestep.signals import WISHES, Stopped, Wish, heard
+from samestep.signals import Stopped
 from threads import COUNTING, CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
 
 EPOCH = 4  # steps: 20 images in batches of 6
@@ -495,16 +495,6 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
     assert done[0]._result["weights_sha256"] == reference[0]._result["weights_sha256"]
     steps = [line["step"] for line in steps_of(run_dir)]
     assert steps == sorted(set(steps))
-
-
-def test_wishes_of_all_ranks_are_one_number() -> None:
-    for number in WISHES:
-        wish = Wish()
-        assert heard(3 * wish.as_number()) == 0
-        wish.number = number
-        assert heard(65_000 * wish.as_number()) == number
-    both = 3.0 * 2**16 + 7  # USR1 at three ranks, TERM at seven
-    assert heard(both) == signal.SIGTERM
 
 
 def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path) -> None:

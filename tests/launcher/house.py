@@ -151,7 +151,7 @@ class House:
         self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         def signals() -> None:  # what a login shell hands on, whatever this process was started with
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
         return subprocess.Popen(

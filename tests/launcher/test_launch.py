@@ -609,19 +609,21 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
     [
         (signal.SIGINT, 130, False),
         (signal.SIGTERM, 143, False),
+        (signal.SIGUSR1, 138, False),
         (signal.SIGHUP, 129, False),
         (signal.SIGTERM, 143, True),
     ],
 )
 def test_a_signal_stops_all_descendants(house: House, number: int, code: int, deaf: bool) -> None:
     """Also those in a session of their own, and, after a while, those that ignore TERM."""
-    process = house.start(FAMILY + (DEAF if deaf else "") + WAIT)
+    process = house.start(FAMILY + (DEAF if deaf else "") + WAIT, "2", "--grace=2")
     ranks = wait_for(house.notes)[0]["ranks"]
     assert all(is_running(pid) for pid in ranks)
     process.send_signal(number)
     done = end_of(process)
     assert done.returncode == code
-    assert done.stderr == f"stopping ({signal.Signals(number).name}); --run-dir={house.run_dir} resumes\n"
+    said = f"stopping ({signal.Signals(number).name}): the ranks save a step; again, to end at once; "
+    assert done.stderr == f"{said}--run-dir={house.run_dir} resumes\n"
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
     assert len(house.notes()) == 1  # not started again
 
@@ -633,13 +635,58 @@ def test_a_second_ctrl_c_kills_at_once(house: House, tmp_path: Path) -> None:
     path.write_text(re.sub(r"^STOP_SECONDS = .*", f"STOP_SECONDS = {10 * LIMIT}", path.read_text(), flags=re.MULTILINE))
     patient = House(root, house.work)
     patient.mark = house.mark
-    process = patient.start(FAMILY + DEAF + WAIT)
+    process = patient.start(FAMILY + DEAF + WAIT, "2", f"--grace={10 * LIMIT}")
     ranks = wait_for(house.notes)[0]["ranks"]
     process.send_signal(signal.SIGINT)
     wait_for(lambda: not is_running(ranks[0]))  # the obedient are gone, the deaf remain
     process.send_signal(signal.SIGINT)
     assert end_of(process).returncode == 130
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
+
+
+# Two ranks with heartbeats; each notes the signal that it gets, takes its time, and ends.
+RANKS = """
+def saver(rank):
+    return f'''
+import json, os, signal, sys, time
+from pathlib import Path
+def save(number, frame):
+    time.sleep(0.5)
+    with Path({str(run_dir / "notes.jsonl")!r}).open("a") as file:
+        file.write(json.dumps({{"saved": {rank}, "signal": number}}) + chr(10))
+    os._exit(128 + number)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, save)
+path = Path({str(run_dir / "log")!r}, "alive-{rank}")
+path.write_text(json.dumps({{"job": os.environ["SAMESTEP_JOB"], "pid": os.getpid(), "updates": 1}}))
+time.sleep(600)
+'''
+
+ranks = [rank(saver(each), start_new_session=True) for each in range(2)]
+while not all((run_dir / "log" / f"alive-{each}").exists() for each in range(2)):
+    time.sleep(0.02)
+"""
+
+
+def saved(house: House) -> list[tuple[int, int]]:
+    return sorted((note["saved"], note["signal"]) for note in house.notes() if "saved" in note)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_the_ranks_alone_get_the_signal_and_have_time_to_save(house: House, number: int) -> None:
+    """The launcher here would end at the signal, and its ranks with it, as some do."""
+    process = house.start(RANKS + "note()\nsys.exit(max(each.wait() for each in ranks))")
+    wait_for(house.notes)
+    process.send_signal(number)
+    assert end_of(process).returncode == 128 + number
+    assert saved(house) == [(0, number), (1, number)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_launcher_that_ends_by_a_signal_is_a_stop_and_its_ranks_save(house: House, number: int) -> None:
+    done = house.run(RANKS + f"signal.signal({number:d}, signal.SIG_DFL)\nos.kill(os.getpid(), {number:d})")
+    assert (done.returncode, done.stderr) == (128 + number, "")
+    assert saved(house) == [(0, number), (1, number)]
 
 
 def test_under_nohup_a_hangup_is_ignored(house: House) -> None:
@@ -657,8 +704,11 @@ UNLUCKY = """
 import os, signal, subprocess, sys
 
 def start(self, *arguments, **settings):
+    launches = settings.get("start_new_session") and sys.argv[0].endswith("/launcher")
+    if launches and settings["env"]["SAMESTEP_RESTARTS"] == os.environ.get("UNLUCKY"):  # between restarts
+        os.kill(os.getpid(), signal.SIGTERM)
     original(self, *arguments, **settings)
-    if settings.get("start_new_session") and sys.argv[0].endswith("/launcher"):
+    if launches and "UNLUCKY" not in os.environ:
         os.kill(os.getpid(), signal.SIGTERM)
 
 original, subprocess.Popen.__init__ = subprocess.Popen.__init__, start
@@ -673,6 +723,17 @@ def test_a_signal_as_the_launcher_starts_leaves_nothing_either(house: House) -> 
     assert process.wait(timeout=LIMIT) == 143
     assert gone(house.processes)
     end_of(process)
+
+
+def test_a_signal_between_restarts_is_a_stop(house: House) -> None:
+    folder = house.work / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(UNLUCKY)
+    code = "heartbeat(1)\nnote()\nsys.exit(1)"
+    done = end_of(house.start(code, environ={"PYTHONPATH": str(folder), "UNLUCKY": "1"}))
+    assert done.returncode == 143
+    assert len(house.notes()) == 1
+    assert gone(house.processes)
 
 
 # --- apps that measure -------------------------------------------------------------------------------------------
