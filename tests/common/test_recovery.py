@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import App, Harness, last_step, losses, relative_difference
+from harness import App, Harness, Job, last_step, losses, relative_difference
 from processes import parent
-from samestep import checkpoint
+from samestep import checkpoint, signals
 from samestep.sharding import GlobalBatches
 
 _table: list[str] = []  # printed at the end of a soak
@@ -152,29 +153,108 @@ def test_a_rank_is_killed_at_an_exact_moment(
 # --- stops ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("n", "number", "code"),
-    [
-        pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.once),
-        pytest.param(3, signal.SIGTERM, 143, marks=pytest.mark.slow),
-    ],
-)
-def test_a_stopped_job_resumes(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]], n: int, number: int, code: int
-) -> None:
-    reference = undisturbed(n)
-    job = harness.start(n, *harness.app.small)
-    job.wait_for_step(reference["steps"] // 2)
-    os.kill(job.process.pid, number)
-    outcome = job.finish(limit=20)
-    assert outcome.code == code, outcome
+def stopped_at(run_dir: Path, number: int) -> int:
+    """The step at which the ranks agreed to stop, which must be saved, and the last in metrics.jsonl; 0: before any."""
+    said = re.findall(
+        r"stopped by (SIG\w+) at step (\d+), which is saved", (run_dir / "log" / "rank-0.log").read_text()
+    )
+    newest = checkpoint.newest(run_dir, pytest.fail)
+    if not said or newest is None:
+        assert newest is None
+        return 0
+    assert said[-1] == (signal.Signals(number).name, str(newest.step))
+    assert last_step(run_dir) == newest.step
+    return newest.step
+
+
+@dataclass(frozen=True)
+class Stop:
+    number: signal.Signals
+    to: str  # the script, its launcher, a rank
+
+    def send(self, job: Job, chance: random.Random) -> None:
+        if self.to == "the script":
+            os.kill(job.process.pid, self.number)
+            return
+        ranks = list(job.ranks().values())
+        os.kill(parent(ranks[0]) if self.to == "the launcher" else chance.choice(ranks), self.number)
+
+
+STOPS = [
+    *(Stop(number, to) for to in ("the script", "a rank") for number in signals.WISHES),
+    *(Stop(number, "the launcher") for number in (signal.SIGTERM, signal.SIGINT)),
+]
+
+
+def check_stopped(harness: Harness, job: Job, stop: Stop) -> int:
+    """The job ended as it was asked to; returns the step it saved."""
+    outcome = job.finish(limit=60)
+    assert outcome.code == 128 + stop.number, outcome
     assert "Traceback" not in outcome.stderr
+    assert not outcome.errors
+    assert "starting it again" not in outcome.stderr
     assert not harness.left_running()
+    return stopped_at(job.run_dir, stop.number)
+
+
+def test_a_signal_costs_no_step(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """One run that is stopped again and again goes on where it was, to the weights of one that was not."""
+    slow, once = ("slow" in harness.app.left_out), ("once" not in harness.app.left_out)
+    n, reference, saved = (2, undisturbed(2), 0) if slow else (3, undisturbed(3), 0)
+    stops = [Stop(signal.SIGUSR1, "a rank"), Stop(signal.SIGTERM, "the script"), Stop(signal.SIGINT, "the script")]
+    for stop in stops[: 1 if slow else 3 if once else 2]:
+        job = harness.start(n, *harness.app.small)
+        job.wait_for_step(saved + 1)
+        stop.send(job, random.Random(n))
+        before, saved = saved, check_stopped(harness, job, stop)
+        assert before < saved
     result = check_same_end(harness, harness.run(n, *harness.app.small), n, reference)
-    assert 0 < result["resumed_from_step"] < result["steps"]
-    if n == 3 and "once" not in harness.app.left_out:  # once more: it only reports
+    assert result["resumed_from_step"] == saved
+    if once:  # once more: it only reports
         finished = check_same_end(harness, harness.run(n, *harness.app.small), n, reference)
         assert finished["resumed_from_step"] == finished["steps"]
+
+
+@pytest.mark.soak
+def test_signals_at_random_moments(harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool) -> None:
+    """To the script, to a rank, and to the launcher as far as that lets its ranks live; at N = 2 and 3."""
+    chance = random.Random(1)
+    runs = (8 if "slow" in harness.app.left_out else 20) if soak else 2
+    counts: dict[tuple[str, int], list[int]] = {}
+    for i in range(runs):
+        stop, n = STOPS[i % len(STOPS)], 2 + (i + i // len(STOPS)) % 2
+        reference, run_dir = undisturbed(n), harness.folder / str(i)
+        job = harness.start(n, *harness.app.small, run_dir=run_dir)
+        at = chance.randrange(reference["steps"] - harness.app.every)
+        job.wait_for(job.ranks) if at == 0 else job.wait_for_step(at)
+        stop.send(job, chance)
+        saved = check_stopped(harness, job, stop)
+        result = check_same_end(harness, harness.run(n, *harness.app.small, run_dir=run_dir), n, reference)
+        assert result["resumed_from_step"] == (saved or None), (stop, n, at)
+        assert saved >= at, (stop, n, at)
+        count = counts.setdefault((f"{stop.number.name} to {stop.to}", n), [0, 0])
+        count[0] += 1
+        count[1] += saved > 0
+    _table.extend(
+        f"| {harness.app.name} | {n} | {what} at a random moment; {saved} saved a step | {runs} | {runs} |"
+        for (what, n), (runs, saved) in counts.items()
+    )
+
+
+@pytest.mark.once
+def test_a_signal_at_an_exact_moment(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """In the first step, in an evaluation, and while a checkpoint is written."""
+    reference, saved = undisturbed(2), 0
+    path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
+    checkpoint_files = {"audit": "open", "match": r"/\.step-\d+\.tmp/optimizer"}
+    for rank, moment in ((1, {"step": 0}), (1, {"evaluating": 1}), (0, checkpoint_files)):
+        fault = json.dumps({"rank": rank, **moment, "signal": signal.SIGTERM})
+        job = harness.start(2, *harness.app.small, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+        before, saved = saved, check_stopped(harness, job, Stop(signal.SIGTERM, "a rank"))
+        assert saved == 1 if moment == {"step": 0} else saved > before
+    result = check_same_end(harness, harness.run(2, *harness.app.small), 2, reference)
+    assert result["resumed_from_step"] == saved
+    _table.append(f"| {harness.app.name} | 2 | SIGTERM in the first step, an evaluation, a checkpoint | 3 | 3 |")
 
 
 @pytest.mark.soak
