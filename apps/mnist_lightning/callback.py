@@ -36,7 +36,7 @@ class RunCallback(pl.Callback):
         fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": start})  # the step of what it gives its loggers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.wish.listen()  # Lightning's handler would talk to the other ranks at each step
+        self.run.wish.listen()  # Lightning's handler of TERM would talk to the other ranks there and then
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
         ranks.order_buckets(ddp, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk

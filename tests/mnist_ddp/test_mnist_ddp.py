@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, bare, free_port, losses, relative_difference, write_fashion
+from harness import ROOT, Harness, Job, bare, free_port, last_step, losses, relative_difference, write_fashion
 from layouts import TORCHVISION, digest
 from samestep import UserError, checkpoint, datasets
 from samestep.sharding import GlobalBatches
@@ -177,20 +177,31 @@ def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
     harness.check_nothing_left()
 
 
-def test_two_machines_without_a_shared_disk_recover_together(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
-) -> None:
-    """Two launch scripts, 1 and 2 ranks, each in a folder of its own; a rank of the second is killed."""
-    expected = undisturbed(3)
+def two_machines(harness: Harness) -> list[Job]:
+    """Two launch scripts, 1 and 2 ranks, each in a folder of its own."""
     script = str(ROOT / "scripts" / "run_mnist_ddp.sh")
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     jobs = []
     for node in range(2):
         folder = harness.folder / f"machine-{node}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         command = ["bash", script, str(node + 1), *harness.app.small, "--run-dir=run"]
         jobs.append(harness.start_command(command, folder / "run", folder, **nodes, NODE_RANK=str(node)))
-    jobs[0].wait_for_step(10)
+    return jobs
+
+
+def test_two_machines_without_a_shared_disk_stop_and_recover_together(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """The second gets a signal, which stops both; started again, a rank of it is killed."""
+    expected = undisturbed(3)
+    jobs = two_machines(harness)
+    jobs[0].wait_for_step(2)
+    os.kill(jobs[1].process.pid, signal.SIGUSR1)
+    assert [job.finish().code for job in jobs] == [138, 138]
+    stopped = last_step(jobs[0].run_dir)
+    jobs = two_machines(harness)
+    jobs[0].wait_for_step(max(10, stopped + 1))
     os.kill(jobs[1].ranks()[2], signal.SIGKILL)
     first, second = (job.finish() for job in jobs)
     result = harness.checked(first, 3)

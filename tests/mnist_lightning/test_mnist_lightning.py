@@ -186,14 +186,6 @@ def test_the_run_dir_holds_no_pickle_and_the_console_no_chatter(harness: Harness
     assert outcome.stderr == ""
 
 
-def test_a_terminated_rank_ends_at_once(harness: Harness) -> None:
-    """Lightning's handler of SIGTERM would talk to the other ranks from within it."""
-    job = harness.start(2, *harness.app.small)
-    job.wait_for_step(5)
-    os.kill(job.ranks()[1], signal.SIGTERM)
-    assert harness.checked(job.finish(), 2)["restarts"] == 1
-
-
 def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
     command = [sys.executable, TRAIN, "--dataset=mnist-5k", "--epochs=1000", "--run-dir=run", "--log-every=1"]
     job = harness.start_command(command, harness.folder / "run")
