@@ -45,6 +45,7 @@ class Wish:
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # each signal's number, as soon as it comes in
             threading.Thread(target=self._attend, name="signals", daemon=True).start()
+            os.register_at_fork(after_in_child=_forget)
         for number in WISHES:
             signal.signal(number, lambda number, frame: None)
 
@@ -69,6 +70,13 @@ class Wish:
     def as_number(self) -> float:
         """For the sum over ranks."""
         return float(DIGIT ** WISHES.index(signal.Signals(self.number))) if self.number else 0.0
+
+
+def _forget() -> None:
+    """In a forked child, a loader's worker say: signals to it are its own, and end it."""
+    signal.set_wakeup_fd(-1)
+    for number in WISHES:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def heard(total: float) -> int:

@@ -74,6 +74,28 @@ def test_a_rank_that_hangs_ends_all_the_same(tmp_path: Path, grace: str, sent: S
     assert verdict(tmp_path) == {"code": 138}
 
 
+def test_a_signal_to_a_forked_child_ends_that_alone(tmp_path: Path) -> None:
+    """A loader's worker, say, that its parent terminates."""
+    body = """
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b".")
+        time.sleep(600)
+    os.read(ready, 1)
+    os.kill(child, 15)
+    print("here", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), wish.number, file=sys.stderr)
+    wish.waits = True
+    log.info("here")
+    time.sleep(0.2)
+    raise signals.Stopped(0, f"heard {wish.number}")
+"""
+    with running(RANK.replace("    BODY\n", body), tmp_path, "600", until="here") as process:
+        out, _ = process.communicate(timeout=LIMIT)
+    assert out == "heard 0\n"
+    assert "here -15 0\n" in rank_log(tmp_path)
+
+
 def test_listening_again_takes_back_what_a_framework_took(tmp_path: Path) -> None:
     body = """
     import signal

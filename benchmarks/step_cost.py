@@ -1,0 +1,121 @@
+"""What a step of mnist_ddp pays for what samestep adds to it: the wish to stop, and the phases by which a slow rank is named.
+
+    OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
+        benchmarks/step_cost.py [--rounds 200]
+
+All variants take turns in one job, ten steps each, with the log line's all-reduce after the tenth; nothing is written.
+Times are medians, in milliseconds; ratios to the first are of each round, with their quartiles. The last one is what
+PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+import ranks  # noqa: E402
+from data import load  # noqa: E402
+from model import build_model  # noqa: E402
+from options import parse  # noqa: E402
+from samestep import env  # noqa: E402
+from samestep.run import Run  # noqa: E402
+from samestep.sharding import GlobalBatches  # noqa: E402
+from train import build_optimizer, train_step  # noqa: E402
+
+AT_ONCE = 10  # steps that are timed together, and between two log lines
+BATCH = 128  # images over all ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
+    rounds = parser.parse_args().rounds
+    if "RANK" not in os.environ:
+        parser.error("torchrun must start this (see --help)")
+    device, world = torch.device("cpu"), env.detect(os.environ)
+    ranks.rendezvous(world, device, 300)
+    steps = 3 * (rounds + 1) * AT_ONCE
+    options = parse(["--dataset=mnist-5k", f"--epochs={steps}", f"--global-batch-size={BATCH}", "--quiet"])
+    options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-")) if world.rank == 0 else None
+    run = Run("mnist_ddp", options, world)
+    run.restore(ranks, lambda groups: None)
+    training, test = load(options.dataset, options.data_dir, device)
+    batches = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size)
+    run.begin(batches, len(test.labels), "net", "cpu", {})
+    step = 0
+
+    def ten_steps(update: Callable[[int], Tensor], wishes: bool, lightning: bool = False) -> None:
+        nonlocal step
+        sum_since = torch.zeros((), dtype=torch.float64)
+        for _ in range(AT_ONCE):
+            if lightning:
+                flag = torch.tensor([0])
+                dist.broadcast(flag, src=0)
+                flag.item()
+            loss_sum = update(step)
+            sum_since += loss_sum
+            if wishes:
+                due = run.done(step)
+            step += 1
+        sums = torch.tensor([loss_sum, sum_since, *(run.says() if wishes else [])], dtype=torch.float64)
+        dist.all_reduce(sums)
+        sums.tolist()
+        if wishes:
+            run.heard(due, sums[2:].tolist())
+
+    def plain(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, phases: bool, step: int) -> Tensor:
+        if phases:
+            run.phases.begin()
+        images, labels = training.batch(batches.indices(step), torch.float32)
+        if phases:
+            run.phases.end("input")
+        return train_step(ddp, optimizer, images, labels, batches.rows(step))
+
+    def variant(wishes: bool, phases: bool, lightning: bool = False) -> Callable[[], None]:
+        model = build_model("net", 0.5, torch.float32, 1)
+        optimizer = build_optimizer(options, model)
+        ddp = DistributedDataParallel(model)
+        if phases:
+            ranks.time_phases(model, optimizer, run.phases)
+        return partial(ten_steps, partial(plain, ddp, optimizer, phases), wishes, lightning)
+
+    loops = {
+        "neither": variant(False, False),
+        "the wish to stop": variant(True, False),
+        "the wish, and the phases (the app)": variant(True, True),
+        "neither, and Lightning's broadcast": variant(False, False, True),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in loops}
+    for each in range(rounds + 1):  # the first is to warm up
+        for name, loop in loops.items():
+            begun = time.perf_counter()
+            loop()
+            if each:
+                taken[name].append(1000 * (time.perf_counter() - begun) / AT_ONCE)
+    if world.rank == 0:
+        print(f"{world.world_size} ranks, {torch.get_num_threads()} threads each, torch {torch.__version__}\n")
+        print("| a step with | ms | ratio |\n|---|---|---|")
+        for name, times in taken.items():
+            low, median, high = statistics.quantiles([a / b for a, b in zip(times, taken["neither"])], n=4)
+            print(f"| {name} | {statistics.median(times):.2f} | {median:.3f} ({low:.3f} to {high:.3f}) |")
+        sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort an orderly end
+
+
+if __name__ == "__main__":
+    main()
