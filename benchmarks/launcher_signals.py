@@ -4,7 +4,7 @@
     PYTHON=/path/to/python python3.11 benchmarks/launcher_signals.py mnist_horovod
 
 Each launcher starts two ranks of the app and gets TERM, INT or USR1 once they train. Told are its exit code, the
-seconds after which the last process of the job was gone, and whether the ranks had saved the step at which they
+seconds after which the last rank was gone, and whether the ranks had saved the step at which they
 stopped. The environments are .venvs/<app>, made by the app's launch script; with PYTHON that one is used. A launcher
 that is not there is left out.
 """
@@ -58,12 +58,13 @@ LAUNCHERS: dict[str, dict[str, Sequence[str]]] = {
 }
 
 
-def processes(mark: str) -> list[int]:
-    """All that carry the mark in their environment."""
+def processes(mark: str, word: str = "") -> list[int]:
+    """All that carry the mark in their environment and have the word in their command."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if f"SAMESTEP_TEST={mark}".encode() in entry.read_bytes().split(b"\0"):
+            marked = f"SAMESTEP_TEST={mark}".encode() in entry.read_bytes().split(b"\0")
+            if marked and word.encode() in entry.with_name("cmdline").read_bytes():
                 found.append(int(entry.parent.name))
         except OSError:
             pass
@@ -104,11 +105,11 @@ def stop(app: str, command: Sequence[str], number: signal.Signals, folder: Path)
         time.sleep(0.1)
     begun = time.monotonic()
     process.send_signal(number)
-    while (left := processes(folder.name)) and time.monotonic() < begun + LIMIT:
-        process.poll()  # the table's "gone" is of processes, not of zombies
+    while (left := processes(folder.name, "train.py")) and time.monotonic() < begun + LIMIT:
+        process.poll()
         time.sleep(0.05)
     seconds = time.monotonic() - begun
-    for pid in left:
+    for pid in processes(folder.name):  # msrun leaves a `tail` for each log
         os.kill(pid, signal.SIGKILL)
     code = process.wait()
     said = re.findall("stopped by .*", (folder / "run" / "log" / "rank-0.log").read_text())

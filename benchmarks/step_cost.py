@@ -1,4 +1,4 @@
-"""What a step of mnist_ddp pays for what samestep adds to it: the wish to stop, and the phases by which a slow rank is named.
+"""What a step of mnist_ddp pays for the wish to stop, and for the phases by which a slow rank is named.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200]

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import paddle.distributed as dist
 import ranks
-from samestep import log
+from samestep import log, signals
 from samestep.options import Options
 
 
 def spawn(main: Callable[[], None], options: Options) -> None:
-    """Run ``main`` in each of --nprocs ranks, and end as they end: 0, 2 for the caller's mistake, 1 for all else."""
+    """Run ``main`` in each of --nprocs ranks, and end as they end: 0, 2 for the caller's mistake, 128 + a signal that
+    stopped them, 1 for all else."""
     count, settings = choose(options)
     job = dist.spawn(log.run, args=(main,), nprocs=count, join=False, **settings)
+    for number in signals.WISHES:  # the ranks', which save a step
+        signal.signal(number, lambda number, frame: [os.kill(each.pid, number) for each in job.processes])
     try:
         while not job.join():
             pass
     except Exception:  # Paddle's word for a rank that failed; the rank itself has named the reason
         codes = {process.exitcode for process in job.processes}
-        os._exit(2 if 2 in codes else 1)
+        stopped = {code for code in codes if code and code > 128}
+        os._exit(2 if 2 in codes else max(stopped, default=1))
 
 
 def choose(options: Options) -> tuple[int, dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, Job, bare, losses, relative_difference
+from harness import ROOT, Harness, Job, bare, last_step, losses, relative_difference
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
 VERIFY = str(ROOT / "scripts" / "verify_horovod.sh")
@@ -98,6 +98,7 @@ def test_stopping_the_script_stops_mpirun_and_its_ranks(harness: Harness) -> Non
     job.process.send_signal(signal.SIGTERM)
     assert job.finish().code == 128 + signal.SIGTERM
     assert not harness.left_running()
+    assert (job.run_dir / "checkpoints" / f"step-{last_step(job.run_dir):08d}").is_dir()
 
 
 def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
