@@ -10,19 +10,25 @@ import mindspore.dataset as ds
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LossMonitor, Model
 from samestep import FatalError
+from samestep.phases import Phases
 
 
 class TellRun(Callback):  # type: ignore[misc]
     """Tells after each update what it returned; of updates in a loop on the device only the last returns something."""
 
-    def __init__(self, after_update: Callable[[int, Tensor], None], first: int, loop: int) -> None:
-        self.after_update, self.step, self.loop = after_update, first, loop
+    def __init__(self, after_update: Callable[[int, Tensor], None], first: int, loop: int, phases: Phases) -> None:
+        self.after_update, self.step, self.loop, self.phases = after_update, first, loop, phases
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        self.phases.end("input")  # of batches that sink, which the device takes, this shows nothing
 
     def on_train_step_end(self, run_context: Any) -> None:
+        self.phases.end("waiting")  # and all else that a compiled graph does
         loss = run_context.original_args().net_outputs
         for _ in range(self.loop):
             self.after_update(self.step, loss)
             self.step += 1
+        self.phases.begin()
 
 
 def fit(
@@ -31,6 +37,7 @@ def fit(
     shards: ds.Dataset,
     steps: range,
     after_update: Callable[[int, Tensor], None],
+    phases: Phases,
     world_size: int,
     sink_size: int | None,
     print_every: int,
@@ -44,7 +51,7 @@ def fit(
     if world_size > 1:  # Model then averages the gradients over ranks
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     model = Model(forward, optimizer=optimizer)
-    tell = TellRun(after_update, steps.start, sink_size or 1)
+    tell = TellRun(after_update, steps.start, sink_size or 1, phases)
     callbacks = [tell, LossMonitor(print_every)] if print_every else [tell]
     try:
         if sink_size:

@@ -30,6 +30,7 @@ from samestep import FatalError, RankZeroError, UserError, checkpoint, log, sign
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.options import Options, arithmetic, as_json
+from samestep.phases import PHASES, Phases
 from samestep.safetensors_writer import encode
 from samestep.sharding import GlobalBatches
 from samestep.watchdog import Watchdog
@@ -69,7 +70,7 @@ class Run:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
         self.app, self.options, self.world = app, options, world
         self.tested: dict[str, Any] = {}
-        self.wish = signals.Wish()
+        self.wish, self.phases = signals.Wish(), Phases()
         self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
@@ -162,6 +163,11 @@ class Run:
         self._metrics: log.Metrics | None = None
         if world.rank == 0:
             self._metrics = log.Metrics(options.run_dir, self._header(facts), self.resumed_from)
+        self._judge, self._slow = None, list[dict[str, Any]]()  # who was named since the last line
+        if world.rank == 0 and world.world_size > 1 and options.straggler > 0:
+            from samestep.straggler import Judge  # the others need none of it
+
+            self._judge = Judge(options.straggler, world.world_size, options.global_batch_size, self.start)
         log.info(
             f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test images, "
             f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
@@ -200,19 +206,23 @@ class Run:
         return Due(line or done >= self._talks, line, epoch_ends, save)
 
     def says(self) -> list[float]:
-        """What this rank adds to a sum over ranks, for `heard`: its wish to stop, and of rank 0 the seconds a step."""
-        steps, now = self._step - self._talked[0], time.monotonic()
-        return [self.wish.as_number(), (now - self._talked[1]) / steps if self.world.rank == 0 else 0.0]
+        """What this rank adds to a sum over ranks, for `heard`: its wish to stop, of rank 0 the seconds a step, and in
+        slots of its own the seconds of its phases since it last did."""
+        steps, rank, now = self._step - self._talked[0], self.world.rank, time.monotonic()
+        slots = [0.0] * (self.world.world_size * len(PHASES))
+        slots[rank * len(PHASES) : (rank + 1) * len(PHASES)] = self.phases.take()
+        return [self.wish.as_number(), (now - self._talked[1]) / steps if rank == 0 else 0.0, *slots]
 
     def heard(self, due: Due, said: Sequence[float]) -> Due:
         """What is due now that ``said`` is known, the sums of what all ranks say: where one wishes to stop, a save.
 
         All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``.
         """
-        wishes, seconds = said
+        wishes, seconds, *slots = said
         self._talked = self._step, time.monotonic()
         self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
         self._stops = signals.heard(wishes)
+        self._slow += self._judge.hear(self._step, slots) if self._judge else []
         return due._replace(log=True, save=True) if self._stops else due
 
     def record(
@@ -242,7 +252,8 @@ class Run:
         line |= {"samples_per_second": round(since / (time.monotonic() - self._recorded_at), 1), **tested}
         self._recorded_at, self._recorded_samples = time.monotonic(), samples
         if self._metrics:
-            self._metrics.write(**line)
+            self._metrics.write(**line, **({"stragglers": self._slow} if self._slow else {}))
+            self._slow = []
         return line
 
     def _check_finite(self, losses: Mapping[str, float]) -> None:
