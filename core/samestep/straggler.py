@@ -27,10 +27,9 @@ class Judge:
     """Names each slow rank once, with the phase in which it loses the most."""
 
     def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int) -> None:
-        """Training begins after ``step`` updates. Of the samples a rank may have one more than another: so much more
-        is no slowness."""
-        least = global_batch_size // world_size
-        self._factor = factor * (-(-global_batch_size // world_size) / least if least else np.inf)
+        """Training begins after ``step`` updates. A rank may have one sample more than another of the global batch,
+        which has one for each at least: so much more is no slowness."""
+        self._factor = factor * -(-global_batch_size // world_size) / (global_batch_size // world_size)
         self._step, self._warm = step, False
         self._part, self._begun = np.zeros((world_size, len(PHASES))), step
         self._slow: dict[int, tuple[int, Seconds]] = {}  # of a rank that is: its first step, and all seconds since

@@ -75,7 +75,8 @@ def _make_slow(rank: int, sharding: Any) -> None:
             slow(sys.modules["torch.optim.sgd"], "sgd", "optimizer")
         if "paddle" in sys.modules:
             slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
-            slow(sys.modules["paddle"].optimizer.Momentum, "step", "optimizer")
+            for optimizer in (sys.modules["paddle"].optimizer.Momentum, sys.modules["paddle"].optimizer.Adam):
+                slow(optimizer, "step", "optimizer")
 
     slow(sharding.GlobalBatches, "indices", "input")
     indices = sharding.GlobalBatches.indices
