@@ -149,8 +149,7 @@ def train(run: Run, options: Options, world: World) -> None:
     sinks = options.device == "ascend" and options.parallel == "data"
     if options.api == "highlevel" and steps:
         sink_size, print_every = options.sink_size if sinks else None, 0 if options.quiet else options.log_every
-        ranks_and_cadence = world.world_size, sink_size, print_every
-        fit(forward, optimizer, shards, steps, after_update, run.phases, *ranks_and_cadence)  # ranks talk
+        fit(forward, optimizer, shards, steps, after_update, run, sink_size, print_every)  # ranks talk
     elif steps:
         graph: nn.Cell = TrainStep(forward, optimizer, options.parallel == "data", world.world_size)
         if options.parallel == "auto":
