@@ -82,7 +82,7 @@ def of_others(seconds: Seconds) -> Seconds:
     place = np.argsort(np.argsort(seconds, kind="stable"), kind="stable")
 
     def without_it(index: int) -> Seconds:
-        return np.where(place > index, ordered[index], ordered[index + 1])
+        found: Seconds = np.where(place > index, ordered[index], ordered[index + 1])
+        return found
 
-    median: Seconds = (without_it((others - 1) // 2) + without_it(others // 2)) / 2
-    return median
+    return (without_it((others - 1) // 2) + without_it(others // 2)) / 2

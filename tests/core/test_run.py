@@ -23,9 +23,10 @@ import pytest
 import safetensors.numpy
 import threads
 from programs import HOLD, running
-from samestep import FatalError, RankZeroError, RestartError, UserError, checkpoint, log, phases
+from samestep import FatalError, RankZeroError, RestartError, UserError, checkpoint, log
 from samestep.env import World
 from samestep.options import arithmetic
+from samestep.phases import Phases
 from samestep.run import Run, processor
 from samestep.sharding import GlobalBatches
 from samestep.signals import WISHES, Stopped, Wish, heard
@@ -711,7 +712,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
     """Makes ranks spend seconds of a clock of their own: 1 ms in each phase, and what is said for some."""
     clock = threading.local()
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: getattr(clock, "now", 0.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: getattr(clock, "now", 0.0))
 
     def faults(more: Callable[[int, int], dict[str, float]], at: int = -1) -> Faults:
         def spend(rank: int, step: int, phase: str) -> None:
@@ -765,8 +766,8 @@ def test_nobody_is_named_where_nobody_is_slow_or_nobody_is_to_be(
 
 def test_the_time_between_steps_is_in_no_phase(spend: Callable[..., Faults], monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 10.0, 12.0, 13.0, 17.0, 100.0, 101.0])
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(times))
-    clock = phases.Phases()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    clock = Phases()
     clock.begin()
     clock.end("input")
     clock.end("computing")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samestep import straggler
+from samestep import log
 from samestep.phases import PHASES
 from samestep.straggler import Judge, of_others
 
@@ -17,7 +17,7 @@ BASE = {"input": 0.001, "computing": 0.010, "waiting": 0.005, "optimizer": 0.001
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(straggler.log, "warning", found.append)
+    monkeypatch.setattr(log, "warning", found.append)
     return found
 
 
