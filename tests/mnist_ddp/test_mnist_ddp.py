@@ -244,7 +244,10 @@ def test_a_flipped_bit_is_named_and_undone(
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir, SAMESTEP_FAULT=fault, PYTHONPATH=path)
         job.wait_for_step(after)
-        address, bit = flip_a_bit(json.loads(told.read_text()), chance)
+        # The first of a soak makes a weight huge: no number comes of it.
+        address, bit = flip_a_bit(
+            json.loads(told.read_text()), chance, 30 if soak and not i else chance.randrange(8, 32)
+        )
         outcome = job.finish()
         where = f"run {i}: bit {bit} at {address}, rank {rank}, after step {after}: {outcome}"
         result = harness.checked(outcome, n)
@@ -258,10 +261,9 @@ def test_a_flipped_bit_is_named_and_undone(
         assert len(outcome.errors) == 1, where
 
 
-def flip_a_bit(told: dict[str, Any], chance: random.Random) -> tuple[int, int]:
-    """Flip one of the upper 24 bits of one float32 weight of the process that told its addresses."""
+def flip_a_bit(told: dict[str, Any], chance: random.Random, bit: int) -> tuple[int, int]:
+    """Flip this bit of any float32 weight of the process that told its addresses; returns where and which."""
     place = chance.choice([first + 4 * i for first, count in told["weights"] for i in range(count)])
-    bit = chance.randrange(8, 32)
     with open(f"/proc/{told['pid']}/mem", "r+b", buffering=0) as memory:
         memory.seek(place + bit // 8)  # little-endian
         byte = memory.read(1)[0] ^ 1 << bit % 8
