@@ -19,6 +19,7 @@ from paddle.distributed import collective, fleet
 from paddle.optimizer import Optimizer
 from samestep import UserError
 from samestep.env import World
+from samestep.phases import Phases
 from samestep.run import processor
 
 SELECTED = "FLAGS_selected_gpus"  # by which Paddle's launchers tell each rank its GPU; others do not
@@ -170,6 +171,12 @@ def order_buckets(parallel: nn.Layer, images: Tensor, labels: Tensor) -> None:
     with unchanged(parallel):
         for _ in range(2):
             F.cross_entropy(parallel(images), labels).backward()  # ranks talk
+
+
+def time_gradients(model: nn.Layer, phases: Phases) -> None:
+    """Let ``phases`` know when a step's last gradient is there; backward() goes on to reduce them over all ranks."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: phases.end("computing"))
 
 
 @contextmanager

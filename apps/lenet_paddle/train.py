@@ -37,6 +37,7 @@ from paddle import Tensor, nn
 from paddle.optimizer import Optimizer
 from samestep import env, log
 from samestep.options import Options
+from samestep.phases import Phases
 from samestep.run import Run
 from samestep.sharding import GlobalBatches, Rows, shard, step_seed
 from samestep.watchdog import Watchdog
@@ -54,7 +55,7 @@ def build_optimizer(options: Options, model: nn.Layer) -> Optimizer:
 
 
 def train_step(
-    model: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor, rows: Rows
+    model: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor, rows: Rows, phases: Phases
 ) -> tuple[Tensor, Tensor]:
     """One update with this rank's shard of a global batch, ``rows`` of it; returns its summed loss and right answers.
 
@@ -65,8 +66,10 @@ def train_step(
     scores = model(images)
     loss_sum = F.cross_entropy(scores, labels, reduction="sum")
     (loss_sum * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: the gradients are added up
+    phases.end("waiting")
     optimizer.step()
     optimizer.clear_grad()
+    phases.end("optimizer")
     return loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
 
 
@@ -112,12 +115,13 @@ def train(run: Run, options: Options, device: str) -> None:
 
     sample = training.batch(np.arange(1), dtype)
     if options.api == "highlevel":
-        high = HighLevel(model, optimizer, *sample)  # ranks talk
+        high = HighLevel(model, optimizer, run.phases, *sample)  # ranks talk
         test_now = partial(high.evaluate, test, dtype, run.watchdog)
     else:
         parallel, its_optimizer = ranks.distribute(options.api, model, optimizer)  # ranks talk
         ranks.order_buckets(parallel, *sample)  # ranks talk
         test_now = partial(evaluate, model, test, dtype, run.watchdog)
+    ranks.time_gradients(model, run.phases)
     since = paddle.zeros([2], dtype="float64")  # this rank's summed loss and right answers since the last record
 
     def after_update(step: int, loss_sum: Tensor, correct: Tensor) -> None:
@@ -143,9 +147,12 @@ def train(run: Run, options: Options, device: str) -> None:
         high.fit(Batches(training, batches, dtype, steps), options.epochs, after_update)  # ranks talk
     else:
         for step in steps:
+            run.phases.begin()
             paddle.seed(step_seed(options.seed, step))
             images, labels = training.batch(batches.indices(step), dtype)
-            loss_sum, correct = train_step(parallel, its_optimizer, images, labels, batches.rows(step))  # ranks talk
+            run.phases.end("input")
+            shard_of = images, labels, batches.rows(step)
+            loss_sum, correct = train_step(parallel, its_optimizer, *shard_of, run.phases)  # ranks talk
             after_update(step, loss_sum, correct)  # ranks talk, where something is due
     if scalars:
         scalars.close()

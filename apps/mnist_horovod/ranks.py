@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from options import NO_MPI
 from samestep import UserError, log
 from samestep.env import World
+from samestep.phases import Phases
 from samestep.run import processor
+from torch import nn
+from torch.optim import Optimizer
 
 
 def choose_device(wanted: str, world: World) -> torch.device:
@@ -99,3 +102,14 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     """Every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
     rows: NDArray[Any] = hvd.allgather(torch.from_numpy(row.copy()).unsqueeze(0)).numpy()  # ranks talk
     return rows
+
+
+def time_phases(model: nn.Module, optimizer: Optimizer, phases: Phases) -> None:
+    """Let ``phases`` know when a step's last gradient is there, and when its update begins and ends.
+
+    Horovod's step() waits for the gradients, and then calls the optimizer's own, whose hooks these are.
+    """
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: phases.end("computing"))
+    optimizer.register_step_pre_hook(lambda *step: phases.end("waiting"))
+    optimizer.register_step_post_hook(lambda *step: phases.end("optimizer"))

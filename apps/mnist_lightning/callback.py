@@ -40,6 +40,13 @@ class RunCallback(pl.Callback):
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
         ranks.order_buckets(ddp, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
+        ranks.time_phases(ddp, trainer.optimizers[0], self.run.phases)
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.run.phases.end("input")  # which Data.train_batch began
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.run.phases.end("waiting")  # backward() is a part of Lightning's optimizer step
 
     def on_train_batch_end(
         self,

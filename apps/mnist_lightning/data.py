@@ -86,6 +86,7 @@ class Data(LightningDataModule):
         return Loader(self.train_batch, range(max(first, self.run.start), min(last, self.run.stop)))
 
     def train_batch(self, step: int) -> Batch:
+        self.run.phases.begin()
         images, labels = self.training.batch(self.batches.indices(step), self.dtype)
         return Batch(images, labels, self.batches.rows(step), step)
 

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from samestep import FatalError, UserError
 from samestep.env import World
+from samestep.phases import Phases
 from samestep.run import processor
 from samestep.sharding import Rows
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 
 def choose_device(wanted: str, world: World) -> torch.device:
@@ -105,3 +107,14 @@ def order_buckets(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) 
     ddp.zero_grad()
     for buffer, before in zip(ddp.buffers(), buffers):
         buffer.copy_(before)
+
+
+def time_phases(model: nn.Module, optimizer: Optimizer, phases: Phases) -> None:
+    """Let ``phases`` know when a step's last gradient is there, and when its update begins and ends.
+
+    A gradient's hook comes before DDP's own, which may begin to reduce it; backward() returns when all are reduced.
+    """
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: phases.end("computing"))
+    optimizer.register_step_pre_hook(lambda *step: phases.end("waiting"))
+    optimizer.register_step_post_hook(lambda *step: phases.end("optimizer"))

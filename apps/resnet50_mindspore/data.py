@@ -14,6 +14,7 @@ from mindspore import Tensor, nn
 from mindspore.dataset import vision
 from numpy.typing import NDArray
 from samestep import datasets
+from samestep.phases import Phases
 from samestep.sharding import GlobalBatches, step_seed
 
 # Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
@@ -122,7 +123,7 @@ def pipeline(source: Source, image_size: int) -> ds.Dataset:
     return dataset
 
 
-def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int) -> Iterator[Tensor]:
+def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int, phases: Phases) -> Iterator[Tensor]:
     """Loops of ``sink_size`` updates with the next of ``shards``; yields what the last of each returned.
 
     With ``sinks``, MindSpore has the shards wait on the device, which CPU does not know. Nothing is asked of them
@@ -139,7 +140,11 @@ def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int) -> Iter
     batches = shards.create_tuple_iterator(num_epochs=1)
     while True:
         for _ in range(sink_size):
-            loss = step(*next(batches))
+            phases.begin()
+            batch = next(batches)
+            phases.end("input")
+            loss = step(*batch)
+            phases.end("waiting")  # and all else that a compiled graph does: what of it nobody tells
         yield loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,20 +10,27 @@ import mindspore as ms
 import mindspore.dataset as ds
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LossMonitor, Model
-from samestep import FatalError
+from samestep import rollback
+from samestep.phases import Phases
+from samestep.run import Run
 
 
 class TellRun(Callback):  # type: ignore[misc]
     """Tells after each update what it returned; of updates in a loop on the device only the last returns something."""
 
-    def __init__(self, after_update: Callable[[int, Tensor], None], first: int, loop: int) -> None:
-        self.after_update, self.step, self.loop = after_update, first, loop
+    def __init__(self, after_update: Callable[[int, Tensor], None], first: int, loop: int, phases: Phases) -> None:
+        self.after_update, self.step, self.loop, self.phases = after_update, first, loop, phases
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        self.phases.end("input")  # of batches that sink, which the device takes, this shows nothing
 
     def on_train_step_end(self, run_context: Any) -> None:
+        self.phases.end("waiting")  # and all else that a compiled graph does
         loss = run_context.original_args().net_outputs
         for _ in range(self.loop):
             self.after_update(self.step, loss)
             self.step += 1
+        self.phases.begin()
 
 
 def fit(
@@ -31,7 +39,7 @@ def fit(
     shards: ds.Dataset,
     steps: range,
     after_update: Callable[[int, Tensor], None],
-    world_size: int,
+    run: Run,
     sink_size: int | None,
     print_every: int,
 ) -> None:
@@ -39,12 +47,12 @@ def fit(
 
     ``shards`` begin where the run does, at its checkpoint, and end with it: that is what LossMonitor, which prints each
     ``print_every`` updates and for 0 is left out, calls epoch 1. Where shards sink, each loop of ``sink_size`` updates
-    is an epoch to it. Raises FatalError where a loss is no number.
+    is an epoch to it. Raises as `Run.record` where a loss is no number.
     """
-    if world_size > 1:  # Model then averages the gradients over ranks
+    if run.world.world_size > 1:  # Model then averages the gradients over ranks
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     model = Model(forward, optimizer=optimizer)
-    tell = TellRun(after_update, steps.start, sink_size or 1)
+    tell = TellRun(after_update, steps.start, sink_size or 1, run.phases)
     callbacks = [tell, LossMonitor(print_every)] if print_every else [tell]
     try:
         if sink_size:
@@ -55,4 +63,4 @@ def fit(
     except ValueError as problem:
         if "NAN or INF" not in str(problem):  # words of LossMonitor, which looks at each loss
             raise
-        raise FatalError(f"at step {tell.step} the loss is no number: lower --lr") from problem
+        raise rollback.not_finite("loss", math.nan, tell.step, run.options, run.world) from problem

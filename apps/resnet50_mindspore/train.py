@@ -149,13 +149,13 @@ def train(run: Run, options: Options, world: World) -> None:
     sinks = options.device == "ascend" and options.parallel == "data"
     if options.api == "highlevel" and steps:
         sink_size, print_every = options.sink_size if sinks else None, 0 if options.quiet else options.log_every
-        fit(forward, optimizer, shards, steps, after_update, world.world_size, sink_size, print_every)  # ranks talk
+        fit(forward, optimizer, shards, steps, after_update, run, sink_size, print_every)  # ranks talk
     elif steps:
         graph: nn.Cell = TrainStep(forward, optimizer, options.parallel == "data", world.world_size)
         if options.parallel == "auto":
             graph = auto_parallel.cut(graph, rows_per_rank(batches), options.image_size)
         loops = range(run.start, run.stop, options.sink_size)
-        for first, loss in zip(loops, feed(graph, shards, sinks, options.sink_size)):  # ranks talk
+        for first, loss in zip(loops, feed(graph, shards, sinks, options.sink_size, run.phases)):  # ranks talk
             for step in range(first, first + options.sink_size):
                 after_update(step, loss)  # ranks talk, where something is due
 

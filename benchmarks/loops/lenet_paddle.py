@@ -52,6 +52,7 @@ def limit(options: argparse.Namespace) -> None:
     from model import build_model
     from options import parse
     from ranks import distribute
+    from samestep.phases import Phases
     from samestep.sharding import Rows, shard
     from train import build_optimizer, train_step
 
@@ -65,7 +66,7 @@ def limit(options: argparse.Namespace) -> None:
     images, labels = paddle.randn([last - first, 1, 28, 28]), paddle.randint(0, 10, [last - first])
     its_clock = common.Clock(options, rank)
     while not its_clock.step():
-        train_step(parallel, optimizer, images, labels, Rows(first, options.batch))
+        train_step(parallel, optimizer, images, labels, Rows(first, options.batch), Phases())
 
 
 def main() -> None:

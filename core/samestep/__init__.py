@@ -17,6 +17,10 @@ class FatalError(Exception):
     """A failure that starting the job again cannot mend (a full disk, no good checkpoint). Programs exit with 1."""
 
 
+class RestartError(Exception):
+    """A failure that starting the job again, from its last good checkpoint, can mend. Programs exit with 1."""
+
+
 class RankZeroError(Exception):
     """Rank 0 has failed, for a reason that it tells itself: this rank ends as well, silently, with its exit code."""
 

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 
 from tqdm import tqdm
 
-from samestep import FatalError, RankZeroError, UserError, checkpoint
+from samestep import FatalError, RankZeroError, RestartError, UserError, checkpoint
 from samestep.env import launch_script
 from samestep.signals import Stopped
 
@@ -119,6 +119,9 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
     except FatalError as problem:
         error(str(problem))
         code = 1
+    except RestartError as problem:
+        error(str(problem))
+        os._exit(1)
     except RankZeroError as problem:
         code = problem.exit_code
     except Stopped as stopped:

@@ -18,7 +18,7 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout grace quiet requested_dataset".split()
+    "max_restarts timeout grace straggler quiet requested_dataset".split()
 )
 
 
@@ -161,6 +161,8 @@ def add_common(
     add("--timeout", type=real(0.0, above=True), default=300.0, metavar="T", help=limit)
     limit = f"seconds from a signal to the end of a job that cannot end by itself {default}"
     add("--grace", type=real(0.0, above=True), default=30.0, metavar="T", help=limit)
+    limit = f"name a rank that is so many times as slow as the others; more on unlike machines, 0: never {default}"
+    add("--straggler", type=real(0.0), default=1.5, metavar="X", help=limit)
     add("--quiet", action="store_true", help="only warnings, errors and the result on the console")
 
 

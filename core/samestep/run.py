@@ -30,6 +30,7 @@ from samestep import FatalError, RankZeroError, UserError, checkpoint, log, sign
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.options import Options, arithmetic, as_json
+from samestep.phases import PHASES, Phases
 from samestep.safetensors_writer import encode
 from samestep.sharding import GlobalBatches
 from samestep.watchdog import Watchdog
@@ -69,7 +70,7 @@ class Run:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
         self.app, self.options, self.world = app, options, world
         self.tested: dict[str, Any] = {}
-        self.wish = signals.Wish(options.grace, log.leave)
+        self.wish, self.phases = signals.Wish(options.grace, log.leave), Phases()
         self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
@@ -163,6 +164,11 @@ class Run:
         self._metrics: log.Metrics | None = None
         if world.rank == 0:
             self._metrics = log.Metrics(options.run_dir, self._header(facts), self.resumed_from)
+        self._judge, self._stragglers = None, list[dict[str, Any]]()  # those named since the last line
+        if world.rank == 0 and options.straggler > 0 and 1 < world.world_size <= options.global_batch_size:
+            from samestep.straggler import Judge  # the others need none of it
+
+            self._judge = Judge(options.straggler, world.world_size, options.global_batch_size, self.start)
         log.info(
             f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test images, "
             f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
@@ -201,19 +207,23 @@ class Run:
         return Due(line or done >= self._talks, line, epoch_ends, save)
 
     def says(self) -> list[float]:
-        """What this rank adds to a sum over ranks, for `heard`: its wish to stop, and of rank 0 the seconds a step."""
-        steps, now = self._step - self._talked[0], time.monotonic()
-        return [self.wish.as_number(), (now - self._talked[1]) / steps if self.world.rank == 0 else 0.0]
+        """What this rank adds to a sum over ranks, for `heard`: its wish to stop, of rank 0 the seconds a step, and in
+        slots of its own the seconds of its phases since it last did."""
+        steps, rank, now = self._step - self._talked[0], self.world.rank, time.monotonic()
+        before, after = ([0.0] * len(PHASES) * ranks for ranks in (rank, self.world.world_size - rank - 1))
+        seconds = (now - self._talked[1]) / steps if rank == 0 else 0.0
+        return [self.wish.as_number(), seconds, *before, *self.phases.take(), *after]
 
     def heard(self, due: Due, said: Sequence[float]) -> Due:
         """What is due now that ``said`` is known, the sums of what all ranks say: where one wishes to stop, a save.
 
         All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``.
         """
-        wishes, seconds = said
+        wishes, seconds, *slots = said
         self._talked = self._step, time.monotonic()
         self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
         self._stops = signals.heard(wishes)
+        self._stragglers += self._judge.hear(self._step, slots) if self._judge else []
         return due._replace(log=True, save=True) if self._stops else due
 
     def record(
@@ -222,7 +232,8 @@ class Run:
         """Append a line to metrics.jsonl, on rank 0; returns it, on every rank.
 
         ``loss_sum`` is the last update's loss, before it was made, ``sum_since`` that of all since the last line and
-        ``correct`` their right answers, of all ranks' samples. Raises FatalError where the loss is no number.
+        ``correct`` their right answers, of all ranks' samples. Where the loss is no number, raises RestartError, and
+        FatalError where it was none at this step in the start before.
         """
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
@@ -243,30 +254,30 @@ class Run:
         line |= {"samples_per_second": round(since / (time.monotonic() - self._recorded_at), 1), **tested}
         self._recorded_at, self._recorded_samples = time.monotonic(), samples
         if self._metrics:
-            self._metrics.write(**line)
+            self._metrics.write(**line, **({"stragglers": self._stragglers} if self._stragglers else {}))
+            self._stragglers = []
         return line
 
     def _check_finite(self, losses: Mapping[str, float]) -> None:
         for name, value in losses.items():
             if not math.isfinite(value):
-                raise FatalError(f"at step {self._step} the {name} is {value}: lower --lr, now {self.options.lr}")
+                from samestep import rollback
+
+                raise rollback.not_finite(name, value, self._step, self.options, self.world)
 
     def save(self, ranks: Ranks, groups: Groups) -> None:
         """Write a checkpoint of the updates recorded last, after all ranks have compared what they hold.
 
-        Every rank calls this; rank 0 writes. Raises FatalError where an array's bits are not the same on all ranks:
+        Every rank calls this; rank 0 writes. Raises RestartError where an array's bits are not the same on all ranks:
         what is known to be unequal never becomes a checkpoint.
         """
         names = [(group, name) for group in sorted(groups) for name in sorted(groups[group])]
         sums = np.array([checkpoint.bit_sum(groups[group][name]) for group, name in names], np.uint64)
-        differs = (everyones := ranks.all_gather(sums.view(np.int64))) != everyones[0]
-        if differs.any():
-            first = int(differs.any(axis=0).argmax())
-            others = np.flatnonzero(differs[:, first]).tolist()
-            raise FatalError(
-                f"ranks {others} differ from rank 0 at step {self._step}, first in {' '.join(names[first])}: this step "
-                "is not saved; started again, the run goes on from the checkpoint before"
-            )
+        everyones = ranks.all_gather(sums.view(np.int64))
+        if (everyones != everyones[0]).any():
+            from samestep import rollback
+
+            raise rollback.unequal(everyones, [" ".join(name) for name in names], self._step)
         if self._metrics:
             self._write(self._metrics, groups)
         if self._stops:
@@ -287,19 +298,20 @@ class Run:
     # --- what came of it -----------------------------------------------------------------------------------------
 
     def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any]) -> None:
-        """Make sure that all ranks hold the same weights, and write them. FatalError where they are no result."""
+        """Make sure that all ranks hold the same weights, and write them. Raises as `save` and `record` do."""
         self._bar.close()
         self._check_finite({"test loss": tested.get("test_loss", 0.0)})
         seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
         digest = checkpoint.weights_sha256(weights)
         everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
-        others = np.flatnonzero((everyones != everyones[0]).any(axis=1)).tolist()
-        if others and self.world.rank == 0:
-            checkpoint.finish()
-            checkpoint.retire_unequal(self.options.run_dir)
-        if others:
+        if (everyones != everyones[0]).any():
+            from samestep import rollback
+
+            if self.world.rank == 0:
+                checkpoint.finish()
+                checkpoint.retire_unequal(self.options.run_dir)
             ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
-            raise FatalError(f"ranks {others} ended with other weights than rank 0: this run's result is worthless")
+            raise rollback.unequal_at_the_end(everyones)
         if self.world.rank == 0:
             checkpoint.save_weights(self.options.run_dir / "model.safetensors", weights)
         self._result = {

@@ -6,7 +6,9 @@ import json
 import sys
 
 import pytest
-from harness import ROOT, Harness, Outcome, bare
+from harness import ROOT, Harness, Outcome, bare, free_port
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def quick(harness: Harness, name: str, *options: str) -> Outcome:
@@ -31,6 +33,15 @@ def test_the_variants_of_a_step(harness: Harness) -> None:
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--rounds=1"])
     assert outcome.code == 0, outcome
     assert outcome.stdout.count("\n|") >= 9
+
+
+@pytest.mark.once
+def test_the_cost_of_timing_phases(harness: Harness) -> None:
+    outcome = bare(
+        harness, [sys.executable, str(ROOT / "benchmarks" / "phases.py"), "--quick"], **ALONE, MASTER_PORT=free_port()
+    )
+    assert outcome.code == 0, outcome
+    assert "with its phases timed, times as long: " in outcome.stdout
 
 
 @pytest.mark.once

@@ -118,6 +118,7 @@ def test_the_defaults() -> None:
         "max_restarts": 3,
         "timeout": 300.0,
         "grace": 30.0,
+        "straggler": 1.5,
         "quiet": False,
     }
 
@@ -130,6 +131,7 @@ def test_the_defaults() -> None:
         (["--lr", "1e-300"], "lr", 1e-300),
         (["--lr=.5"], "lr", 0.5),
         (["--timeout", "0.5"], "timeout", 0.5),
+        (["--straggler", "0"], "straggler", 0.0),
         (["--resume"], "resume", True),
         (["--no-resume"], "resume", False),
         (["--no-resume", "--resume"], "resume", True),  # the launch script appends --resume for its ranks
@@ -178,6 +180,7 @@ CHANGED: dict[str, Any] = {
     "max_restarts": 9,
     "timeout": 9.0,
     "grace": 9.0,
+    "straggler": 9.0,
     "quiet": True,
 }
 

@@ -18,6 +18,7 @@ from samestep import checkpoint, datasets
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.options import Options, Parser, add_common, real
+from samestep.phases import PHASES
 from samestep.run import Due, Groups, Run
 from samestep.sharding import GlobalBatches, shard
 
@@ -153,6 +154,7 @@ class Faults:
 
     after_update: Callable[[int, int, Model], None] = lambda rank, done, model: None
     before_finish: Callable[[int, Model], None] = lambda rank, model: None
+    spend: Callable[[int, int, str], None] = lambda rank, step, phase: None  # the time of a phase, in a step from 0
     loss_scale: Mapping[int, float] = field(default_factory=dict)  # by what a step's loss is multiplied
 
 
@@ -201,6 +203,10 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
     counted("begin", lambda: run.begin(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
     sum_since, hits_since = 0.0, 0
     for step in range(run.start, run.stop):
+        run.phases.begin()
+        for phase in PHASES:
+            faults.spend(world.rank, step, phase)
+            run.phases.end(phase)
         loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale.get(
             step, 1.0
         )

@@ -7,7 +7,10 @@ SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of
 - ``updates``: when so many updates are done,
 - ``step``: at the beginning of this step,
 - ``differ``: at the beginning of this step one weight of this rank is changed, and nothing is ended (torch alone),
-- ``evaluating``: at this evaluated batch, from 1.
+- ``evaluating``: at this evaluated batch, from 1,
+- ``slow`` and ``seconds``: nothing is ended; from and to these steps this rank sleeps in this phase of each step, for
+  each ``[rank, phase, from, to]`` of the list,
+- ``tell``: nothing is ended; this file gets the address and the number of values of each parameter (torch alone).
 
 Only the first start of a job is disturbed. Nothing of the program is replaced but the moment it is ended.
 """
@@ -18,6 +21,8 @@ import json
 import os
 import re
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 _fault = json.loads(os.environ.get("SAMESTEP_FAULT", "null"))
@@ -38,6 +43,54 @@ def _change_a_weight() -> None:
         min(weights, key=torch.numel).view(-1)[7] += 0.5
 
 
+def _tell_addresses(path: str) -> None:
+    """Write the process id and, of all parameters, addresses and numbers of float32 values; the file is there whole."""
+    import gc
+
+    import torch
+
+    weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
+    told = {"pid": os.getpid(), "weights": [[each.data_ptr(), each.numel()] for each in weights]}
+    Path(f"{path}.tmp").write_text(json.dumps(told))
+    Path(f"{path}.tmp").rename(path)
+
+
+def _make_slow(rank: int, sharding: Any) -> None:
+    """Sleep in the phases that ``slow`` gives this rank, before what the program calls there does what it does."""
+    mine = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
+    at: list[int] = []  # the step
+
+    def slow(place: Any, name: str, phase: str) -> None:
+        does = getattr(place, name)
+
+        def sleep_and_do(*arguments: Any, **others: Any) -> Any:
+            if at[0] in mine.get(phase, ()):
+                time.sleep(_fault["seconds"])
+            return does(*arguments, **others)
+
+        setattr(place, name, sleep_and_do)
+
+    def slow_framework() -> None:
+        if "torch" in sys.modules:
+            slow(sys.modules["torch.nn.functional"], "nll_loss", "computing")
+            slow(sys.modules["torch.optim.sgd"], "sgd", "optimizer")
+        if "paddle" in sys.modules:
+            slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
+            for optimizer in (sys.modules["paddle"].optimizer.Momentum, sys.modules["paddle"].optimizer.Adam):
+                slow(optimizer, "step", "optimizer")
+
+    slow(sharding.GlobalBatches, "indices", "input")
+    indices = sharding.GlobalBatches.indices
+
+    def indices_of(self: Any, step: int) -> Any:
+        if not at:
+            slow_framework()  # it is imported by now
+        at[:] = [step]
+        return indices(self, step)
+
+    sharding.GlobalBatches.indices = indices_of
+
+
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == _fault["audit"] and re.search(_fault["match"], str(arguments[0])):
         _strike()
@@ -46,11 +99,14 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
 def _arm() -> None:
     from samestep import env, sharding, watchdog
 
-    if env.detect(os.environ).rank != _fault["rank"]:
+    rank = env.detect(os.environ).rank
+    if "slow" in _fault:
+        _make_slow(rank, sharding)
+    if rank != _fault.get("rank"):
         return
     if "audit" in _fault:
         sys.addaudithook(_on_audit)
-    if "step" in _fault or "differ" in _fault:
+    if "step" in _fault or "differ" in _fault or "tell" in _fault:
         indices = sharding.GlobalBatches.indices
 
         def indices_or_strike(self: Any, step: int) -> Any:
@@ -58,6 +114,8 @@ def _arm() -> None:
                 _strike()
             if step == _fault.get("differ"):
                 _change_a_weight()
+            if "tell" in _fault:
+                _tell_addresses(_fault.pop("tell"))
             return indices(self, step)
 
         sharding.GlobalBatches.indices = indices_or_strike  # type: ignore[method-assign]

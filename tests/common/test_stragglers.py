@@ -1,0 +1,93 @@
+"""A slow rank is named while it trains, with the phase of the step in which it is slow; and nobody else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Harness, Outcome, metrics
+
+PHASES = ("input", "computing", "optimizer")
+# Steps so short that 60 ms more are many times as much, on a busy machine too; and hardly an epoch ends.
+SHORT = ("--global-batch-size=12", "--epochs=100", "--checkpoint-every=0", "--log-every=10")
+WITHIN = 50 + 10  # steps; ranks talk each 10, and what they then judge is to have been slow for 50
+
+_table: list[str] = []  # printed at the end of a soak
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.config.getoption("--soak"):
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print("\n\n| app | ranks | case | runs | good |\n|---|---|---|---|---|")
+            print("\n".join(_table))
+
+
+def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, str, int, int]], ms: int) -> Outcome:
+    """A job whose ranks sleep in the phases of steps that ``slow`` lists: rank, phase, from and to a step."""
+    fault = json.dumps({"slow": slow, "seconds": ms / 1000})
+    path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
+    options = [*harness.app.small, *SHORT, f"--max-steps={slow[-1][-1]}"]
+    outcome = harness.run(n, *options, run_dir=harness.folder / name, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+    harness.checked(outcome, n)
+    return outcome
+
+
+def said(outcome: Outcome) -> list[str]:
+    return [line for line in outcome.stderr.splitlines() if "holds the others up" in line]
+
+
+def named(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Who was named, and in the line of which step."""
+    return [(line["step"], each) for line in metrics(run_dir) for each in line.get("stragglers", ())]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
+    """Three ranks in turn, each in another phase."""
+    slow = [(rank, phase, 4 + 60 * rank, 64 + 60 * rank) for rank, phase in enumerate(PHASES)]
+    outcome = run_slowly(harness, 3, "run", slow, ms=60)
+    assert len(said(outcome)) == 3, outcome
+    for line, (step, found), (rank, phase, first, _) in zip(said(outcome), named(harness.folder / "run"), slow):
+        assert (found["rank"], found["phase"]) == (rank, phase)
+        assert first + 40 <= step <= first + WITHIN
+        assert found["seconds"] > 0.04
+        assert line.startswith(
+            f"warning: rank {rank} holds the others up: {found['seconds']:.3f} s a step in {phase}, "
+        )
+        assert line.endswith(f" to step {step}); said once")
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bool) -> None:
+    chance, runs = random.Random(harness.app.name), 10 if soak else 1
+    for i in range(runs):
+        n, phase, first = 2 + i % 2, PHASES[i % 3], chance.randrange(2, 30)
+        rank = chance.randrange(n)
+        outcome = run_slowly(harness, n, str(i), [(rank, phase, first, first + WITHIN)], ms=200)
+        ((step, found),) = named(harness.folder / str(i))
+        assert (found["rank"], found["phase"]) == (rank, phase), outcome
+        assert step <= first + WITHIN
+        assert len(said(outcome)) == 1
+    _table.append(
+        f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |"
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool) -> None:
+    runs = 50 if soak else 1
+    for i in range(runs):
+        options = [*harness.app.small, "--epochs=100", "--max-steps=200", "--log-every=10", "--checkpoint-every=50"]
+        outcome = harness.run(2 + i % 2, *options, run_dir=harness.folder / str(i))
+        harness.checked(outcome, 2 + i % 2)
+        assert not said(outcome), (i, said(outcome))
+    _table.append(f"| {harness.app.name} | 2, 3 | undisturbed: nobody named | {runs} | {runs} |")
