@@ -281,7 +281,8 @@ class Run:
         if self._metrics:
             self._write(self._metrics, groups)
         if self._stops:
-            checkpoint.finish()
+            if self.world.rank == 0:
+                checkpoint.finish()
             ranks.broadcast(b"")  # none ends, and has the launcher end the others, before rank 0 has written
             name = signal.Signals(self._stops).name
             raise signals.Stopped(self._stops, f"stopped by {name} at step {self._step}, which is saved")
