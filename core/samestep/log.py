@@ -85,8 +85,8 @@ def warning(text: str) -> None:
 def error(text: str) -> None:
     """Name a failure in one line on the console's standard error."""
     line = " ".join(text.split())
+    _to_console(_console_errors, f"error: {line}")  # before the file, which may be on the disk that hangs
     _to_file(f"error: {line}")
-    _to_console(_console_errors, f"error: {line}")
 
 
 def first_line(message: str) -> str:

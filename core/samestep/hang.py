@@ -1,0 +1,394 @@
+"""Who holds the others up, and where? What the watchdog of a rank loads when it finds no progress.
+
+Each rank leaves ``log/hang-<r>.json``: where its main thread stands, the collective that it called last, and the stacks
+of all its threads, taken from within. A rank that cannot answer is looked at from outside: its last heartbeat, the
+state of its process, and the stacks that a C thread of Python's writes to ``log/stack-<r>.txt`` where the interpreter
+is held. From these files each rank comes to the same verdict. `autopsy` prints them.
+
+A rank waits for the others where its line of code bears the comment ``# ranks talk``; in torch's apps also where the
+flight recorder has a collective that has not ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from samestep.env import detect
+from samestep.watchdog import _SILENT, is_own
+
+if TYPE_CHECKING:
+    from samestep.watchdog import Watchdog
+
+ANSWERS = 1.1  # seconds in which the other ranks leave their part: they look each second
+RECENT = 15.0  # seconds after which a hang of a job without a name is another one
+MARK = "# ranks talk"
+MOST = 2**20  # bytes of any file that is read here
+SHOWN = 70  # characters of a line of code in a message
+
+
+# --- what a rank leaves ----------------------------------------------------------------------------------------------
+
+
+def leave(watchdog: Watchdog, **more: Any) -> None:
+    """Write this rank's ``log/hang-<r>.json``."""
+    its = watchdog.values()
+    its |= {"world_size": watchdog.world_size, "waited": time.monotonic() - watchdog.last_progress, "collective": None}
+    if watchdog.collectives:
+        with contextlib.suppress(Exception):  # a framework of another version, say: stacks are there without it
+            its["collective"] = watchdog.collectives()
+    watchdog.write(f"hang-{its['rank']}.json", {**its, "threads": _threads(), **more})
+
+
+def leave_once(watchdog: Watchdog) -> None:
+    """The same for a rank that has not found the hang itself, unless it has done so."""
+    values, folder = watchdog.values(), Path(watchdog.folder or "")
+    found, own = read_json(folder / "hanging"), read_json(folder / f"hang-{values['rank']}.json")
+    if _of_now(found, values) and not (_of_now(own, values) and own["pid"] == values["pid"]):
+        leave(watchdog)
+
+
+def _threads() -> list[dict[str, Any]]:
+    """The stacks of all threads but this one, the main thread first; of each the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, this = threading.main_thread().ident, threading.get_ident()
+    stacks: list[dict[str, Any]] = []
+    for ident, innermost in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        calls = []
+        frame: FrameType | None = innermost
+        while frame:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            calls.append((file, line, frame.f_code.co_name, source(file, line)))
+            frame = frame.f_back
+        if ident != this:
+            stacks.append({"name": names.get(ident, str(ident)), "calls": calls})
+    return stacks
+
+
+# --- lines of code ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _statements(file: str) -> list[tuple[int, int, str]]:
+    """First and last line, and text, of each statement of a file; of a compound one, its head. [] where it has none."""
+    found = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+        text = _text(Path(file))
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.stmt, ast.excepthandler)):
+                body = getattr(node, "body", None)
+                last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+                found.append((node.lineno, last, " ".join(line.strip() for line in lines[node.lineno - 1 : last])))
+    return found
+
+
+def source(file: str, line: int) -> str:
+    """The statement that a line belongs to, in one line, with its comments; "" where it cannot be read."""
+    around = [each for each in _statements(file) if each[0] <= line <= each[1]]
+    return min(around, key=lambda each: each[1] - each[0])[2] if around else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread stands."""
+
+    file: str
+    line: int
+    function: str
+    code: str  # with its comments
+
+    @property
+    def talks(self) -> bool:
+        """Whether a rank that stands here waits for the others."""
+        return MARK in self.code
+
+    def __str__(self) -> str:
+        code = re.sub(r"\s*#.*", "", self.code)
+        code = code if len(code) <= SHOWN else f"{code[: SHOWN - 3]}..."
+        return f"{os.path.basename(self.file)}:{self.line} in {self.function}" + (f" ({code})" if code else "")
+
+
+def _place(at: Any) -> Place | None:
+    """Of what a heartbeat says, or one call of a stack; None where it says nothing."""
+    try:
+        file, line, function, *code = at
+        return Place(str(file), int(line), str(function), str(code[0]) if code else source(str(file), int(line)))
+    except (TypeError, ValueError):
+        return None
+
+
+# --- what is known of a rank -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class View:
+    """A rank, as this machine's files and processes tell."""
+
+    rank: int
+    its: dict[str, Any]  # its part of the hang; its heartbeat, where it left none
+    answered: bool  # it left its part
+    trouble: str = ""  # why it does not answer
+    place: Place | None = None
+    fresh: bool = True  # the place is of now, not of its last heartbeat
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.its['host']}, pid {self.its['pid']})"
+
+    @property
+    def step(self) -> int:
+        return int(self.its["step"])
+
+    @property
+    def collective(self) -> dict[str, Any]:
+        """Of torch's flight recorder: name, number, pending; {} where there is none."""
+        found = self.its.get("collective")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether it stands in a collective."""
+        return bool(self.collective.get("pending") or (self.place and self.place.talks))
+
+    @property
+    def stands(self) -> str:
+        """Where: "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
+        if not self.place:
+            return "stands where nobody knows: it has not said so"
+        at = f"at {self.place}"
+        if not self.fresh:
+            return f"at its last heartbeat {at}"
+        if not self.waits:
+            return f"stands {at}"
+        return f"waits in {self.collective['name']} {at}" if self.collective.get("pending") else f"waits {at}"
+
+    @property
+    def apart(self) -> tuple[Any, ...]:
+        """In what ranks that wait for each other must be alike."""
+        return self.collective.get("name"), self.place and (self.place.file, self.place.line)
+
+
+def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
+    """What is known of a rank in the hang that ``now``, a rank's values, is of; None where nothing is."""
+    its = read_json(folder / f"hang-{rank}.json")
+    if _of_now(its, now) and its.get("written_by", rank) == rank:
+        return View(rank, its, True, place=_place(its.get("at")))
+    its = read_json(folder / f"alive-{rank}")
+    if not {"step", "time", "rank", "pid", "host"} <= its.keys() or its.get("job") != now["job"]:
+        return None
+    view = View(rank, its, False, place=_place(its.get("at")), fresh=False)
+    view.trouble = _trouble(its)
+    held = [place for calls in read_stacks(folder / f"stack-{rank}.txt")[:1] if (place := _innermost(calls))]
+    if held and not view.trouble:
+        view.place, view.fresh, view.trouble = held[0], True, "its interpreter held by C code"
+    silent = max(0.0, time.time() - its["time"])
+    if view.trouble or silent > _SILENT:
+        view.trouble = f"silent for {silent:.0f} s" + (f", {view.trouble}" if view.trouble else "")
+    return view
+
+
+def _trouble(its: Mapping[str, Any]) -> str:
+    """What this machine knows of a process that says nothing; "" where it runs, or is another machine's."""
+    if its["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return ""
+    try:
+        state = Path(f"/proc/{its['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "its process is gone"
+    opened = _open_files(int(its["pid"]))
+    words = {"T": f"stopped by a signal (kill -CONT {its['pid']} continues it)", "t": "stopped by a debugger"}
+    words |= {"Z": "its process is dead", "X": "its process is dead", "D": "waiting for a disk or a device"}
+    return (
+        words[state] + (f" while it has {opened} open" if opened and state in "TtD" else "") if state in words else ""
+    )
+
+
+def _open_files(pid: int) -> str:
+    """The file that a process has open for a checkpoint: what it was writing when it was stopped."""
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(link)
+            if "/checkpoints/" in path or path.endswith(".tmp"):
+                return "/".join(Path(path).parts[-2:])
+    return ""
+
+
+def read_stacks(path: Path) -> list[list[Place]]:
+    """The stacks that `faulthandler` wrote, the main thread's first: the thread that began first comes last."""
+    stacks: list[list[Place]] = []
+    with contextlib.suppress(OSError):
+        for line in _text(path).splitlines():
+            if line.startswith(("Thread ", "Current thread ")):
+                stacks.append([])
+            elif stacks and (found := re.fullmatch(r'  File "(.+)", line (\d+) in (.+)', line)):
+                file, number, function = found.groups()
+                stacks[-1].append(Place(file, int(number), function, source(file, int(number))))
+    return stacks[::-1]
+
+
+def _innermost(calls: Iterable[Place]) -> Place | None:
+    every = list(calls)
+    return next((place for place in every if is_own(place.file)), every[0] if every else None)
+
+
+def _of_now(its: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a file is of the hang that a rank has found now: a restarted job finds those of the one before."""
+    return (
+        {"job", "rank", "time", "pid"} <= its.keys() and its["job"] == now["job"] and now["time"] - its["time"] < RECENT
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of JSON; {} where there is none, or a crash left it damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(_text(path))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _text(path: Path) -> str:
+    """A regular file's text: a pipe in its place would block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(MOST).decode(errors="replace") if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+
+
+# --- who is to blame -------------------------------------------------------------------------------------------------
+
+
+def explain(watchdog: Watchdog) -> str:
+    """This rank has found no progress: who holds the others up, and where, as far as this machine's files tell."""
+    now, folder = watchdog.values(), watchdog.folder
+    if folder is None:
+        return verdict([View(now["rank"], now, True, place=_place(now["at"]))], watchdog.world_size, {})
+    leave(watchdog)
+    watchdog.write("hanging", now)
+    deadline = time.monotonic() + ANSWERS
+    views: dict[int, View] = {}
+    while True:
+        for rank in range(watchdog.world_size):
+            if not (rank in views and views[rank].answered) and (view := look(folder, rank, now)):
+                views[rank] = view
+        if all(view.answered or view.trouble for view in views.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for view in views.values():
+        if not view.answered and not view.trouble:
+            view.trouble = f"silent for {max(0.0, time.time() - view.its['time']):.0f} s"
+    said = read_json(folder / "stalled")  # by a rank that was faster: the console is to show one line
+    text = verdict([views[rank] for rank in sorted(views)], watchdog.world_size, _processes(now["job"]))
+    text = str(said["culprit"]) if _of_now({"pid": 0, **said}, now) else text
+    leave(watchdog, verdict=text)
+    for view in views.values():
+        if not view.answered:  # it cannot do so itself, and its heartbeat is lost when the job is started again
+            calls = as_json(_stack_of(folder, view))
+            known = {**view.its, "world_size": watchdog.world_size, "trouble": view.trouble, "written_by": now["rank"]}
+            watchdog.write(f"hang-{view.rank}.json", {**known, "threads": [{"name": "MainThread", "calls": calls}]})
+    return text
+
+
+def as_json(calls: Iterable[Place]) -> list[tuple[str, int, str, str]]:
+    """As in ``log/hang-<r>.json``."""
+    return [(place.file, place.line, place.function, place.code) for place in calls]
+
+
+def _stack_of(folder: Path, view: View) -> list[Place]:
+    stacks = read_stacks(folder / f"stack-{view.rank}.txt")
+    return stacks[0] if stacks else [view.place] if view.place else []
+
+
+def verdict(views: list[View], world_size: int, processes: Mapping[int, int]) -> str:
+    """Who is to blame, in words. ``processes``: ids by rank of those on this machine that have not said anything."""
+    missing = sorted(set(range(world_size)) - {view.rank for view in views})
+    if not views:
+        return "no heartbeat can be read"
+    blamed = _blamed(views)
+    others = [view for view in views if view not in blamed]
+    if missing and all(view.waits and view.answered for view in views):  # all that are seen wait for those
+        return f"{_absent(missing, world_size, processes)}; {_together(views)}"
+    words = [_accused(view, others) for view in blamed[:2]]
+    words += [f"so do {len(blamed) - 2} more"] if len(blamed) > 2 else []
+    words += [_together(others, the_others=True)] if others else []
+    words += [_absent(missing, world_size, processes)] if missing else []
+    return "; ".join(words)
+
+
+def _blamed(views: list[View]) -> list[View]:
+    """A rank that does not answer; else one that does not wait; else, of those that wait, what differs."""
+    if silent := [view for view in views if not view.answered]:
+        return sorted(silent, key=lambda view: view.its["time"])
+    if busy := [view for view in views if not view.waits]:  # of these the one with the fewest steps is stuck
+        return [min(busy, key=lambda view: view.step)]
+    numbers = [view.collective.get("number") for view in views]
+    if None not in numbers and len(set(numbers)) > 1:
+        return [view for view in views if view.collective["number"] == min(n for n in numbers if n is not None)]
+    kinds = {kind: [view for view in views if view.apart == kind] for kind in (view.apart for view in views)}
+    fewest = min(len(each) for each in kinds.values())
+    rare = [each for each in kinds.values() if len(each) == fewest]
+    if len(kinds) == 1:
+        return [min(views, key=lambda view: view.step)]
+    return [view for each in rare for view in each[:1]]  # where no kind is the rarest, one of each
+
+
+def _accused(view: View, others: list[View]) -> str:
+    alone = view.answered and not view.waits and any(other.waits for other in others)
+    trouble = f", {view.trouble}," if view.trouble else ""
+    return f"{view.name} last alive at step {view.step}{trouble} {view.stands}" + (", not in a collective" * alone)
+
+
+def _together(views: list[View], the_others: bool = False) -> str:
+    """Those that stand alike in one breath: "ranks 0, 2-7 wait in all_reduce 115 [7] double at train.py:105"."""
+    groups: dict[str, list[View]] = {}
+    for view in views:
+        groups.setdefault(view.stands, []).append(view)
+    words = []
+    for stands, group in sorted(groups.items(), key=lambda item: -len(item[1]))[:2]:
+        if len(group) == 1:
+            words.append(f"{group[0].name} {stands}")
+            continue
+        who = "the others" if the_others and len(groups) == 1 else f"ranks {spans(view.rank for view in group)}"
+        words.append(f"{who} {re.sub('^(stand|wait)s', lambda found: found[1], stands)}")
+    return "; ".join([*words, f"{len(groups) - 2} more stand elsewhere"][: 3 if len(groups) > 2 else len(words)])
+
+
+def _absent(missing: list[int], world_size: int, processes: Mapping[int, int]) -> str:
+    here = [
+        f"rank {rank} is pid {processes[rank]}, which has not come to its Run" for rank in missing if rank in processes
+    ]
+    ranks = f"{len(missing)} of {world_size} ranks never seen from here: {spans(missing)}"
+    return f"{ranks} ({'; '.join(here[:2])})" if here else ranks
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """ "0, 2-7" for 0, 2, 3, 4, 5, 6, 7."""
+    every = sorted(ranks)
+    begins = [rank for rank in every if rank - 1 not in every]
+    ends = [rank for rank in every if rank + 1 not in every]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends))
+
+
+def _processes(job: str) -> dict[int, int]:
+    """This machine's ranks of a job, by its environment: also those that have not said anything yet."""
+    found: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/environ") if job else ():
+        with contextlib.suppress(Exception):  # processes come and go, and an environment may be of anything
+            pairs = [item.partition("=") for item in path.read_bytes().decode(errors="replace").split("\0") if item]
+            environ = {name: value for name, _, value in pairs}
+            if environ.get("SAMESTEP_JOB") == job and (world := detect(environ)).launcher != "none":
+                found.setdefault(world.rank, int(path.parent.name))
+    return found
