@@ -34,7 +34,7 @@ from samestep.watchdog import _SILENT, is_own
 if TYPE_CHECKING:
     from samestep.watchdog import Watchdog
 
-ANSWERS = 1.1  # seconds in which the other ranks leave their part: they look each second
+JUDGED = 0.4  # seconds that the verdict may take once the other ranks have left their part
 RECENT = 15.0  # seconds after which a hang of a job without a name is another one
 MARK = "# ranks talk"
 MOST = 2**20  # bytes of any file that is read here
@@ -83,24 +83,33 @@ def _threads() -> list[dict[str, Any]]:
 
 
 @cache
-def _statements(file: str) -> list[tuple[int, int, str]]:
-    """First and last line, and text, of each statement of a file; of a compound one, its head. [] where it has none."""
+def _lines(file: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return _text(Path(file)).splitlines()
+    return []
+
+
+@cache
+def _statements(file: str) -> list[tuple[int, int]]:
+    """First and last line of each statement of a file; of a compound one, of its head."""
     found = []
-    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-        text = _text(Path(file))
-        lines = text.splitlines()
-        for node in ast.walk(ast.parse(text)):
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse("\n".join(_lines(file)))):
             if isinstance(node, (ast.stmt, ast.excepthandler)):
                 body = getattr(node, "body", None)
                 last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
-                found.append((node.lineno, last, " ".join(line.strip() for line in lines[node.lineno - 1 : last])))
+                found.append((node.lineno, last))
     return found
 
 
 def source(file: str, line: int) -> str:
-    """The statement that a line belongs to, in one line, with its comments; "" where it cannot be read."""
-    around = [each for each in _statements(file) if each[0] <= line <= each[1]]
-    return min(around, key=lambda each: each[1] - each[0])[2] if around else ""
+    """The statement that a line belongs to, in one line, with its comments; "" where it cannot be read.
+
+    Of what is not the program's own, the line alone: parsing a framework's files would take too long.
+    """
+    around = [each for each in _statements(file) if each[0] <= line <= each[1]] if is_own(file) else []
+    first, last = min(around, key=lambda each: each[1] - each[0]) if around else (line, line)
+    return " ".join(text.strip() for text in _lines(file)[first - 1 : last])
 
 
 @dataclass(frozen=True)
@@ -271,35 +280,42 @@ def _text(path: Path) -> str:
 # --- who is to blame -------------------------------------------------------------------------------------------------
 
 
-def explain(watchdog: Watchdog) -> str:
-    """This rank has found no progress: who holds the others up, and where, as far as this machine's files tell."""
+def explain(watchdog: Watchdog, until: float) -> str:
+    """This rank has found no progress: who holds the others up, and where, as far as this machine's files tell.
+
+    The others have until then, on the clock `time.monotonic`, to leave their part; they look each second.
+    """
     now, folder = watchdog.values(), watchdog.folder
     if folder is None:
         return verdict([View(now["rank"], now, True, place=_place(now["at"]))], watchdog.world_size, {})
-    leave(watchdog)
     watchdog.write("hanging", now)
-    deadline = time.monotonic() + ANSWERS
+    leave(watchdog)
     views: dict[int, View] = {}
     while True:
         for rank in range(watchdog.world_size):
             if not (rank in views and views[rank].answered) and (view := look(folder, rank, now)):
                 views[rank] = view
-        if all(view.answered or view.trouble for view in views.values()) or time.monotonic() > deadline:
+        if all(view.answered or view.trouble for view in views.values()) or time.monotonic() > until - JUDGED:
             break
         time.sleep(0.05)
     for view in views.values():
         if not view.answered and not view.trouble:
             view.trouble = f"silent for {max(0.0, time.time() - view.its['time']):.0f} s"
-    said = read_json(folder / "stalled")  # by a rank that was faster: the console is to show one line
     text = verdict([views[rank] for rank in sorted(views)], watchdog.world_size, _processes(now["job"]))
-    text = str(said["culprit"]) if _of_now({"pid": 0, **said}, now) else text
-    leave(watchdog, verdict=text)
-    for view in views.values():
-        if not view.answered:  # it cannot do so itself, and its heartbeat is lost when the job is started again
+    said = read_json(folder / "stalled")  # by a rank that was faster: the console is to show one line
+    return str(said["culprit"]) if _of_now({"pid": 0, **said}, now) else text
+
+
+def keep(watchdog: Watchdog, told: str) -> str:
+    """Leave the verdict for `autopsy`, and what is known of ranks that cannot do so: a restart loses heartbeats."""
+    leave(watchdog, verdict=told)
+    now, folder = watchdog.values(), watchdog.folder
+    for rank in range(watchdog.world_size) if folder else ():
+        if folder and (view := look(folder, rank, now)) and not view.answered:
             calls = as_json(_stack_of(folder, view))
             known = {**view.its, "world_size": watchdog.world_size, "trouble": view.trouble, "written_by": now["rank"]}
-            watchdog.write(f"hang-{view.rank}.json", {**known, "threads": [{"name": "MainThread", "calls": calls}]})
-    return text
+            watchdog.write(f"hang-{rank}.json", {**known, "threads": [{"name": "MainThread", "calls": calls}]})
+    return told
 
 
 def as_json(calls: Iterable[Place]) -> list[tuple[str, int, str, str]]:
@@ -323,6 +339,7 @@ def verdict(views: list[View], world_size: int, processes: Mapping[int, int]) ->
         return f"{_absent(missing, world_size, processes)}; {_together(views)}"
     words = [_accused(view, others) for view in blamed[:2]]
     words += [f"so do {len(blamed) - 2} more"] if len(blamed) > 2 else []
+    words += ["these do not match"] if len(blamed) > 1 and all(view.waits and view.answered for view in blamed) else []
     words += [_together(others, the_others=True)] if others else []
     words += [_absent(missing, world_size, processes)] if missing else []
     return "; ".join(words)

@@ -28,7 +28,7 @@ from samestep.env import World, launch_script
 _TICK = 1.0  # seconds
 _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stopped or dead
 _HELD = 2.5  # seconds without a heartbeat after which a C thread of Python's, which needs no interpreter, writes stacks
-_EXPLAINED = 1.6  # seconds that it may take to find out who is to blame
+_EXPLAINED = 1.7  # seconds that it may take to find out who is to blame
 
 _MAIN = getattr(sys.modules["__main__"], "__file__", None)
 _OWN = tuple(f"{Path(file).absolute().parent}{os.sep}" for file in (__file__, _MAIN) if file)
@@ -107,19 +107,21 @@ class Watchdog:
 
     def _end(self) -> None:
         """Tell who is to blame, and end: no wait here is endless, as what blocks the rank may block files as well."""
+        until = time.monotonic() + _EXPLAINED
         plain = f"rank {self._rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
-        text = f"no progress for {self._limit():g} s: {(culprit := _within(_EXPLAINED, self._explain) or plain)}"
+        text = f"no progress for {self._limit():g} s: {(culprit := _within(_EXPLAINED, self._hang, until) or plain)}"
         hint = "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
-        _within(_TICK, lambda: log.error(text + hint))
+        _within(_TICK, log.error, text + hint)
+        _within(_TICK, self._hang, 0.0, culprit)
         # At this file the launch script ends the job: after the line, so that the line is not lost.
         stalled = {"job": self.job, "rank": self._rank, "culprit": culprit, "time": time.time()}
-        _within(_TICK, lambda: self.write("stalled", stalled))
+        _within(_TICK, self.write, "stalled", stalled)
         os._exit(1)
 
-    def _explain(self) -> str:
+    def _hang(self, until: float, told: str = "") -> str:
         from samestep import hang  # only a rank that hangs needs it
 
-        return hang.explain(self)
+        return hang.keep(self, told) if told else hang.explain(self, until)
 
     def _beats(self) -> None:
         """Apart from what ends the rank: a disk that hangs stops this thread."""
@@ -170,13 +172,13 @@ def _stands() -> tuple[str, int, str] | None:
     return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
+def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     """What ``call`` gives; None where it takes longer, or raises: nothing may keep a rank from ending."""
     given: list[Any] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            given.append(call())
+            given.append(call(*arguments))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
