@@ -34,7 +34,8 @@ from samestep.watchdog import _SILENT, is_own
 if TYPE_CHECKING:
     from samestep.watchdog import Watchdog
 
-JUDGED = 0.4  # seconds that the verdict may take once the other ranks have left their part
+LATE = 3.0  # seconds without a heartbeat after which a rank that does not answer is no longer just slow
+JUDGED = 0.7  # seconds that the verdict may take once the other ranks have left their part
 RECENT = 15.0  # seconds after which a hang of a job without a name is another one
 MARK = "# ranks talk"
 MOST = 2**20  # bytes of any file that is read here
@@ -54,8 +55,8 @@ def leave(watchdog: Watchdog, **more: Any) -> None:
     watchdog.write(f"hang-{its['rank']}.json", {**its, "threads": _threads(), **more})
 
 
-def leave_once(watchdog: Watchdog) -> None:
-    """The same for a rank that has not found the hang itself, unless it has done so."""
+def leave_if_others_hang(watchdog: Watchdog) -> None:
+    """The same for a rank that has not found the hang itself, once."""
     values, folder = watchdog.values(), Path(watchdog.folder or "")
     found, own = read_json(folder / "hanging"), read_json(folder / f"hang-{values['rank']}.json")
     if _of_now(found, values) and not (_of_now(own, values) and own["pid"] == values["pid"]):
@@ -181,7 +182,7 @@ class View:
             return "stands where nobody knows: it has not said so"
         at = f"at {self.place}"
         if not self.fresh:
-            return f"at its last heartbeat {at}"
+            return f"last seen {at}"
         if not self.waits:
             return f"stands {at}"
         return f"waits in {self.collective['name']} {at}" if self.collective.get("pending") else f"waits {at}"
@@ -201,12 +202,13 @@ def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
     if not {"step", "time", "rank", "pid", "host"} <= its.keys() or its.get("job") != now["job"]:
         return None
     view = View(rank, its, False, place=_place(its.get("at")), fresh=False)
-    view.trouble = _trouble(its)
-    held = [place for calls in read_stacks(folder / f"stack-{rank}.txt")[:1] if (place := _innermost(calls))]
-    if held and not view.trouble:
-        view.place, view.fresh, view.trouble = held[0], True, "its interpreter held by C code"
+    view.trouble, stacks = _trouble(its), read_stacks(folder / f"stack-{rank}.txt")
+    if stacks and not view.trouble:
+        disk = any((place := _innermost(calls)) and place.function == "write" for calls in stacks[1:])
+        view.trouble = "its run dir's disk hangs" if disk else "its interpreter held by C code"
+        view.place, view.fresh = _innermost(stacks[0]) or view.place, True
     silent = max(0.0, time.time() - its["time"])
-    if view.trouble or silent > _SILENT:
+    if view.trouble or silent > min(_SILENT, LATE):
         view.trouble = f"silent for {silent:.0f} s" + (f", {view.trouble}" if view.trouble else "")
     return view
 
@@ -298,10 +300,8 @@ def explain(watchdog: Watchdog, until: float) -> str:
         if all(view.answered or view.trouble for view in views.values()) or time.monotonic() > until - JUDGED:
             break
         time.sleep(0.05)
-    for view in views.values():
-        if not view.answered and not view.trouble:
-            view.trouble = f"silent for {max(0.0, time.time() - view.its['time']):.0f} s"
-    text = verdict([views[rank] for rank in sorted(views)], watchdog.world_size, _processes(now["job"]))
+    silent = {} if len(views) == watchdog.world_size else _processes(now["job"])
+    text = verdict([views[rank] for rank in sorted(views)], watchdog.world_size, silent)
     said = read_json(folder / "stalled")  # by a rank that was faster: the console is to show one line
     return str(said["culprit"]) if _of_now({"pid": 0, **said}, now) else text
 
@@ -335,11 +335,13 @@ def verdict(views: list[View], world_size: int, processes: Mapping[int, int]) ->
         return "no heartbeat can be read"
     blamed = _blamed(views)
     others = [view for view in views if view not in blamed]
-    if missing and all(view.waits and view.answered for view in views):  # all that are seen wait for those
+    if missing and all(view.waits and not view.trouble for view in views):  # all that are seen wait for those
         return f"{_absent(missing, world_size, processes)}; {_together(views)}"
     words = [_accused(view, others) for view in blamed[:2]]
     words += [f"so do {len(blamed) - 2} more"] if len(blamed) > 2 else []
-    words += ["these do not match"] if len(blamed) > 1 and all(view.waits and view.answered for view in blamed) else []
+    words += (
+        ["these do not match"] if len(blamed) > 1 and all(view.waits and not view.trouble for view in blamed) else []
+    )
     words += [_together(others, the_others=True)] if others else []
     words += [_absent(missing, world_size, processes)] if missing else []
     return "; ".join(words)
@@ -347,7 +349,7 @@ def verdict(views: list[View], world_size: int, processes: Mapping[int, int]) ->
 
 def _blamed(views: list[View]) -> list[View]:
     """A rank that does not answer; else one that does not wait; else, of those that wait, what differs."""
-    if silent := [view for view in views if not view.answered]:
+    if silent := [view for view in views if view.trouble]:
         return sorted(silent, key=lambda view: view.its["time"])
     if busy := [view for view in views if not view.waits]:  # of these the one with the fewest steps is stuck
         return [min(busy, key=lambda view: view.step)]
@@ -363,9 +365,10 @@ def _blamed(views: list[View]) -> list[View]:
 
 
 def _accused(view: View, others: list[View]) -> str:
-    alone = view.answered and not view.waits and any(other.waits for other in others)
-    trouble = f", {view.trouble}," if view.trouble else ""
-    return f"{view.name} last alive at step {view.step}{trouble} {view.stands}" + (", not in a collective" * alone)
+    alone = not view.trouble and not view.waits and any(other.waits for other in others)
+    words = [f"{view.name} last alive at step {view.step}", *filter(None, [view.trouble])]
+    words[-1] += f"{',' * (bool(view.trouble) or not view.fresh)} {view.stands}"
+    return ", ".join(words + ["not in a collective"] * alone)
 
 
 def _together(views: list[View], the_others: bool = False) -> str:
