@@ -213,6 +213,22 @@ def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
     return view
 
 
+def crashes(folder: Path | None) -> str:
+    """Of ranks of this job that a signal such as ABRT has ended where they stood: others see a lost connection alone.
+
+    "; rank 0 (host, pid 7) died (Aborted) at train.py:105 in train (dist.all_reduce(sums))"; "" where there are none.
+    """
+    words = []
+    for path in sorted(folder.glob("stack-*.txt")) if folder else ():
+        its = read_json(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
+        with contextlib.suppress(OSError, IndexError, KeyError):
+            found = re.match(r"Fatal Python error: (.+)", _text(path))
+            if found and its["job"] == os.environ.get("SAMESTEP_JOB", ""):
+                place = _innermost(read_stacks(path)[0])
+                words.append(f"; rank {its['rank']} ({its['host']}, pid {its['pid']}) died ({found[1]}) at {place}")
+    return "".join(words)
+
+
 def _trouble(its: Mapping[str, Any]) -> str:
     """What this machine knows of a process that says nothing; "" where it runs, or is another machine's."""
     if its["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():

@@ -132,7 +132,9 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
         with contextlib.suppress(OSError):
             traceback.print_exc()
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
-        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{where}")
+        from samestep import hang  # not before something has failed
+
+        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{hang.crashes(_folder)}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(1)

@@ -62,6 +62,8 @@ class Watchdog:
         self.folder = self.folder or folder
         with contextlib.suppress(OSError):
             self._stacks = self._stacks or Path(self.folder, f"stack-{self._rank}.txt").open("w")
+            if not faulthandler.is_enabled():  # where a framework's C++ aborts, no line of Python can say so
+                faulthandler.enable(self._stacks)
         self._write_alive()
 
     def restored(self, step: int) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from programs import CORE, LIMIT
-from samestep import autopsy, hang, log
+from samestep import hang, log
 
 HOST = socket.gethostname()
 TIMEOUT = 4.0  # seconds without progress: longer than an interpreter must be held before a stack is written
