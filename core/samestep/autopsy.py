@@ -60,7 +60,7 @@ def newest(run_dir: Path) -> list[dict[str, Any]]:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give a run dir, the folder that holds log/")
     logs = run_dir / "log"
-    needed = {"rank", "time", "host", "pid", "step", "threads", "world_size"}
+    needed = {*hang.TOLD, "threads", "world_size"}
     found = [its for path in logs.glob("hang-*.json") if needed <= (its := hang.read_json(path)).keys()]
     found = found or list(_held(logs))
     if not found:
@@ -77,7 +77,7 @@ def _held(logs: Path) -> Iterator[dict[str, Any]]:
     for path in logs.glob("stack-*.txt"):
         rank = re.sub(r"\D", "", path.name)
         its, stacks = hang.read_json(logs / f"alive-{rank}"), hang.read_stacks(path)
-        if stacks and {"rank", "time", "host", "pid", "step"} <= its.keys():
+        if stacks and hang.TOLD <= its.keys():
             threads = [{"name": str(i or "MainThread"), "calls": hang.as_json(calls)} for i, calls in enumerate(stacks)]
             yield {**its, "world_size": 0, "trouble": "its interpreter is held by C code", "threads": threads}
 

@@ -38,6 +38,7 @@ LATE = 3.0  # seconds without a heartbeat after which a rank that does not answe
 JUDGED = 0.7  # seconds that the verdict may take once the other ranks have left their part
 RECENT = 15.0  # seconds after which a hang of a job without a name is another one
 MARK = "# ranks talk"
+TOLD = {"step", "time", "rank", "pid", "host"}  # by each heartbeat, and so by each rank's part of a hang
 MOST = 2**20  # bytes of any file that is read here
 SHOWN = 70  # characters of a line of code in a message
 
@@ -196,10 +197,10 @@ class View:
 def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
     """What is known of a rank in the hang that ``now``, a rank's values, is of; None where nothing is."""
     its = read_json(folder / f"hang-{rank}.json")
-    if _of_now(its, now) and its.get("written_by", rank) == rank:
+    if its.keys() >= TOLD and _of_now(its, now) and "written_by" not in its:
         return View(rank, its, True, place=_place(its.get("at")))
     its = read_json(folder / f"alive-{rank}")
-    if not {"step", "time", "rank", "pid", "host"} <= its.keys() or its.get("job") != now["job"]:
+    if not its.keys() >= TOLD or its.get("job") != now["job"]:
         return None
     view = View(rank, its, False, place=_place(its.get("at")), fresh=False)
     view.trouble, stacks = _trouble(its), read_stacks(folder / f"stack-{rank}.txt")
@@ -318,8 +319,8 @@ def explain(watchdog: Watchdog, until: float) -> str:
         time.sleep(0.05)
     silent = {} if len(views) == watchdog.world_size else _processes(now["job"])
     text = verdict([views[rank] for rank in sorted(views)], watchdog.world_size, silent)
-    said = read_json(folder / "stalled")  # by a rank that was faster: the console is to show one line
-    return str(said["culprit"]) if _of_now({"pid": 0, **said}, now) else text
+    said = read_json(folder / f"hang-{read_json(folder / 'stalled').get('rank')}.json")
+    return str(said["verdict"]) if "verdict" in said and _of_now(said, now) else text  # the console is to show one line
 
 
 def keep(watchdog: Watchdog, told: str) -> str:

@@ -116,8 +116,7 @@ class Watchdog:
         _within(_TICK, log.error, text + hint)
         _within(_TICK, self._hang, 0.0, culprit)
         # At this file the launch script ends the job: after the line, so that the line is not lost.
-        stalled = {"job": self.job, "rank": self._rank, "culprit": culprit, "time": time.time()}
-        _within(_TICK, self.write, "stalled", stalled)
+        _within(_TICK, self.write, "stalled", {"job": self.job, "rank": self._rank, "culprit": culprit})
         os._exit(1)
 
     def _hang(self, until: float, told: str = "") -> str:
@@ -129,10 +128,11 @@ class Watchdog:
         """Apart from what ends the rank: a disk that hangs stops this thread."""
         while not self._stopped.wait(_TICK):
             self._write_alive()
-            if time.monotonic() - self.last_progress > self._limit() / 2:  # load it before seconds count
-                from samestep import hang
+            if time.monotonic() - self.last_progress > self._limit() / 2:
+                with contextlib.suppress(Exception):
+                    from samestep import hang  # before seconds count
 
-                hang.leave_if_others_hang(self)
+                    hang.leave_if_others_hang(self)
 
     def values(self) -> dict[str, Any]:
         """What a heartbeat says of this rank; ``at`` is where its main thread stands: file, line and function."""
