@@ -99,8 +99,8 @@ def collectives() -> dict[str, Any] | None:
     torch numbers them in its flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. It is asked for JSON, as
     its other form is a pickle. None where there was no collective.
     """
-    told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
-    entries = [entry for entry in told.get("entries", []) if not entry["is_p2p"]]
+    told = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+    entries = [entry for entry in json.loads(told).get("entries", []) if not entry["is_p2p"]]
     if not entries:
         return None
     entry = next((entry for entry in entries if not entry["retired"]), entries[-1])

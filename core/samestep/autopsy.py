@@ -77,7 +77,7 @@ def _held(logs: Path) -> Iterator[dict[str, Any]]:
     for path in logs.glob("stack-*.txt"):
         rank = re.sub(r"\D", "", path.name)
         its, stacks = hang.read_json(logs / f"alive-{rank}"), hang.read_stacks(path)
-        if stacks and hang.TOLD <= its.keys():
+        if stacks and its.keys() >= hang.TOLD:
             threads = [{"name": str(i or "MainThread"), "calls": hang.as_json(calls)} for i, calls in enumerate(stacks)]
             yield {**its, "world_size": 0, "trouble": "its interpreter is held by C code", "threads": threads}
 

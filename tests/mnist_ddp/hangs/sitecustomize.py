@@ -49,22 +49,25 @@ def _skip() -> None:
 def _order() -> None:
     import torch.distributed as dist
 
-    all_reduce = dist.all_reduce
+    calls: list[Any] = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
 
     def and_broadcast(tensor: Any) -> None:
-        calls = [all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
         for call in calls[::-1] if _rank == _hang["rank"] else calls:
             call(tensor)
 
-    dist.all_reduce = and_broadcast
+    dist.all_reduce = and_broadcast  # type: ignore[assignment]
 
 
 def _shapes() -> None:
     import torch
     import torch.distributed as dist
 
-    all_reduce = dist.all_reduce
-    dist.all_reduce = lambda tensor: all_reduce(torch.cat([tensor, tensor[:1]]))
+    all_reduce: Any = dist.all_reduce
+
+    def of_more(tensor: Any) -> None:
+        all_reduce(torch.cat([tensor, tensor[:1]]))
+
+    dist.all_reduce = of_more  # type: ignore[assignment]
 
 
 def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:
