@@ -5,8 +5,8 @@ of all its threads, taken from within. A rank that cannot answer is looked at fr
 state of its process, and the stacks that a C thread of Python's writes to ``log/stack-<r>.txt`` where the interpreter
 is held. From these files each rank comes to the same verdict. `autopsy` prints them.
 
-A rank waits for the others where its line of code bears the comment ``# ranks talk``; in torch's apps also where the
-flight recorder has a collective that has not ended.
+A rank waits for the others where its line of code bears the comment ``# ranks talk``, or calls into a module of a
+framework's collectives; in torch's apps also where the flight recorder has a collective that has not ended.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ LATE = 3.0  # seconds without a heartbeat after which a rank that does not answe
 JUDGED = 0.7  # seconds that the verdict may take once the other ranks have left their part
 RECENT = 15.0  # seconds after which a hang of a job without a name is another one
 MARK = "# ranks talk"
+COLLECTIVES = re.compile(r"/(horovod|distributed|communication)/")  # folders of frameworks' modules in which ranks wait
 TOLD = {"step", "time", "rank", "pid", "host"}  # by each heartbeat, and so by each rank's part of a hang
 MOST = 2**20  # bytes of any file that is read here
 SHOWN = 70  # characters of a line of code in a message
@@ -174,7 +175,15 @@ class View:
     @property
     def waits(self) -> bool:
         """Whether it stands in a collective."""
-        return bool(self.collective.get("pending") or (self.place and self.place.talks))
+        return bool(self.collective.get("pending") or (self.place and self.place.talks) or self._below())
+
+    def _below(self) -> bool:
+        """Whether its own innermost call has led into a module of collectives."""
+        with contextlib.suppress(LookupError, TypeError):
+            files = [str(call[0]) for call in self.its["threads"][0]["calls"]]
+            own = next((i for i, file in enumerate(files) if self.place and file == self.place.file), 0)
+            return any(COLLECTIVES.search(file) for file in files[:own])
+        return False
 
     @property
     def stands(self) -> str:
@@ -369,16 +378,21 @@ def _blamed(views: list[View]) -> list[View]:
     if silent := [view for view in views if view.trouble]:
         return sorted(silent, key=lambda view: view.its["time"])
     if busy := [view for view in views if not view.waits]:  # of these the one with the fewest steps is stuck
-        return [min(busy, key=lambda view: view.step)]
+        fewest = min(view.step for view in busy)
+        return _odd([view for view in busy if view.step == fewest])
     numbers = [view.collective.get("number") for view in views]
     if None not in numbers and len(set(numbers)) > 1:
         return [view for view in views if view.collective["number"] == min(n for n in numbers if n is not None)]
-    kinds = {kind: [view for view in views if view.apart == kind] for kind in (view.apart for view in views)}
+    return _odd(views)
+
+
+def _odd(views: list[View]) -> list[View]:
+    """Of ranks that do not stand alike, one of those that stand where fewest do; where several do, one of each."""
+    kinds: dict[tuple[Any, ...], list[View]] = {}
+    for view in views:
+        kinds.setdefault(view.apart, []).append(view)
     fewest = min(len(each) for each in kinds.values())
-    rare = [each for each in kinds.values() if len(each) == fewest]
-    if len(kinds) == 1:
-        return [min(views, key=lambda view: view.step)]
-    return [view for each in rare for view in each[:1]]  # where no kind is the rarest, one of each
+    return [each[0] for each in kinds.values() if len(each) == fewest]
 
 
 def _accused(view: View, others: list[View]) -> str:

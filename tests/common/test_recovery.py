@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -207,7 +208,8 @@ def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Cal
     stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
     outcome = job.finish()
-    assert f"rank 1 ({os.uname().nodename}, pid {stopped}) last alive at step" in outcome.errors[0]
+    who = rf"rank 1 \({re.escape(os.uname().nodename)}, pid {stopped}\) last alive at step \d+, silent for \d+ s, stopped by"
+    assert re.search(rf"{who} a signal .*, last seen at \w+\.py:\d+ in \w+", outcome.errors[0]), outcome
     result = check_same_end(harness, outcome, 2, undisturbed(2))
     assert result["restarts"] == 1
 

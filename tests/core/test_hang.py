@@ -236,6 +236,23 @@ def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: 
     )
 
 
+def test_of_ranks_that_do_not_say_that_they_wait_the_odd_one_is_named(tmp_path: Path) -> None:
+    """A framework that waits where its result is read, on a line without a mark; or in a module of its collectives."""
+    reads = ("/a/train.py", 137, "train", "float(loss)")
+    for rank in range(64):
+        left(tmp_path, rank, SLEEPS if rank == 7 else reads)
+    assert judged(tmp_path).startswith("rank 7 (h, pid 107) last alive at step 57 stands at data.py:31 in batch ")
+    assert judged(tmp_path, 8).endswith("; the others stand at train.py:137 in train (float(loss))")
+    step = ("/a/train.py", 60, "train_step", "optimizer.step()")
+    calls = [("/x/site-packages/horovod/torch/mpi_ops.py", 9, "synchronize", "wait(handle)"), step]
+    left(tmp_path, 0, step, threads=[{"name": "MainThread", "calls": calls}])
+    left(tmp_path, 1, SLEEPS)
+    assert judged(tmp_path, 2) == (
+        "rank 1 (h, pid 101) last alive at step 57 stands at data.py:31 in batch (time.sleep(1000)), not in a "
+        "collective; rank 0 (h, pid 100) waits at train.py:60 in train_step (optimizer.step())"
+    )
+
+
 def test_ranks_that_wait_in_what_few_wait_in_are_named(tmp_path: Path) -> None:
     gather = ("/a/ranks.py", 92, "all_gather", "dist.all_gather(everyones, mine)  # ranks talk")
     for rank in range(64):

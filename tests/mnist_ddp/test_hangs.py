@@ -26,8 +26,8 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     """A run in which this rank hangs, at step 6 where the kind has a step; it is not started again."""
     path = [str(ROOT / "tests" / "mnist_ddp" / "hangs"), *filter(None, [os.environ.get("PYTHONPATH")])]
     what = {"kind": kind, "rank": rank, "step": 6}
-    environ = {"SAMESTEP_HANG": json.dumps(what), "PYTHONPATH": os.pathsep.join(path)}
-    outcome = harness.start(2, *harness.app.small, f"--timeout={timeout}", "--max-restarts=0", **environ).finish()
+    options = [*harness.app.small, f"--timeout={timeout}", "--max-restarts=0"]
+    outcome = harness.run(2, *options, SAMESTEP_HANG=json.dumps(what), PYTHONPATH=os.pathsep.join(path))
     assert outcome.code == 1, outcome
     logs = harness.folder / "run" / "log"
     if stalled := hang.read_json(logs / "stalled"):

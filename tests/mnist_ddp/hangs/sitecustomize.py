@@ -41,9 +41,7 @@ def _at_step(act: Any) -> None:
 
 
 def _skip() -> None:
-    import ranks
-
-    ranks.all_gather = lambda row: row[None]
+    sys.modules["ranks"].__dict__["all_gather"] = lambda row: row[None]
 
 
 def _order() -> None:
