@@ -212,12 +212,12 @@ def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
     if not its.keys() >= TOLD or its.get("job") != now["job"]:
         return None
     view = View(rank, its, False, place=_place(its.get("at")), fresh=False)
-    view.trouble, stacks = _trouble(its), read_stacks(folder / f"stack-{rank}.txt")
-    if stacks and not view.trouble:
+    silent, stacks = max(0.0, time.time() - its["time"]), read_stacks(folder / f"stack-{rank}.txt")
+    view.trouble = _trouble(its, silent > LATE)
+    if stacks:
         disk = any((place := _innermost(calls)) and place.function == "write" for calls in stacks[1:])
-        view.trouble = "its run dir's disk hangs" if disk else "its interpreter held by C code"
+        view.trouble = view.trouble or ("its run dir's disk hangs" if disk else "its interpreter held by C code")
         view.place, view.fresh = _innermost(stacks[0]) or view.place, True
-    silent = max(0.0, time.time() - its["time"])
     if view.trouble or silent > min(_SILENT, LATE):
         view.trouble = f"silent for {silent:.0f} s" + (f", {view.trouble}" if view.trouble else "")
     return view
@@ -239,7 +239,7 @@ def crashes(folder: Path | None) -> str:
     return "".join(words)
 
 
-def _trouble(its: Mapping[str, Any]) -> str:
+def _trouble(its: Mapping[str, Any], silent: bool) -> str:
     """What this machine knows of a process that says nothing; "" where it runs, or is another machine's."""
     if its["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
         return ""
@@ -247,12 +247,11 @@ def _trouble(its: Mapping[str, Any]) -> str:
         state = Path(f"/proc/{its['pid']}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "its process is gone"
-    opened = _open_files(int(its["pid"]))
     words = {"T": f"stopped by a signal (kill -CONT {its['pid']} continues it)", "t": "stopped by a debugger"}
-    words |= {"Z": "its process is dead", "X": "its process is dead", "D": "waiting for a disk or a device"}
-    return (
-        words[state] + (f" while it has {opened} open" if opened and state in "TtD" else "") if state in words else ""
-    )
+    words |= {"Z": "its process is dead", "X": "its process is dead"}
+    words |= {"D": "waiting for a disk or a device"} if silent else {}  # as any process does now and then
+    opened = _open_files(int(its["pid"])) if state in "TtD" else ""
+    return words.get(state, "") + (f" while it has {opened} open" if opened and state in words else "")
 
 
 def _open_files(pid: int) -> str:
@@ -285,9 +284,9 @@ def _innermost(calls: Iterable[Place]) -> Place | None:
 
 def _of_now(its: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether a file is of the hang that a rank has found now: a restarted job finds those of the one before."""
-    return (
-        {"job", "rank", "time", "pid"} <= its.keys() and its["job"] == now["job"] and now["time"] - its["time"] < RECENT
-    )
+    if not {"job", "rank", "time", "pid"} <= its.keys():
+        return False
+    return bool(its["job"] == now["job"] and now["time"] - its["time"] < RECENT)
 
 
 def read_json(path: Path) -> dict[str, Any]:
