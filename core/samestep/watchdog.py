@@ -112,8 +112,9 @@ class Watchdog:
         until = time.monotonic() + _EXPLAINED
         plain = f"rank {self._rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
         text = f"no progress for {self._limit():g} s: {(culprit := _within(_EXPLAINED, self._hang, until) or plain)}"
-        hint = "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
-        _within(_TICK, log.error, text + hint)
+        text += "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
+        more = f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if self.folder else ""
+        _within(_TICK, log.error, text + more)
         _within(_TICK, self._hang, 0.0, culprit)
         # At this file the launch script ends the job: after the line, so that the line is not lost.
         _within(_TICK, self.write, "stalled", {"job": self.job, "rank": self._rank, "culprit": culprit})
@@ -165,9 +166,9 @@ def is_own(file: str) -> bool:
 
 
 def _stands() -> tuple[str, int, str] | None:
-    """File, line and function in which the main thread stands: of its own code, the innermost call."""
+    """File, line and function in which the main thread stands: of its own code but this file, the innermost call."""
     frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame and not is_own(frame.f_code.co_filename):
+    while frame and (frame.f_code.co_filename == __file__ or not is_own(frame.f_code.co_filename)):
         frame = frame.f_back
     frame = frame or innermost
     return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None

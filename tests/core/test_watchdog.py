@@ -129,11 +129,14 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """The one line with which the watchdog ended a rank."""
+    """The one line with which the watchdog ended a rank, but for the command that tells more."""
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (1, ""), err
     (line,) = err.splitlines()
     assert line.startswith("error: ")
+    line, command, run_dir = line.partition("; python -m samestep.autopsy ")
+    assert bool(command) == ("no progress" in line)
+    assert run_dir.endswith(" shows all stacks" if command else "")
     return line
 
 
