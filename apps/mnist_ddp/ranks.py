@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +93,22 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)  # ranks talk
     return np.stack([each.cpu().numpy() for each in everyones])
+
+
+def collectives() -> dict[str, Any] | None:
+    """The collective that this rank called last, by name and number, or the first that is pending: for the watchdog.
+
+    torch numbers them in its flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. It is asked for JSON, as
+    its other form is a pickle. None where there was no collective.
+    """
+    told = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+    entries = [entry for entry in json.loads(told).get("entries", []) if not entry["is_p2p"]]
+    if not entries:
+        return None
+    entry = next((entry for entry in entries if not entry["retired"]), entries[-1])
+    number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
+    shapes, dtypes = "".join(map(str, entry["input_sizes"])), " ".join({*map(str.lower, entry["input_dtypes"])})
+    return {"name": f"{kind} {number} {shapes} {dtypes}", "number": number, "pending": not entry["retired"]}
 
 
 def order_buckets(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) -> None:

@@ -3,7 +3,8 @@
 Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where are the bytes?), ``run`` (what is due,
 and what came of it?), ``rundir`` (whose folder is it?), ``checkpoint`` (what survives?), ``log`` (what happened?),
 ``watchdog`` (is everyone alive?) and ``options`` (the options every app shares). ``download`` and
-``safetensors_writer`` serve ``datasets`` and ``checkpoint``. None imports a training framework.
+``safetensors_writer`` serve ``datasets`` and ``checkpoint``, ``hang`` serves the watchdog; ``autopsy`` is a program: it
+prints where ranks stood. None imports a training framework.
 """
 
 __version__ = "0.1.0"

@@ -85,8 +85,8 @@ def warning(text: str) -> None:
 def error(text: str) -> None:
     """Name a failure in one line on the console's standard error."""
     line = " ".join(text.split())
+    _to_console(_console_errors, f"error: {line}")  # before the file, which may be on the disk that hangs
     _to_file(f"error: {line}")
-    _to_console(_console_errors, f"error: {line}")
 
 
 def first_line(message: str) -> str:
@@ -133,7 +133,9 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
         with contextlib.suppress(OSError):
             traceback.print_exc()
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
-        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{where}")
+        from samestep import hang  # not before something has failed
+
+        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{hang.crashes(_folder)}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(1)

@@ -100,6 +100,7 @@ class Run:
         from --init-from. It is not called for a new run. Raises UserError or FatalError on rank 0, which tells why,
         and RankZeroError on all others.
         """
+        self.watchdog.collectives = getattr(ranks, "collectives", None)
         answer: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
         problem: Exception | None = None

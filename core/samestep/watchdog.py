@@ -1,53 +1,74 @@
-"""Is everyone alive? One thread in every rank.
+"""Is everyone alive? Two threads in every rank.
 
-Each second it writes ``<run-dir>/log/alive-<r>`` (step, this process's updates, time, pid, host). It ends the rank when
-the rank's launcher is gone, so that a killed launcher leaves nothing running, and when the rank has made no progress
-for ``timeout`` seconds (longer while it compiles), naming the rank that holds the others up: no framework does (they
-wait for minutes, then blame whoever noticed). Of that it also leaves ``log/stalled``, at which the launch script ends
-what remains of the job.
+One writes ``<run-dir>/log/alive-<r>`` each second (step, time, pid, host, and where the main thread stands), so that of
+a rank that is stopped one knows where it was. The other ends the rank when its launcher is gone, so that a killed
+launcher leaves nothing running, and when the rank has made no progress for ``timeout`` seconds (longer while it
+compiles), naming the rank that holds the others up and its line of code: no framework does (they wait for minutes, then
+blame whoever noticed). Who is to blame is found by `hang`, which is loaded then; of it ``log/hang-<r>.json`` is left of
+each rank, and ``log/stalled``, at which the launch script ends what remains of the job.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from samestep import log
 from samestep.env import World, launch_script
 
 _TICK = 1.0  # seconds
 _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stopped or dead
+_HELD = 2.5  # seconds without a heartbeat after which a C thread of Python's, which needs no interpreter, writes stacks
+_EXPLAINED = 1.7  # seconds that it may take to find out who is to blame
+
+_MAIN = getattr(sys.modules["__main__"], "__file__", None)
+_OWN = tuple(f"{Path(file).absolute().parent}{os.sep}" for file in (__file__, _MAIN) if file)
 
 
 class Watchdog:
-    """One thread that outlives every wait in a framework's C++, and ends the process where waiting is in vain."""
+    """What outlives every wait in a framework's C++, and ends the process where waiting is in vain.
+
+    ``collectives``, where the app's ranks.py has it, tells the collective that this rank called last.
+    """
+
+    collectives: Callable[[], dict[str, Any] | None] | None = None
 
     def __init__(self, world: World, timeout: float, first_step_timeout: float | None = None) -> None:
         """Start watching. In seconds; ``first_step_timeout`` until the first update, which may have to be compiled."""
-        self._folder: Path | None = None
-        self._rank, self._world_size, self._timeout = world.rank, world.world_size, timeout
+        self.folder: Path | None = None
+        self._stacks: IO[str] | None = None
+        self._rank, self.world_size, self._timeout = world.rank, world.world_size, timeout
         self._compile_timeout = first_step_timeout
         self.compiles()
-        self._job = os.environ.get("SAMESTEP_JOB", "")
+        self.job = os.environ.get("SAMESTEP_JOB", "")
         self._step = self._updates = 0
         self._writing, self._stopped = threading.Lock(), threading.Event()
-        self._last_progress = time.monotonic()  # waiting for ranks that never come is no progress either
+        self.last_progress = time.monotonic()  # waiting for ranks that never come is no progress either
         self._launchers = {pid: _start_time(pid) for pid in _launchers(world)}
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        for target in (self._watch, self._beats):
+            threading.Thread(target=target, name="watchdog", daemon=True).start()
 
     def write_to(self, folder: Path) -> None:
         """Leave heartbeats in ``folder`` from here on: the first that is given, of a run dir on this machine."""
-        self._folder = self._folder or folder
+        self.folder = self.folder or folder
+        with contextlib.suppress(OSError):
+            self._stacks = self._stacks or Path(self.folder, f"stack-{self._rank}.txt").open("w")
+            if not faulthandler.is_enabled():  # where a framework's C++ aborts, no line of Python can say so
+                faulthandler.enable(self._stacks)
         self._write_alive()
 
     def restored(self, step: int) -> None:
         """The rank goes on from ``step``: updates that other processes have done."""
-        self._step, self._last_progress = step, time.monotonic()
+        self._step, self.last_progress = step, time.monotonic()
         self._write_alive()
 
     def compiles(self) -> None:
@@ -56,7 +77,7 @@ class Watchdog:
 
     def beat(self, step: int | None = None) -> None:
         """The rank goes on: after each update, ``step`` of them being done, and after each evaluated batch."""
-        self._last_progress, self._compiling = time.monotonic(), False
+        self.last_progress, self._compiling = time.monotonic(), False
         if step is not None:
             self._step, self._updates = step, self._updates + 1
             if self._updates == 1:  # at once: the launch script wants to know whether a failed start got so far
@@ -65,73 +86,106 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer: the rank is done."""
         self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._stacks:
+            Path(self._stacks.name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
         ticked = time.monotonic()
-        while not self._stopped.wait(_TICK):
+        while not self._stopped.wait(min(_TICK, max(0.05, self.last_progress + self._limit() - ticked))):
             now = time.monotonic()
             if now - ticked > _SILENT:  # this process itself was stopped and continues: it deserves a new chance
-                self._last_progress = now
+                self.last_progress = now
             ticked = now
-            self._write_alive()
             for pid, started in self._launchers.items():
                 if started is None or _start_time(pid) != started:
                     log.error(f"rank {self._rank}: its launcher (pid {pid}) is gone; ending")
                     os._exit(1)
-            timeout = self._compile_timeout if self._compiling and self._compile_timeout else self._timeout
-            if now - self._last_progress > timeout:
-                culprit = self._culprit()
-                hint = "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
-                log.error(f"no progress for {timeout:g} s: {culprit}{hint}")
-                # At this file the launch script ends the job: after the line, so that the line is not lost.
-                self._write("stalled", {"job": self._job, "rank": self._rank, "culprit": culprit})
-                os._exit(1)
+            if now - self.last_progress > self._limit():
+                self._end()
+
+    def _limit(self) -> float:
+        return self._compile_timeout if self._compiling and self._compile_timeout else self._timeout
+
+    def _end(self) -> None:
+        """Tell who is to blame, and end: no wait here is endless, as what blocks the rank may block files as well."""
+        until = time.monotonic() + _EXPLAINED
+        plain = f"rank {self._rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
+        text = f"no progress for {self._limit():g} s: {(culprit := _within(_EXPLAINED, self._hang, until) or plain)}"
+        text += "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
+        more = f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if self.folder else ""
+        _within(_TICK, log.error, text + more)
+        _within(_TICK, self._hang, 0.0, culprit)
+        # At this file the launch script ends the job: after the line, so that the line is not lost.
+        _within(_TICK, self.write, "stalled", {"job": self.job, "rank": self._rank, "culprit": culprit})
+        os._exit(1)
+
+    def _hang(self, until: float, told: str = "") -> str:
+        from samestep import hang  # only a rank that hangs needs it
+
+        return hang.keep(self, told) if told else hang.explain(self, until)
+
+    def _beats(self) -> None:
+        """Apart from what ends the rank: a disk that hangs stops this thread."""
+        while not self._stopped.wait(_TICK):
+            self._write_alive()
+            if time.monotonic() - self.last_progress > self._limit() / 2:
+                with contextlib.suppress(Exception):
+                    from samestep import hang  # before seconds count
+
+                    hang.leave_if_others_hang(self)
+
+    def values(self) -> dict[str, Any]:
+        """What a heartbeat says of this rank; ``at`` is where its main thread stands: file, line and function."""
+        its = {"rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(), "job": self.job}
+        return {**its, "step": self._step, "updates": self._updates, "time": time.time(), "at": _stands()}
 
     def _write_alive(self) -> None:
-        values = {
-            "step": self._step,
-            "updates": self._updates,
-            "time": time.time(),
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "job": self._job,
-        }
         with self._writing:
-            self._write(f"alive-{self._rank}", values)
+            self.write(f"alive-{self._rank}", self.values())
+            with contextlib.suppress(OSError):
+                if self._stacks and not self._stopped.is_set():
+                    self._stacks.truncate(0)
+                    faulthandler.dump_traceback_later(_HELD, file=self._stacks)  # unless the next heartbeat comes
 
-    def _write(self, name: str, values: dict[str, Any]) -> None:
-        if self._folder is None:
+    def write(self, name: str, values: dict[str, Any]) -> None:
+        """A file of ``log/``, whole or not at all."""
+        if self.folder is None:
             return
-        temporary = self._folder / f".{name}.{self._rank}.tmp"
+        temporary = self.folder / f".{name}.{self._rank}.tmp"
         try:
             temporary.write_text(json.dumps(values))
-            temporary.replace(self._folder / name)
+            temporary.replace(self.folder / name)
         except OSError:
             pass  # a full disk stops no training; the checkpoint will tell
 
-    def _culprit(self) -> str:
-        """The rank that holds the others up, as far as this machine's files tell."""
-        alive = [found for rank in range(self._world_size) if (found := self._read_alive(rank))]
-        if not alive:
-            return f"rank {self._rank} at step {self._step}; no heartbeat can be read"
-        now = time.time()
-        silent = [one for one in alive if now - one["time"] > _SILENT]
-        # A stopped or dead rank has stopped writing; if all write, the one with the fewest steps is stuck.
-        one = min(silent, key=lambda one: one["time"]) if silent else min(alive, key=lambda one: one["step"])
-        where = f"rank {one['rank']} ({one['host']}, pid {one['pid']}) last alive at step {one['step']}"
-        if silent:
-            return f"{where}, silent for {now - one['time']:.0f} s"
-        missing = self._world_size - len(alive)
-        return where + (f"; {missing} of {self._world_size} ranks never seen from here" if missing else "")
 
-    def _read_alive(self, rank: int) -> dict[str, Any] | None:
-        try:
-            values: dict[str, Any] = json.loads(Path(self._folder or "", f"alive-{rank}").read_text())
-        except (OSError, ValueError):
-            return None
-        whole = isinstance(values, dict) and {"step", "time", "rank", "pid", "host"} <= values.keys()
-        return values if whole and values.get("job") == self._job else None
+def is_own(file: str) -> bool:
+    """Whether a file of code is the program's or this package's, and not what they call."""
+    return file.startswith(_OWN) and ("site-packages" not in file or file.startswith(_OWN[0]))
+
+
+def _stands() -> tuple[str, int, str] | None:
+    """File, line and function in which the main thread stands: of its own code but this file, the innermost call."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and (frame.f_code.co_filename == __file__ or not is_own(frame.f_code.co_filename)):
+        frame = frame.f_back
+    frame = frame or innermost
+    return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
+
+
+def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``call`` gives; None where it takes longer, or raises: nothing may keep a rank from ending."""
+    given: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            given.append(call(*arguments))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return given[0] if given else None
 
 
 def _launchers(world: World) -> list[int]:

@@ -55,6 +55,8 @@ if its["waits"]:
     time.sleep(600)
 (run_dir / "done").write_text("")
 """
+WAITS = next(i for i, line in enumerate(RANK.splitlines(), 1) if "sleep(600)" in line)
+STANDS = f"stands at <string>:{WAITS} in <module>"
 # In the middle: starts a rank and waits, as a launcher does.
 LAUNCHER = """
 import subprocess, sys
@@ -127,11 +129,14 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """The one line with which the watchdog ended a rank."""
+    """The one line with which the watchdog ended a rank, but for the command that tells more."""
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (1, ""), err
     (line,) = err.splitlines()
     assert line.startswith("error: ")
+    line, command, run_dir = line.partition("; python -m samestep.autopsy ")
+    assert bool(command) == ("no progress" in line)
+    assert run_dir.endswith(" shows all stacks" if command else "")
     return line
 
 
@@ -147,7 +152,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_a_rank_without_progress_ends_and_says_so(job: Job) -> None:
     process = job.rank(steps=7)
-    assert ended(process) == (f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 7")
+    assert ended(process) == (
+        f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 7 {STANDS}"
+    )
     assert "no progress for 0.5 s" in (job.run_dir / "log" / "rank-0.log").read_text()
 
 
@@ -160,7 +167,8 @@ def test_beats_keep_a_rank_alive(job: Job) -> None:
 def test_until_its_first_step_is_compiled_a_rank_has_longer(job: Job) -> None:
     """And when it evaluates for the first time, but not otherwise."""
     process = job.rank(restored=7, steps=9, first_step_timeout=LIMIT, compiles=1.5, evaluation_compiles=1.5)
-    assert ended(process) == f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 9"
+    line = f"error: no progress for 0.5 s: rank 0 ({HOST}, pid {process.pid}) last alive at step 9"
+    assert ended(process) == f"{line} {STANDS}"
     assert job.alive(0, lambda seen: seen["updates"] == 2)
 
 
@@ -195,7 +203,7 @@ def test_later_updates_are_left_to_the_ticks(job: Job) -> None:
 def test_a_restored_rank_is_at_its_checkpoints_step_and_has_made_no_update(job: Job) -> None:
     process = job.rank(restored=7, timeout=1.5)
     assert job.alive(0, lambda seen: seen["step"] == 7)["updates"] == 0
-    assert ended(process).endswith(f"rank 0 ({HOST}, pid {process.pid}) last alive at step 7")
+    assert ended(process).endswith(f"rank 0 ({HOST}, pid {process.pid}) last alive at step 7 {STANDS}")
 
 
 def test_a_rank_that_the_watchdog_ends_leaves_who_was_to_blame_for_the_launch_script(job: Job) -> None:
@@ -236,11 +244,12 @@ def test_where_all_are_alive_the_rank_with_the_fewest_steps_is_named(job: Job) -
     job.alive(2, lambda seen: seen["step"] == 4)
     job.alive(1, lambda seen: seen["step"] == 5)
     line = ended(job.rank(rank=0, world=3, steps=5))
-    assert line.endswith(f"rank 2 ({HOST}, pid {stuck.pid}) last alive at step 4")
+    assert line.startswith(f"error: no progress for 0.5 s: rank 2 ({HOST}, pid {stuck.pid}) last alive at step 4")
 
 
 def test_ranks_that_never_came_are_counted(job: Job) -> None:
-    assert ended(job.rank(rank=0, world=3, steps=2)).endswith("last alive at step 2; 2 of 3 ranks never seen from here")
+    line = ended(job.rank(rank=0, world=3, steps=2))
+    assert line.endswith(f"last alive at step 2 {STANDS}; 2 of 3 ranks never seen from here: 1-2")
 
 
 def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
@@ -248,7 +257,7 @@ def test_heartbeats_of_another_job_do_not_count(job: Job) -> None:
     job.rank(rank=1, world=2, timeout=LIMIT, environment={"SAMESTEP_JOB": "earlier"})
     process = job.rank(rank=0, world=2, steps=6)
     assert ended(process).endswith(
-        f"rank 0 ({HOST}, pid {process.pid}) last alive at step 6; 1 of 2 ranks never seen from here"
+        f"rank 0 ({HOST}, pid {process.pid}) last alive at step 6 {STANDS}; 1 of 2 ranks never seen from here: 1"
     )
 
 

@@ -1,0 +1,348 @@
+"""A hang is explained: which rank holds the others up, and at which line of code. Real processes, each really stuck."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import CORE, LIMIT
+from samestep import autopsy, hang, log
+
+HOST = socket.gethostname()
+TIMEOUT = 4.0  # seconds without progress: longer than an interpreter must be held before a stack is written
+
+# A rank of two. The guilty one is stuck in the function that is named; the other waits for it.
+PROGRAM = """\
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from typing import Any
+from samestep import log, watchdog
+from samestep.env import World
+
+run_dir, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+def stopped():
+    time.sleep(1.5) or os.kill(os.getpid(), signal.SIGSTOP)  # stuck: stopped
+
+def lock():
+    held = threading.Lock()
+    held.acquire()
+    held.acquire()  # stuck: lock
+
+def loader():
+    time.sleep(600)  # stuck: loader
+
+def pipe():
+    while True:
+        log.info("x" * 1000)
+
+def disk():
+    os.mkfifo(run_dir / "metrics.jsonl")
+    log.Metrics(run_dir, {}, 0)
+
+def heartbeats():
+    os.mkfifo(run_dir / "log" / f".alive-{rank}.{rank}.tmp")
+    time.sleep(600)  # stuck: heartbeats
+
+def loop():
+    while True: pass  # stuck: loop
+
+def interpreter():
+    ctypes.PyDLL(None).sleep(600)  # stuck: interpreter
+
+def unexplained():
+    sys.modules["samestep.hang"] = None
+    time.sleep(600)  # stuck: unexplained
+
+def wait():
+    while True:
+        time.sleep(
+            0.1
+        )  # ranks talk
+
+log.start(run_dir, rank, False)
+dog = watchdog.Watchdog(World(rank, 2, launcher="torchrun"), float(sys.argv[4]))
+dog.write_to(run_dir / "log")
+while not (run_dir / "log" / f"alive-{1 - rank}").exists():
+    time.sleep(0.05)
+for step in range(3):
+    dog.beat(step + 1)
+globals()[kind]()
+"""
+STREAM = next(i for i, line in enumerate(Path(log.__file__).read_text().splitlines(), 1) if "stream.write(" in line)
+METRICS = next(i for i, line in enumerate(Path(log.__file__).read_text().splitlines(), 1) if "read_text(" in line)
+PLACES = {"pipe": f"log.py:{STREAM} in _to_console", "disk": f"log.py:{METRICS} in _kept_lines"}
+KINDS = ("stopped", "lock", "loader", "pipe", "disk", "heartbeats", "loop", "interpreter", "unexplained")
+
+
+def place(kind: str) -> str:
+    """Where a rank that is stuck stands, by the program's text."""
+    lines = PROGRAM.splitlines()
+    found = [i for i, line in enumerate(lines, 1) if line.endswith(f"# stuck: {kind}")]
+    return PLACES.get(kind) or f"program.py:{found[0]} in {kind}"
+
+
+@dataclass
+class Hang:
+    """How one hang ended."""
+
+    run_dir: Path
+    guilty: int
+    pids: dict[int, int]
+    lines: dict[int, str]  # what each rank has told on its console
+
+    @property
+    def seconds(self) -> float:
+        """From the last progress of the rank that was not guilty until it had told its line."""
+        return float(hang.read_json(self.run_dir / "log" / f"hang-{1 - self.guilty}.json")["waited"])
+
+
+class Ranks:
+    """The two ranks of a hang; none is left when the test ends."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.run_dir, self.guilty, self.kind = folder, 0 if kind == "pipe" else 1, kind
+        folder.mkdir()
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP_")}
+        self.processes = {
+            rank: subprocess.Popen(
+                [sys.executable, program, folder, str(rank), kind if rank == self.guilty else "wait", str(TIMEOUT)],
+                env={**environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": f"job-{kind}"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # which nobody reads
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        }
+
+    def ended(self) -> Hang:
+        """Wait until the ranks that can end have done so: one that is stopped, or whose interpreter is held, cannot."""
+        lines = {}
+        pids = {rank: process.pid for rank, process in self.processes.items()}
+        for rank, process in sorted(self.processes.items(), key=lambda item: item[0] == self.guilty):
+            if rank == self.guilty and self.kind in ("stopped", "interpreter"):
+                process.kill()
+            assert process.stderr
+            lines[rank] = process.stderr.read().replace(
+                f"; python -m samestep.autopsy {self.run_dir} shows all stacks", ""
+            )
+            process.wait(timeout=LIMIT)
+        return Hang(self.run_dir, self.guilty, pids, lines)
+
+    def clean_up(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hang]]:
+    """All at once: they cost little but time."""
+    folder = tmp_path_factory.mktemp("hangs")
+    started = {kind: Ranks(folder / kind, kind) for kind in KINDS}
+    try:
+        yield {kind: ranks.ended() for kind, ranks in started.items()}
+    finally:
+        for ranks in started.values():
+            ranks.clean_up()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hang_is_told_with_the_rank_and_its_line(hangs: dict[str, Hang], kind: str) -> None:
+    found = hangs[kind]
+    other = 1 - found.guilty
+    told = found.lines[other]
+    print(f"{kind}: told {found.seconds - TIMEOUT:.2f} s over --timeout: {told}")  # measured, and shown by -rP
+    (line,) = told.splitlines()
+    assert line.startswith(f"error: no progress for 4 s: rank {found.guilty} ({HOST}, pid {found.pids[found.guilty]})")
+    assert f" at {place(kind)}" in line
+    assert re.search(rf"; rank {other} \({HOST}, pid {found.pids[other]}\) (waits|last seen) at program.py:", line)
+    words = {"stopped": f"stopped by a signal (kill -CONT {found.pids[1]} ", "interpreter": "held by C code"}
+    if kind in words:
+        assert re.search(rf"last alive at step \d, silent for \d+ s, .*{re.escape(words[kind])}", line)
+        assert (f", last seen at {place(kind)}" in line) == (kind == "stopped")
+    elif kind not in ("heartbeats", "unexplained"):  # of these the guilty rank may have ended, or not have answered
+        assert " last alive at step 3" in line
+        assert ", not in a collective; " in line
+
+
+def test_a_rank_that_cannot_explain_its_hang_ends_with_a_plain_line(hangs: dict[str, Hang]) -> None:
+    found = hangs["unexplained"]
+    assert found.lines[1] == f"error: no progress for 4 s: rank 1 ({HOST}, pid {found.pids[1]}) last alive at step 3\n"
+
+
+def test_autopsy_shows_the_stacks_of_a_hang(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("loader", "interpreter"):
+        assert autopsy.main([str(hangs[kind].run_dir)]) == 0
+        told = capsys.readouterr().out
+        assert hangs[kind].lines[0].partition("s: ")[2].strip() in told
+        name = {"loader": "loader/program.py", "interpreter": "interpreter/program.py"}[kind]
+        line = place(kind).partition(":")[2].partition(" ")[0]
+        assert re.search(rf"rank 1  {HOST}  pid \d+  step \d\n(silent .*\n)?  {name}:{line} {kind}\n", told)
+        assert re.search(rf"rank 0  {HOST}  pid \d+  step 3\n  {name}:\d+ wait\n      time.sleep", told)
+        assert f"{name}:{len(PROGRAM.splitlines())} <module>\n      globals()[kind]()" in told
+
+
+def test_autopsy_shows_a_lone_rank_whose_interpreter_is_held(
+    hangs: dict[str, Hang], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody could tell of it: what is there is its last heartbeat, and the stack that a C thread wrote."""
+    (tmp_path / "log").mkdir()
+    for name in ("alive-1", "stack-1.txt"):
+        (tmp_path / "log" / name).write_bytes((hangs["interpreter"].run_dir / "log" / name).read_bytes())
+    assert autopsy.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "its interpreter is held by C code\n" in told
+    assert f"program.py:{place('interpreter').partition(':')[2].partition(' ')[0]} interpreter" in told
+
+
+# --- what is told of many ranks, of files that ranks left ------------------------------------------------------------
+
+
+def left(folder: Path, rank: int, at: tuple[str, int, str, str], **more: Any) -> None:
+    """What a rank of 64 left of a hang."""
+    its = {"rank": rank, "world_size": 64, "host": "h", "pid": 100 + rank, "step": 57, "time": 1000.0, "job": "j"}
+    its |= {"at": at, "waited": 5.0, "threads": [{"name": "MainThread", "calls": [at]}], "collective": None, **more}
+    (folder / "log").mkdir(exist_ok=True)
+    (folder / "log" / f"hang-{rank}.json").write_text(json.dumps(its))
+
+
+WAITS = ("/a/train.py", 105, "train", "dist.all_reduce(sums)  # ranks talk")
+SLEEPS = ("/a/data.py", 31, "batch", "time.sleep(1000)")
+NOW = {"job": "j", "time": 1001.0, "rank": 0, "pid": 100}
+
+
+def judged(folder: Path, world_size: int = 64) -> str:
+    found = [view for rank in range(world_size) if (view := hang.look(folder / "log", rank, NOW))]
+    return hang.verdict(found, world_size, {})
+
+
+def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: Path) -> None:
+    for rank in range(64):
+        left(tmp_path, rank, SLEEPS if rank == 7 else WAITS, step=57 if rank != 9 else 56)
+    assert judged(tmp_path) == (
+        "rank 7 (h, pid 107) last alive at step 57 stands at data.py:31 in batch (time.sleep(1000)), not in a "
+        "collective; the others wait at train.py:105 in train (dist.all_reduce(sums))"
+    )
+
+
+def test_of_ranks_that_do_not_say_that_they_wait_the_odd_one_is_named(tmp_path: Path) -> None:
+    """A framework that waits where its result is read, on a line without a mark; or in a module of its collectives."""
+    reads = ("/a/train.py", 137, "train", "float(loss)")
+    for rank in range(64):
+        left(tmp_path, rank, SLEEPS if rank == 7 else reads)
+    assert judged(tmp_path).startswith("rank 7 (h, pid 107) last alive at step 57 stands at data.py:31 in batch ")
+    assert judged(tmp_path, 8).endswith("; the others stand at train.py:137 in train (float(loss))")
+    step = ("/a/train.py", 60, "train_step", "optimizer.step()")
+    calls = [("/x/site-packages/horovod/torch/mpi_ops.py", 9, "synchronize", "wait(handle)"), step]
+    left(tmp_path, 0, step, threads=[{"name": "MainThread", "calls": calls}])
+    left(tmp_path, 1, SLEEPS)
+    assert judged(tmp_path, 2) == (
+        "rank 1 (h, pid 101) last alive at step 57 stands at data.py:31 in batch (time.sleep(1000)), not in a "
+        "collective; rank 0 (h, pid 100) waits at train.py:60 in train_step (optimizer.step())"
+    )
+
+
+def test_ranks_that_wait_in_what_few_wait_in_are_named(tmp_path: Path) -> None:
+    gather = ("/a/ranks.py", 92, "all_gather", "dist.all_gather(everyones, mine)  # ranks talk")
+    for rank in range(64):
+        kind = {"name": f"all_{'gather' if rank == 7 else 'reduce'} 20 [4] double", "number": 20, "pending": True}
+        left(tmp_path, rank, gather if rank == 7 else WAITS, collective=kind)
+    assert judged(tmp_path) == (
+        "rank 7 (h, pid 107) last alive at step 57 waits in all_gather 20 [4] double at ranks.py:92 in all_gather "
+        "(dist.all_gather(everyones, mine)); the others wait in all_reduce 20 [4] double at train.py:105 in train "
+        "(dist.all_reduce(sums))"
+    )
+
+
+def test_the_rank_whose_last_collective_has_the_lowest_number_is_named(tmp_path: Path) -> None:
+    for rank in range(64):
+        number = 19 if rank == 7 else 20
+        left(tmp_path, rank, WAITS, collective={"name": f"all_reduce {number}", "number": number, "pending": True})
+    assert judged(tmp_path).startswith(
+        "rank 7 (h, pid 107) last alive at step 57 waits in all_reduce 19 at train.py:105"
+    )
+
+
+def test_where_all_that_are_seen_wait_those_never_seen_are_named_first(tmp_path: Path) -> None:
+    """As on one of two machines that share no disk."""
+    for rank in range(32):
+        left(tmp_path, rank, WAITS)
+    assert judged(tmp_path) == (
+        "32 of 64 ranks never seen from here: 32-63; ranks 0-31 wait at train.py:105 in train (dist.all_reduce(sums))"
+    )
+    left(tmp_path, 3, SLEEPS)
+    assert judged(tmp_path).startswith("rank 3 (h, pid 103) last alive at step 57 stands at data.py:31 in batch")
+    assert judged(tmp_path).endswith("; 32 of 64 ranks never seen from here: 32-63")
+
+
+def test_files_that_block_or_are_damaged_are_passed_over(tmp_path: Path) -> None:
+    left(tmp_path, 0, WAITS)
+    os.mkfifo(tmp_path / "log" / "hang-1.json")  # opening it for reading would wait for a writer
+    os.mkfifo(tmp_path / "log" / "alive-1")
+    for rank, content in enumerate(["", "{", "[]", "7", '{"job": "j", "rank": 5, "time": 1000, "pid": 1}'], start=2):
+        (tmp_path / "log" / f"hang-{rank}.json").write_text(content)
+    assert judged(tmp_path, 7).startswith("6 of 7 ranks never seen from here: 1-6; rank 0 (h, pid 100) waits at")
+
+
+def test_autopsy_tells_ranks_that_stand_alike_once_and_names_those_it_knows_nothing_of(tmp_path: Path) -> None:
+    for rank in range(32):
+        left(tmp_path, rank, SLEEPS if rank == 7 else WAITS, verdict="rank 7 sleeps")
+    wide, narrow = (autopsy.report(autopsy.newest(tmp_path), False, columns) for columns in (140, 80))
+    assert "rank 7 sleeps" in narrow[1]
+    assert narrow[2:] == [
+        "",
+        "rank 7  h  pid 107  step 57",
+        "  a/data.py:31 batch",
+        "      time.sleep(1000)",
+        "",
+        "ranks 0-6, 8-31  h  step 57",
+        "  a/train.py:105 train",
+        "      dist.all_reduce(sums)  # ranks talk",
+        "",
+        "ranks 32-63: nothing here; if they ran on another machine, run this there, or give that machine's copy of the "
+        "run dir as a further RUN_DIR",
+    ]
+    assert [line.split() for line in wide[3:5]] == [
+        "rank 7 h pid 107 step 57 ranks 0-6, 8-31 h step 57".split(),
+        "a/data.py:31 batch a/train.py:105 train".split(),
+    ]
+
+
+def test_autopsy_takes_the_newest_hang_of_each_machines_run_dir(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for machine in range(2):
+        (tmp_path / str(machine)).mkdir()
+        for rank in range(32 * machine, 32 * machine + 32):
+            left(tmp_path / str(machine), rank, WAITS, host=f"h{machine}", job=f"j{machine}", verdict=f"as {machine}")
+    left(tmp_path / "0", 60, SLEEPS, time=10.0)  # of an earlier hang
+    assert autopsy.main([str(tmp_path / "0"), str(tmp_path / "1")]) == 0
+    told = capsys.readouterr().out
+    assert "as seen from h0: as 0\nas seen from h1: as 1\n" in told
+    assert "ranks 0-63  h0, h1  step 57" in told
+    assert "nothing here" not in told
+    assert "time.sleep" not in told
+
+
+@pytest.mark.parametrize(("name", "words"), [("nowhere", "no such folder"), ("run", "holds no hang")])
+def test_autopsy_of_nothing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    (tmp_path / "run" / "log").mkdir(parents=True)
+    assert autopsy.main([str(tmp_path / name)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.fullmatch(rf"error: {tmp_path / name}.*{words}.*\n", told.err)

@@ -1,0 +1,83 @@
+"""Hangs of one rank at a step: Python imports this at start when its folder is on PYTHONPATH.
+
+SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``:
+
+- ``never``: the rank comes to nothing, not even to its first import;
+- ``skip``: it leaves out the all_gather by which ranks compare before the next checkpoint;
+- ``order``: it calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast;
+- ``shapes``: it gives the next log line's all_reduce one number more than the others;
+- ``sleep``: its loader sleeps;
+- ``write``: it is stopped while it writes its first checkpoint, with one file open.
+
+Nothing of the program is replaced but this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+_hang = json.loads(os.environ.get("SAMESTEP_HANG", "null"))
+_rank = int(os.environ.get("RANK", "-1"))
+# The rank itself, not the launcher that has train.py among its arguments.
+_is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
+
+
+def _at_step(act: Any) -> None:
+    from samestep import sharding
+
+    indices = sharding.GlobalBatches.indices
+
+    def indices_and_more(self: Any, step: int) -> Any:
+        if step == _hang["step"]:
+            act()
+        return indices(self, step)
+
+    sharding.GlobalBatches.indices = indices_and_more  # type: ignore[method-assign]
+
+
+def _skip() -> None:
+    sys.modules["ranks"].__dict__["all_gather"] = lambda row: row[None]
+
+
+def _order() -> None:
+    import torch.distributed as dist
+
+    calls: list[Any] = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
+
+    def and_broadcast(tensor: Any) -> None:
+        for call in calls[::-1] if _rank == _hang["rank"] else calls:
+            call(tensor)
+
+    dist.all_reduce = and_broadcast  # type: ignore[assignment]
+
+
+def _shapes() -> None:
+    import torch
+    import torch.distributed as dist
+
+    all_reduce: Any = dist.all_reduce
+
+    def of_more(tensor: Any) -> None:
+        all_reduce(torch.cat([tensor, tensor[:1]]))
+
+    dist.all_reduce = of_more  # type: ignore[assignment]
+
+
+def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and str(arguments[0]).endswith("/manifest.json"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if _hang and _is_rank and (_rank == _hang["rank"] or _hang["kind"] == "order"):
+    kinds = {"skip": _skip, "order": _order, "shapes": _shapes, "sleep": lambda: time.sleep(600)}
+    if _hang["kind"] == "never":
+        time.sleep(600)
+    elif _hang["kind"] == "write":
+        sys.addaudithook(_stop_when_writing)
+    else:
+        _at_step(kinds[_hang["kind"]])

@@ -1,0 +1,103 @@
+"""Hangs that need a collective: the console names rank and line. tests/core/test_hang.py has those that need none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT, Harness, Outcome
+from samestep import hang
+
+APP = ROOT / "apps" / "mnist_ddp"
+WHO = rf"\({re.escape(os.uname().nodename)}, pid \d+\)"
+
+
+def place(file: str, code: str, nth: int = 0) -> str:
+    """File and line of the ``nth`` line of the app that holds this code, as a regular expression."""
+    found = [i for i, line in enumerate((APP / file).read_text().splitlines(), 1) if code in line]
+    return rf"{re.escape(file)}:{found[nth]} in "
+
+
+def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
+    """A run in which this rank hangs, at step 6 where the kind has a step; it is not started again."""
+    path = [str(ROOT / "tests" / "mnist_ddp" / "hangs"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    what = {"kind": kind, "rank": rank, "step": 6}
+    options = [*harness.app.small, f"--timeout={timeout}", "--max-restarts=0"]
+    outcome = harness.run(2, *options, SAMESTEP_HANG=json.dumps(what), PYTHONPATH=os.pathsep.join(path))
+    assert outcome.code == 1, outcome
+    logs = harness.folder / "run" / "log"
+    if stalled := hang.read_json(logs / "stalled"):
+        over = hang.read_json(logs / f"hang-{stalled['rank']}.json")["waited"] - timeout  # when its line was told
+        print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("kind", "its"),
+    ids=["skip", "order"],
+    argvalues=[
+        ("skip", rf"all_reduce (?P<number>\d+) \[21840\] float at {place('train.py', '.backward()')}train_step "),
+        pytest.param(
+            "order",
+            rf"broadcast (?P<number>\d+) \[4\] double at {place('train.py', 'dist.all_reduce(sums)', 1)}train ",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, its: str) -> None:
+    """Of two nobody can say which one is wrong: the one that left out a collective, or called them in another order."""
+    line = hung(harness, kind, 1, 15).errors[0]
+    others = {
+        "skip": rf"all_gather (\d+) \[16\] long at {place('ranks.py', 'dist.all_gather(')}all_gather ",
+        "order": rf"all_reduce (\d+) \[4\] double at {place('train.py', 'dist.all_reduce(sums)', 1)}train ",
+    }
+    steps = r"last alive at step \d+ waits in "
+    found = re.fullmatch(
+        rf"error: no progress for 15 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{its}.*; "
+        r"these do not match; python -m samestep.autopsy \S+ shows all stacks",
+        line,
+    )
+    assert found, line
+    assert found[1] == found["number"]
+    command = [sys.executable, "-m", "samestep.autopsy", str(harness.folder / "run")]
+    environ = {**harness.environ(), "PYTHONPATH": str(ROOT / "core")}
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert line.partition("s: ")[2].rpartition("; python")[0] in told
+    assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ train\n      \w+", told), told
+
+
+def test_a_rank_that_never_comes_is_named_and_the_others_wait_at_the_rendezvous(harness: Harness) -> None:
+    line = hung(harness, "never", 1, 5).errors[0]
+    code = "dist.init_process_group(init_method="
+    assert re.fullmatch(
+        rf"error: no progress for 5 s: 1 of 2 ranks never seen from here: 1 \(rank 1 is pid \d+, .*\); "
+        rf"rank 0 {WHO} waits at {place('ranks.py', code)}rendezvous .*",
+        line,
+    ), line
+
+
+def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_file(harness: Harness) -> None:
+    line = hung(harness, "write", 0, 15).errors[0]
+    found = re.match(
+        rf"error: no progress for 15 s: rank 0 {WHO} last alive at step \d+, silent for \d+ s, stopped by a signal "
+        r"\(kill -CONT \d+ continues it\) while it has \.step-00000005\.tmp/model\.safetensors open, last seen at "
+        rf"(\w+\.py:\d+ in \w+) .*; rank 1 {WHO} waits in all_reduce \d+ \[21840\] float at ",
+        line,
+    )
+    assert found, line
+    file, number, function = hang.read_json(harness.folder / "run" / "log" / "alive-0")["at"]
+    assert found[1] == f"{os.path.basename(file)}:{number} in {function}"
+
+
+def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
+    """Under gloo no hang: the rank that gets more than it expects aborts in C++, the other one loses a connection."""
+    line = hung(harness, "shapes", 1, 15).errors[0]
+    where = place("train.py", "dist.all_reduce(sums)", 1)
+    assert line.startswith("error: rank 1: RuntimeError: ")
+    assert re.search(
+        rf"; rank 0 {WHO} died \(Aborted\) at {where}train \(dist\.all_reduce\(sums\)\); more in ", line
+    ), line
