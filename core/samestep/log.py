@@ -1,4 +1,4 @@
-"""What happened: console, log files, metrics.jsonl, progress bar, and exit codes.
+"""What happened: console, log files, progress bar, and exit codes.
 
 ``start`` gives the process's file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``: whatever a framework, its
 C++ or a traceback prints lands there, and the console gets only what this module puts on it.
@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -169,51 +169,6 @@ def progress(total: int, done: int) -> tqdm[Any]:
         total=total, initial=done, unit="step", file=_console, disable=not show, leave=False, dynamic_ncols=True
     )
     return _bar
-
-
-class Metrics:
-    """``metrics.jsonl``, written by rank 0: a header line, then one JSON object a line.
-
-    Opening it cuts it back to ``resumed_from`` updates, so that after any number of resumes each step is in it once.
-    """
-
-    def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
-        self._path = run_dir / "metrics.jsonl"
-        kept = self._kept_lines(resumed_from) if resumed_from is not None else []
-        if kept:
-            kept.append(json.dumps({"resumed": {"step": resumed_from, **header}}))
-        else:
-            kept.append(json.dumps(dict(header)))
-        checkpoint.write_atomic(self._path, ("\n".join(kept) + "\n").encode())
-        self._file = self._path.open("a", buffering=1)
-
-    def _kept_lines(self, resumed_from: int) -> list[str]:
-        kept = []
-        try:
-            lines = self._path.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
-        for line in lines:
-            try:
-                values = json.loads(line)
-            except ValueError:  # the line being written when the process was killed
-                continue
-            if not isinstance(values, dict):
-                continue
-            if values.get("step", 0) <= resumed_from and values.get("resumed", {}).get("step", 0) <= resumed_from:
-                kept.append(line)
-        return kept
-
-    def write(self, **values: Any) -> None:
-        """Append one line; it is in the file when this returns. Raises FatalError when the disk is full."""
-        try:
-            self._file.write(json.dumps(values) + "\n")
-        except OSError as problem:
-            raise FatalError(f"cannot write {self._path}: {problem.strerror}") from problem
-
-    def sync(self) -> None:
-        """Make the lines so far survive the machine's crash; before each checkpoint, which vouches for them."""
-        os.fsync(self._file.fileno())
 
 
 def result(text: str) -> None:

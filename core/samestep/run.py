@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import safetensors.numpy
@@ -34,6 +34,9 @@ from samestep.phases import PHASES, Phases
 from samestep.safetensors_writer import encode
 from samestep.sharding import GlobalBatches
 from samestep.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from samestep.metrics import Metrics
 
 Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
 TALKS_IN_GRACE = 6
@@ -162,9 +165,11 @@ class Run:
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_sum: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
-        self._metrics: log.Metrics | None = None
+        self._metrics: Metrics | None = None
         if world.rank == 0:
-            self._metrics = log.Metrics(options.run_dir, self._header(facts), self.resumed_from)
+            from samestep import metrics  # the others need none of it
+
+            self._metrics = metrics.Metrics(options.run_dir, self._header(facts), self.resumed_from)
         self._judge, self._stragglers = None, list[dict[str, Any]]()  # those named since the last line
         if world.rank == 0 and options.straggler > 0 and 1 < world.world_size <= options.global_batch_size:
             from samestep.straggler import Judge  # the others need none of it
@@ -288,7 +293,7 @@ class Run:
             name = signal.Signals(self._stops).name
             raise signals.Stopped(self._stops, f"stopped by {name} at step {self._step}, which is saved")
 
-    def _write(self, metrics: log.Metrics, groups: Groups) -> None:
+    def _write(self, metrics: Metrics, groups: Groups) -> None:
         """Rank 0: the checkpoint's files."""
         metrics.sync()  # the checkpoint vouches for its lines
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}

@@ -153,11 +153,9 @@ class Watchdog:
         if self.folder is None:
             return
         temporary = self.folder / f".{name}.{self._rank}.tmp"
-        try:
+        with contextlib.suppress(OSError):  # a full disk stops no training; the checkpoint will tell
             temporary.write_text(json.dumps(values))
             temporary.replace(self.folder / name)
-        except OSError:
-            pass  # a full disk stops no training; the checkpoint will tell
 
 
 def is_own(file: str) -> bool:
@@ -215,8 +213,6 @@ def _start_time(pid: int) -> str | None:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    except OSError as problem:
+        return not isinstance(problem, ProcessLookupError)  # but a PermissionError
     return True

@@ -22,6 +22,7 @@ PRELUDE = """
 import os, sys, time
 from pathlib import Path
 from samestep import FatalError, RankZeroError, UserError, log, rundir
+from samestep.metrics import Metrics
 
 run_dir = Path(sys.argv[1])
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from programs import CORE, LIMIT
-from samestep import autopsy, hang, log
+from samestep import autopsy, hang, log, metrics
 
 HOST = socket.gethostname()
 TIMEOUT = 4.0  # seconds without progress: longer than an interpreter must be held before a stack is written
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from samestep import log, watchdog
 from samestep.env import World
+from samestep.metrics import Metrics
 
 run_dir, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -47,7 +48,7 @@ def pipe():
 
 def disk():
     os.mkfifo(run_dir / "metrics.jsonl")
-    log.Metrics(run_dir, {}, 0)
+    Metrics(run_dir, {}, 0)
 
 def heartbeats():
     os.mkfifo(run_dir / "log" / f".alive-{rank}.{rank}.tmp")
@@ -79,8 +80,8 @@ for step in range(3):
 globals()[kind]()
 """
 STREAM = next(i for i, line in enumerate(Path(log.__file__).read_text().splitlines(), 1) if "stream.write(" in line)
-METRICS = next(i for i, line in enumerate(Path(log.__file__).read_text().splitlines(), 1) if "read_text(" in line)
-PLACES = {"pipe": f"log.py:{STREAM} in _to_console", "disk": f"log.py:{METRICS} in _kept_lines"}
+METRICS = next(i for i, line in enumerate(Path(metrics.__file__).read_text().splitlines(), 1) if "read_text(" in line)
+PLACES = {"pipe": f"log.py:{STREAM} in _to_console", "disk": f"metrics.py:{METRICS} in _kept_lines"}
 KINDS = ("stopped", "lock", "loader", "pipe", "disk", "heartbeats", "loop", "interpreter", "unexplained")
 
 

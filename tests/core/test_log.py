@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import LIMIT, child, rank_log, running, start, verdict
-from samestep import FatalError, log
+from samestep import FatalError
+from samestep.metrics import Metrics
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -31,7 +32,7 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def write_steps(run_dir: Path, resumed_from: int | None, last: int) -> None:
-    metrics = log.Metrics(run_dir, {"app": "toy"}, resumed_from)
+    metrics = Metrics(run_dir, {"app": "toy"}, resumed_from)
     for step in range((resumed_from or 0) + 1, last + 1):
         metrics.write(step=step, loss=1 / step)
     metrics.sync()
@@ -46,7 +47,7 @@ def test_a_run_is_a_header_and_a_line_a_step(tmp_path: Path) -> None:
 
 
 def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    metrics = log.Metrics(tmp_path, {"app": "toy"}, None)
+    metrics = Metrics(tmp_path, {"app": "toy"}, None)
     metrics.write(step=1, loss=0.5)
     assert lines_of(tmp_path)[-1] == {"step": 1, "loss": 0.5}
 
@@ -120,7 +121,7 @@ def test_after_any_crashes_each_step_is_there_once(crashes: list[tuple[int, int,
 
 def test_a_process_killed_while_it_writes_leaves_a_file_that_resumes(tmp_path: Path) -> None:
     code = """
-metrics = log.Metrics(run_dir, {"app": "toy"}, None)
+metrics = Metrics(run_dir, {"app": "toy"}, None)
 metrics.write(step=1, loss=0.5)
 print("writing", flush=True)
 step = 1
@@ -138,7 +139,7 @@ def test_a_write_that_fails_is_fatal(tmp_path: Path) -> None:
     code = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-metrics = log.Metrics(run_dir, {"app": "toy"}, None)
+metrics = Metrics(run_dir, {"app": "toy"}, None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     for step in range(1000):
@@ -155,7 +156,7 @@ except FatalError as problem:
 
 def test_metrics_are_refused_in_a_folder_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises((OSError, FatalError)):
-        log.Metrics(tmp_path / "gone", {"app": "toy"}, None)
+        Metrics(tmp_path / "gone", {"app": "toy"}, None)
 
 
 # --- console and log files ---------------------------------------------------------------------------------------
