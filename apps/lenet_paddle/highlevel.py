@@ -63,8 +63,7 @@ class Batches:
 class HighLevel:
     """paddle.Model around the network, its loss and its metric."""
 
-    def __init__(self, network: nn.Layer, optimizer: Optimizer, phases: Phases, images: Tensor, labels: Tensor) -> None:
-        self.phases = phases
+    def __init__(self, network: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
         self.loss, self.accuracy = MeanOverGlobalBatch(), Accuracy(topk=(1, 2))
         self.model = paddle.Model(network)
         self.model.prepare(optimizer, self.loss, self.accuracy)  # ranks talk: rank 0's weights are everyone's
@@ -72,16 +71,18 @@ class HighLevel:
             for _ in range(2):
                 self.model.train_batch([images], [labels, paddle.to_tensor(1)], update=False)  # ranks talk
 
-    def fit(self, batches: Batches, epochs: int, after_update: Callable[[int, Tensor, Tensor], None]) -> None:
+    def fit(
+        self, batches: Batches, epochs: int, phases: Phases, after_update: Callable[[int, Tensor, Tensor], None]
+    ) -> None:
         """Train; after each update call ``after_update(step, this rank's summed loss, its right answers)``."""
 
         def on_train_batch_end(step: int, logs: dict[str, Any] | None = None) -> None:
-            self.phases.end("waiting")  # and updating: paddle.Model has no callback between the two
+            phases.end("waiting")  # and updating: paddle.Model has no callback between the two
             after_update(batches.step, self.loss.loss_sum, self.loss.correct)
-            self.phases.begin()
+            phases.begin()
 
         callback = Callback()
-        callback.on_train_batch_begin = lambda step, logs=None: self.phases.end("input")
+        callback.on_train_batch_begin = lambda step, logs=None: phases.end("input")
         callback.on_train_batch_end = on_train_batch_end
         self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk: at each step
 

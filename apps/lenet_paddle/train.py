@@ -115,7 +115,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
     sample = training.batch(np.arange(1), dtype)
     if options.api == "highlevel":
-        high = HighLevel(model, optimizer, run.phases, *sample)  # ranks talk
+        high = HighLevel(model, optimizer, *sample)  # ranks talk
         test_now = partial(high.evaluate, test, dtype, run.watchdog)
     else:
         parallel, its_optimizer = ranks.distribute(options.api, model, optimizer)  # ranks talk
@@ -144,7 +144,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
     steps = range(run.start, run.stop)
     if options.api == "highlevel":
-        high.fit(Batches(training, batches, dtype, steps), options.epochs, after_update)  # ranks talk
+        high.fit(Batches(training, batches, dtype, steps), options.epochs, run.phases, after_update)  # ranks talk
     else:
         for step in steps:
             run.phases.begin()
