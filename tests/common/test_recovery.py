@@ -290,7 +290,6 @@ def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Cal
     who = rf"rank 1 \({re.escape(os.uname().nodename)}, pid {stopped}\) last alive at step \d+"
     how = r"silent for \d+ s, stopped by a signal .*, last seen at \w+\.py:\d+ in \w+"
     assert re.search(f"{who}, {how}", outcome.errors[0]), outcome
-    print(outcome.errors[0])
     result = check_same_end(harness, outcome, 2, undisturbed(2))
     assert result["restarts"] == 1
 
