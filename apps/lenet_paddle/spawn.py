@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import paddle.distributed as dist
@@ -18,8 +19,13 @@ def spawn(main: Callable[[], None], options: Options) -> None:
     stopped them, 1 for all else."""
     count, settings = choose(options)
     job = dist.spawn(log.run, args=(main,), nprocs=count, join=False, **settings)
-    for number in signals.WISHES:  # the ranks', which save a step
-        signal.signal(number, lambda number, frame: [os.kill(each.pid, number) for each in job.processes])
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for process in job.processes:  # which save a step
+            os.kill(process.pid, number)
+
+    for number in signals.WISHES:
+        signal.signal(number, hand_on)
     try:
         while not job.join():
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -80,6 +81,9 @@ def serve(options: Options) -> NoReturn:
     _leave_silence_to_the_watchdog(options)
     scheduler = os.fork()
     if scheduler == 0:
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # at its parent's death, PR_SET_PDEATHSIG: msrun kills that at a Ctrl-C
         ms.set_device("CPU")
         try:
             init()  # until the workers have left

@@ -6,9 +6,7 @@ import json
 import sys
 
 import pytest
-from harness import ROOT, Harness, Outcome, bare, free_port
-
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+from harness import ROOT, Harness, Outcome, bare
 
 
 def quick(harness: Harness, name: str, *options: str) -> Outcome:
@@ -28,20 +26,12 @@ def test_throughput(harness: Harness) -> None:
 
 
 @pytest.mark.once
-def test_the_variants_of_a_step(harness: Harness) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("ddp_step", 9), ("step_cost", 5)])
+def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--rounds=1"])
+    outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / f"{name}.py"), "--rounds=2"])
     assert outcome.code == 0, outcome
-    assert outcome.stdout.count("\n|") >= 9
-
-
-@pytest.mark.once
-def test_the_cost_of_timing_phases(harness: Harness) -> None:
-    outcome = bare(
-        harness, [sys.executable, str(ROOT / "benchmarks" / "phases.py"), "--quick"], **ALONE, MASTER_PORT=free_port()
-    )
-    assert outcome.code == 0, outcome
-    assert "with its phases timed, times as long: " in outcome.stdout
+    assert outcome.stdout.count("\n|") >= rows
 
 
 @pytest.mark.once
