@@ -81,9 +81,7 @@ def serve(options: Options) -> NoReturn:
     _leave_silence_to_the_watchdog(options)
     scheduler = os.fork()
     if scheduler == 0:
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # at its parent's death, PR_SET_PDEATHSIG: msrun kills that at a Ctrl-C
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: at a Ctrl-C msrun kills the parent alone
         ms.set_device("CPU")
         try:
             init()  # until the workers have left
