@@ -119,8 +119,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     if len(data) < start:
         raise _damaged(path, "truncated in its header")
     shape = [int(size) for size in np.frombuffer(data, ">u4", data[3], 4)]
-    excess = len(data) - start - math.prod(shape)
-    if excess:
+    if excess := len(data) - start - math.prod(shape):
         trouble = f"truncated, {-excess} bytes are missing" if excess < 0 else f"{excess} bytes too many"
         raise _damaged(path, f"{trouble} for shape {shape}")
     try:
@@ -143,8 +142,7 @@ def read_cifar(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; put a good file in its place") from None
     size = 1 + 3 * CIFAR_SIDE**2
-    excess = len(data) - records * size
-    if excess:
+    if excess := len(data) - records * size:
         trouble = f"truncated, {-excess} bytes are missing" if excess < 0 else f"{excess} bytes too many"
         raise _damaged(path, f"{trouble} for {records} images")
     rows = np.frombuffer(data, np.uint8).reshape(records, size)
@@ -225,8 +223,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> Found:
         return Found(name, _generated(name))
     system = [SYSTEM[name]] if name in SYSTEM else []
     for folder in (data_dir / name, data_dir / TORCHVISION[name], *system):
-        lacking = missing(folder, name)
-        if not lacking:
+        if not (lacking := missing(folder, name)):
             return Found(name, folder)
         if len(lacking) < len(_files(name)):
             packed = "" if name in CIFAR_RECORDS else "[.gz]"

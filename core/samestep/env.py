@@ -58,8 +58,7 @@ def detect(environ: Mapping[str, str]) -> World:
     if worlds:
         return worlds[0]
     for family in (_openmpi, _mpich, _slurm, _rank_table, _plain):
-        world = family(environ)
-        if world is not None:
+        if (world := family(environ)) is not None:
             return world
     if _set(environ, "JOB_COMPLETION_INDEX"):
         _fail(

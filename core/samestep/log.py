@@ -155,7 +155,7 @@ def no_restart(code: int) -> None:
     if _folder:
         temporary = _folder / f".no-restart.{_rank}.tmp"  # all ranks may fail at once
         try:
-            temporary.write_text(json.dumps({"code": code}))
+            temporary.write_text(json.dumps({"code": code, "job": os.environ.get("SAMESTEP_JOB")}))
             temporary.replace(_folder / "no-restart")
         except OSError as problem:
             _to_file(f"warning: {problem}")

@@ -78,8 +78,7 @@ class Run:
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
         self.wish.listen()
-        missing = [name for name in REPORTED if not hasattr(options, name)]
-        if missing:
+        if missing := [name for name in REPORTED if not hasattr(options, name)]:
             raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
         for things, came in (("ranks", world.world_size), ("machines", world.node_count)):
             asked_for = os.environ.get(f"SAMESTEP_{things.upper()}")

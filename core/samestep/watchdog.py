@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ from samestep.env import World, launch_script
 _TICK = 1.0  # seconds
 _SILENT = 5.0  # seconds without a heartbeat after which a rank counts as stopped or dead
 _HELD = 2.5  # seconds without a heartbeat after which a C thread of Python's, which needs no interpreter, writes stacks
+_ORPHANED = 3.0  # seconds in which a rank without its launcher may save a step
 _EXPLAINED = 1.7  # seconds that it may take to find out who is to blame
 
 _MAIN = getattr(sys.modules["__main__"], "__file__", None)
@@ -53,7 +55,8 @@ class Watchdog:
         self._step = self._updates = 0
         self._writing, self._stopped = threading.Lock(), threading.Event()
         self.last_progress = time.monotonic()  # waiting for ranks that never come is no progress either
-        self._launchers = {pid: _start_time(pid) for pid in _launchers(world)}
+        self._launcher = _launcher(world)
+        self._launched = _start_time(self._launcher) if self._launcher else None
         for target in (self._watch, self._beats):
             threading.Thread(target=target, name="watchdog", daemon=True).start()
 
@@ -97,10 +100,12 @@ class Watchdog:
             if now - ticked > _SILENT:  # this process itself was stopped and continues: it deserves a new chance
                 self.last_progress = now
             ticked = now
-            for pid, started in self._launchers.items():
-                if started is None or _start_time(pid) != started:
-                    log.error(f"rank {self._rank}: its launcher (pid {pid}) is gone; ending")
-                    os._exit(1)
+            if self._launcher and (self._launched is None or _start_time(self._launcher) != self._launched):
+                log.error(f"rank {self._rank}: its launcher (pid {self._launcher}) is gone; ending")
+                if callable(signal.getsignal(signal.SIGTERM)):  # a Run listens: a step may still be saved
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(_ORPHANED)
+                os._exit(1)
             if now - self.last_progress > self._limit():
                 self._end()
 
@@ -186,14 +191,15 @@ def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     return given[0] if given else None
 
 
-def _launchers(world: World) -> list[int]:
+def _launcher(world: World) -> int | None:
     """The process without which this rank is an orphan: the launch script, which sees to the launcher; else that.
 
     A rank that no launcher started has a shell for a parent, whose end means nothing.
     """
     script = launch_script(os.environ)
     by_hand = world.launcher in ("none", "env") and not script
-    return [] if by_hand else [pid for pid in [script or os.getppid()] if pid > 1]
+    pid = script or os.getppid()
+    return None if by_hand or pid == 1 else pid
 
 
 def _start_time(pid: int) -> str | None:

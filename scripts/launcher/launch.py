@@ -328,9 +328,10 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
             code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
         if code == 0:
             return 0
-        verdict = read_text(logs / "no-restart")
-        if verdict is not None:
-            return int(json.loads(verdict)["code"])
+        verdict = json.loads(read_text(logs / "no-restart") or "{}")
+        of_this_start = verdict.get("job") in (None, environ["SAMESTEP_JOB"])  # and not of an earlier job's orphan
+        if "code" in verdict and of_this_start:
+            return int(verdict["code"])
         if -code in supervise.STOPS:  # its launcher was stopped: no failure
             return 128 - code
         stepped = stepped or _made_a_step(logs, environ["SAMESTEP_JOB"])

@@ -74,9 +74,9 @@ def rank_log(run_dir: Path, rank: int = 0) -> str:
 
 
 def verdict(run_dir: Path) -> Any:
-    """What a rank told the launch script about starting again."""
+    """What a rank told the launch script about starting again: the exit code that stands."""
     path = run_dir / "log" / "no-restart"
-    return json.loads(path.read_text()) if path.exists() else None
+    return {"code": json.loads(path.read_text())["code"]} if path.exists() else None
 
 
 @contextlib.contextmanager

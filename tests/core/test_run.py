@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import threads
-from programs import HOLD, running
+from programs import HOLD, running, verdict
 from samestep import FatalError, RankZeroError, RestartError, UserError, checkpoint, log
 from samestep.env import World
 from samestep.options import arithmetic
@@ -166,7 +166,7 @@ log.run(lambda: Run("toy", options, World(0, 1)))
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: the options of toy lack dtype: ")
-    assert json.loads((run_dir / "log" / "no-restart").read_text()) == {"code": 1}
+    assert verdict(run_dir) == {"code": 1}
 
 
 @pytest.mark.parametrize("asked_for", ["3", "1"])

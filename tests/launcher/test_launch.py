@@ -466,6 +466,13 @@ def test_an_earlier_starts_verdict_does_not_count(house: House) -> None:
     assert len(house.notes()) == 2
 
 
+def test_the_verdict_of_another_job_does_not_count(house: House) -> None:
+    """An orphan's, of a launch script that was killed, which saves a step while this one has begun."""
+    late = "(run_dir / 'log' / 'no-restart').write_text(json.dumps({'code': 143, 'job': 'another'}))"
+    assert house.run(f"note(attempt=attempt)\nif attempt == 0: {late}, sys.exit(1)").returncode == 0
+    assert len(house.notes()) == 2
+
+
 def test_the_console_gets_one_line_messages_once_and_the_log_all(house: House) -> None:
     code = """
 for _ in range(3):
