@@ -84,6 +84,7 @@ class HighLevel:
         callback = Callback()
         callback.on_train_batch_begin = lambda step, logs=None: phases.end("input")
         callback.on_train_batch_end = on_train_batch_end
+        phases.begin()
         self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk: at each step
 
     def evaluate(self, test: Split, dtype: str, watchdog: Watchdog) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int, phases:
             phases.begin()
             batch = next(batches)
             phases.end("input")
-            loss = step(*batch)
+            loss = step(*batch)  # ranks talk
             phases.end("waiting")  # and all else that a compiled graph does: what of it nobody tells
         yield loss
 

@@ -54,6 +54,7 @@ def fit(
     model = Model(forward, optimizer=optimizer)
     tell = TellRun(after_update, steps.start, sink_size or 1, run.phases)
     callbacks = [tell, LossMonitor(print_every)] if print_every else [tell]
+    run.phases.begin()
     try:
         if sink_size:
             loops = len(steps) // sink_size

@@ -131,7 +131,7 @@ def train(run: Run, options: Options, world: World) -> None:
             ranks.all_gather(np.zeros(1))  # ranks talk, once: the first step counts as done when all have compiled it
         due = run.done(step)
         if due.talk and (step + 1) % options.sink_size == 0:  # in mid-loop the weights are those of the loop's end
-            last, total = float(loss.asnumpy()), float(forward.total.asnumpy())
+            last, total = float(loss.asnumpy()), float(forward.total.asnumpy())  # ranks talk, until this step is done
             loss_sum = last * batches.size(step)
             mine = [loss_sum, (total - last) * size + loss_sum]  # only an epoch's last batch, always due, is smaller
             sums = ranks.all_gather(np.array([*mine, *run.says()])).sum(axis=0)  # ranks talk

@@ -39,6 +39,7 @@ JUDGED = 0.7  # seconds that the verdict may take once the other ranks have left
 RECENT = 15.0  # seconds after which a hang of a job without a name is another one
 MARK = "# ranks talk"
 COLLECTIVES = re.compile(r"/(horovod|distributed|communication)/")  # folders of frameworks' modules in which ranks wait
+_leaving = threading.RLock()  # both of a watchdog's threads write their rank's part of a hang
 TOLD = {"step", "time", "rank", "pid", "host"}  # by each heartbeat, and so by each rank's part of a hang
 MOST = 2**20  # bytes of any file that is read here
 SHOWN = 70  # characters of a line of code in a message
@@ -54,15 +55,19 @@ def leave(watchdog: Watchdog, **more: Any) -> None:
     if watchdog.collectives:
         with contextlib.suppress(Exception):  # a framework of another version, say: stacks are there without it
             its["collective"] = watchdog.collectives()
-    watchdog.write(f"hang-{its['rank']}.json", {**its, "threads": _threads(), **more})
+    with _leaving:
+        watchdog.write(f"hang-{its['rank']}.json", {**its, "threads": _threads(), **more})
 
 
 def leave_if_others_hang(watchdog: Watchdog) -> None:
     """The same for a rank that has not found the hang itself, once."""
     values, folder = watchdog.values(), Path(watchdog.folder or "")
-    found, own = read_json(folder / "hanging"), read_json(folder / f"hang-{values['rank']}.json")
-    if _of_now(found, values) and not (_of_now(own, values) and own["pid"] == values["pid"]):
-        leave(watchdog)
+    if not _of_now(read_json(folder / "hanging"), values):
+        return
+    with _leaving:
+        own = read_json(folder / f"hang-{values['rank']}.json")
+        if not (_of_now(own, values) and own["pid"] == values["pid"]):
+            leave(watchdog)
 
 
 def _threads() -> list[dict[str, Any]]:
@@ -223,9 +228,10 @@ def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
     return view
 
 
-def crashes(folder: Path | None) -> str:
+def crashes(folder: Path | None, job: str, program: Path | None = None) -> str:
     """Of ranks of this job that a signal such as ABRT has ended where they stood: others see a lost connection alone.
 
+    ``program``, a folder, holds the app where the caller is not one of its ranks. Gives
     "; rank 0 (host, pid 7) died (Aborted) at train.py:105 in train (dist.all_reduce(sums))"; "" where there are none.
     """
     words = []
@@ -233,10 +239,18 @@ def crashes(folder: Path | None) -> str:
         its = read_json(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
         with contextlib.suppress(OSError, IndexError, KeyError):
             found = re.match(r"Fatal Python error: (.+)", _text(path))
-            if found and its["job"] == os.environ.get("SAMESTEP_JOB", ""):
-                place = _innermost(read_stacks(path)[0])
+            if found and its["job"] == job:
+                place = _innermost(read_stacks(path)[0], str(program or os.devnull))
                 words.append(f"; rank {its['rank']} ({its['host']}, pid {its['pid']}) died ({found[1]}) at {place}")
     return "".join(words)
+
+
+def all_are_here(watchdog: Watchdog, ranks: int) -> bool:
+    """Whether so many ranks of this job live on this machine, by their heartbeats and processes."""
+    values = [read_json(path) for path in (watchdog.folder or Path(os.devnull)).glob("alive-*")]
+    mine = [its for its in values if its.keys() >= TOLD and its.get("job") == watchdog.job]
+    here = [its for its in mine if its["host"] == socket.gethostname()]
+    return len(here) >= ranks and not any("process" in _trouble(its, False) for its in here)
 
 
 def _trouble(its: Mapping[str, Any], silent: bool) -> str:
@@ -277,9 +291,10 @@ def read_stacks(path: Path) -> list[list[Place]]:
     return stacks[::-1]
 
 
-def _innermost(calls: Iterable[Place]) -> Place | None:
+def _innermost(calls: Iterable[Place], program: str = os.devnull) -> Place | None:
     every = list(calls)
-    return next((place for place in every if is_own(place.file)), every[0] if every else None)
+    own = (place for place in every if is_own(place.file) or place.file.startswith(program))
+    return next(own, every[0] if every else None)
 
 
 def _of_now(its: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

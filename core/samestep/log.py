@@ -125,7 +125,7 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
     except RankZeroError as problem:
         code = problem.exit_code
     except Stopped as stopped:
-        leave(stopped)
+        leave(stopped, stopped.stands)
     except KeyboardInterrupt:
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)
@@ -135,7 +135,8 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
         from samestep import hang  # not before something has failed
 
-        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{hang.crashes(_folder)}{where}")
+        died = hang.crashes(_folder, os.environ.get("SAMESTEP_JOB", ""))
+        error(f"rank {_rank}: {type(problem).__name__}: {headline(str(problem))}{died}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(1)
@@ -143,10 +144,16 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
     os._exit(code)
 
 
-def leave(stopped: Stopped) -> NoReturn:
-    """End this process, from any thread, as it was asked to."""
-    info(str(stopped))
-    no_restart(stopped.exit_code)
+def leave(stopped: Stopped, stands: bool) -> NoReturn:
+    """End this process, from any thread, as it was asked to; ``stands``: it is not to be started again.
+
+    What is said may not hold it up: the main thread may be writing to a pipe that nobody reads, or a disk that hangs.
+    """
+    from samestep.watchdog import within
+
+    if stands:
+        within(1.0, no_restart, stopped.exit_code)
+    within(1.0, info, str(stopped))
     os._exit(stopped.exit_code)
 
 

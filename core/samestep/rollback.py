@@ -63,5 +63,7 @@ def not_finite(what: str, value: float, step: int, options: Options, world: Worl
         if its_step == step and its_start < start:
             return FatalError(f"{text}; it was so in an earlier start too")
     with contextlib.suppress(OSError):  # without it there is one start more
-        note.write_text(f"{step} {start}")
+        temporary = note.with_name(f".{note.name}.{world.rank}.tmp")
+        temporary.write_text(f"{step} {start}")
+        temporary.replace(note)
     return RestartError(f"{text}, unless a flipped bit made it so; {_AGAIN}")

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import safetensors.numpy
@@ -31,7 +31,6 @@ from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.options import Options, arithmetic, as_json
 from samestep.phases import PHASES, Phases
-from samestep.safetensors_writer import encode
 from samestep.sharding import GlobalBatches
 from samestep.watchdog import Watchdog
 
@@ -73,11 +72,11 @@ class Run:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
         self.app, self.options, self.world = app, options, world
         self.tested: dict[str, Any] = {}
-        self.wish, self.phases = signals.Wish(options.grace, log.leave), Phases()
+        self.wish, self.phases = signals.Wish(options.grace, self._leave), Phases()
         self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
+        self.wish.listen()  # before the heartbeat by which the launch script finds whom to signal
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
-        self.wish.listen()
         if missing := [name for name in REPORTED if not hasattr(options, name)]:
             raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
         for things, came in (("ranks", world.world_size), ("machines", world.node_count)):
@@ -92,6 +91,13 @@ class Run:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
         log.start(self.options.run_dir, self.world.rank, self.options.quiet)
         self.watchdog.write_to(self.options.run_dir / "log")
+
+    def _leave(self, stopped: signals.Stopped) -> NoReturn:
+        """End this rank, from any thread. Where others are gone, the signal was a launcher's after a failure."""
+        from samestep import hang
+
+        ranks = self.world.local_world_size or self.world.world_size
+        log.leave(stopped, stopped.stands or hang.all_are_here(self.watchdog, ranks))
 
     # --- where to start ------------------------------------------------------------------------------------------
 
@@ -108,7 +114,9 @@ class Run:
         problem: Exception | None = None
         if self.world.rank == 0:
             try:
-                answer, contents = self._resolve(load)
+                from samestep import rundir  # the others need none of it
+
+                answer, contents = rundir.open_run(self.app, self.options, not self.world.restart_count, load)
             except (UserError, FatalError) as caught:
                 problem, answer = caught, {"exit_code": 2 if isinstance(caught, UserError) else 1}
         answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))  # JSON, as pickle is never loaded
@@ -124,34 +132,6 @@ class Run:
         self.start = self.resumed_from or 0
         self._open()
         self.watchdog.restored(self.start)
-
-    def _resolve(self, load: Callable[[Groups], None]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Rank 0: what all ranks are to know, and the files of arrays, already loaded here."""
-        from samestep import rundir  # the others need none of it
-
-        resolved = rundir.resolve(self.app, self.options, fresh=not self.world.restart_count)
-        found, init_from = resolved.checkpoint, self.options.init_from
-        contents: dict[str, bytes] = {}
-        groups: Groups = {}
-        if found:
-            contents = found.contents
-            groups = {group: found.arrays(group) for group in contents}
-            if init_from:
-                log.info(f"{found.folder.name} of the run dir wins over --init-from {init_from}")
-        elif init_from:
-            groups = {"model": checkpoint.load_weights(init_from)}
-            contents = {"model": b"".join(encode(groups["model"]))}
-        try:
-            if groups:
-                load(groups)
-        except ValueError as problem:
-            if found:
-                raise FatalError(f"checkpoint {found.folder} does not fit the model: {problem}") from problem
-            raise UserError(f"--init-from {init_from} does not fit the model: {problem}") from problem
-        state = {} if found is None else found.state
-        state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.fingerprint}
-        answer = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
-        return {**answer, "step": found.step if found else None, "groups": list(contents)}, contents
 
     def begin(
         self, batches: GlobalBatches, test_examples: int, model: str, device: str, facts: Mapping[str, Any]
@@ -217,7 +197,7 @@ class Run:
         steps, rank, now = self._step - self._talked[0], self.world.rank, time.monotonic()
         before, after = ([0.0] * len(PHASES) * ranks for ranks in (rank, self.world.world_size - rank - 1))
         seconds = (now - self._talked[1]) / steps if rank == 0 else 0.0
-        return [self.wish.as_number(), seconds, *before, *self.phases.take(), *after]
+        return [self.wish.as_number(self.watchdog.is_orphan()), seconds, *before, *self.phases.take(), *after]
 
     def heard(self, due: Due, said: Sequence[float]) -> Due:
         """What is due now that ``said`` is known, the sums of what all ranks say: where one wishes to stop, a save.
@@ -227,7 +207,7 @@ class Run:
         wishes, seconds, *slots = said
         self._talked = self._step, time.monotonic()
         self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
-        self._stops = signals.heard(wishes)
+        self._stops, self._orphans = signals.heard(wishes)
         self._stragglers += self._judge.hear(self._step, slots) if self._judge else []
         return due._replace(log=True, save=True) if self._stops else due
 
@@ -290,7 +270,8 @@ class Run:
                 checkpoint.finish()
             ranks.broadcast(b"")  # none ends, and has the launcher end the others, before rank 0 has written
             name = signal.Signals(self._stops).name
-            raise signals.Stopped(self._stops, f"stopped by {name} at step {self._step}, which is saved")
+            said = f"stopped by {name} at step {self._step}, which is saved"
+            raise signals.Stopped(self._stops, said, stands=not self._orphans)
 
     def _write(self, metrics: Metrics, groups: Groups) -> None:
         """Rank 0: the checkpoint's files."""

@@ -13,11 +13,15 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from samestep import UserError, checkpoint, datasets, log
+from samestep import FatalError, UserError, checkpoint, datasets, log
+from samestep.checkpoint import Arrays
 from samestep.options import Options, arithmetic
+from samestep.safetensors_writer import encode
 
 # A run dir's .lock has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
 # script also waits for a rank 0 that outlived its own. A rank 0 without a launch script holds both.
@@ -66,6 +70,38 @@ def resolve(app: str, options: Options, fresh: bool = True, verify: bool = True)
     if verify:
         checkpoint.retire_newer(found)
     return Resolved(run_dir, lock, source.name, source.fingerprint, asked_before or asked or source.name, found)
+
+
+def open_run(
+    app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """For rank 0 in `Run.restore`: what all ranks are to know, and the files of arrays, already loaded here.
+
+    Raises as `resolve`, and UserError or FatalError where ``load`` finds that arrays do not fit.
+    """
+    resolved = resolve(app, options, fresh=fresh)
+    found, init_from = resolved.checkpoint, options.init_from
+    contents: dict[str, bytes] = {}
+    groups: Mapping[str, Arrays] = {}
+    if found:
+        contents = found.contents
+        groups = {group: found.arrays(group) for group in contents}
+        if init_from:
+            log.info(f"{found.folder.name} of the run dir wins over --init-from {init_from}")
+    elif init_from:
+        groups = {"model": checkpoint.load_weights(init_from)}
+        contents = {"model": b"".join(encode(groups["model"]))}
+    try:
+        if groups:
+            load(groups)
+    except ValueError as problem:
+        if found:
+            raise FatalError(f"checkpoint {found.folder} does not fit the model: {problem}") from problem
+        raise UserError(f"--init-from {init_from} does not fit the model: {problem}") from problem
+    state = {} if found is None else found.state
+    state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.fingerprint}
+    answer = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
+    return {**answer, "step": found.step if found else None, "groups": list(contents)}, contents
 
 
 def _check_same_data(found: checkpoint.Checkpoint, source: datasets.Found, warn: bool) -> None:

@@ -55,7 +55,7 @@ class Watchdog:
         self._step = self._updates = 0
         self._writing, self._stopped = threading.Lock(), threading.Event()
         self.last_progress = time.monotonic()  # waiting for ranks that never come is no progress either
-        self._launcher = _launcher(world)
+        self._launcher, self._parent = _launcher(world), os.getppid()
         self._launched = _start_time(self._launcher) if self._launcher else None
         for target in (self._watch, self._beats):
             threading.Thread(target=target, name="watchdog", daemon=True).start()
@@ -64,7 +64,8 @@ class Watchdog:
         """Leave heartbeats in ``folder`` from here on: the first that is given, of a run dir on this machine."""
         self.folder = self.folder or folder
         with contextlib.suppress(OSError):
-            self._stacks = self._stacks or Path(self.folder, f"stack-{self._rank}.txt").open("w")
+            self._stacks = self._stacks or Path(self.folder, f"stack-{self._rank}.txt").open("a")
+            self._stacks.truncate(0)  # of an earlier start; appended to, as a truncated file's writer keeps its place
             if not faulthandler.is_enabled():  # where a framework's C++ aborts, no line of Python can say so
                 faulthandler.enable(self._stacks)
         self._write_alive()
@@ -93,6 +94,10 @@ class Watchdog:
         if self._stacks:
             Path(self._stacks.name).unlink(missing_ok=True)
 
+    def is_orphan(self) -> bool:
+        """Whether the launcher that started this rank is gone: what other ranks hear of it then is of a failure."""
+        return self._launcher is not None and os.getppid() != self._parent
+
     def _watch(self) -> None:
         ticked = time.monotonic()
         while not self._stopped.wait(min(_TICK, max(0.05, self.last_progress + self._limit() - ticked))):
@@ -116,13 +121,13 @@ class Watchdog:
         """Tell who is to blame, and end: no wait here is endless, as what blocks the rank may block files as well."""
         until = time.monotonic() + _EXPLAINED
         plain = f"rank {self._rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
-        text = f"no progress for {self._limit():g} s: {(culprit := _within(_EXPLAINED, self._hang, until) or plain)}"
+        text = f"no progress for {self._limit():g} s: {(culprit := within(_EXPLAINED, self._hang, until) or plain)}"
         text += "; if it was still compiling, give it a longer --first-step-timeout" if self._compiling else ""
         more = f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if self.folder else ""
-        _within(_TICK, log.error, text + more)
-        _within(_TICK, self._hang, 0.0, culprit)
+        within(_TICK, log.error, text + more)
+        within(_TICK, self._hang, 0.0, culprit)
         # At this file the launch script ends the job: after the line, so that the line is not lost.
-        _within(_TICK, self.write, "stalled", {"job": self.job, "rank": self._rank, "culprit": culprit})
+        within(_TICK, self.write, "stalled", {"job": self.job, "rank": self._rank, "culprit": culprit})
         os._exit(1)
 
     def _hang(self, until: float, told: str = "") -> str:
@@ -177,7 +182,7 @@ def _stands() -> tuple[str, int, str] | None:
     return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
 
 
-def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     """What ``call`` gives; None where it takes longer, or raises: nothing may keep a rank from ending."""
     given: list[Any] = []
 

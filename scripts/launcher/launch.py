@@ -313,20 +313,23 @@ def _resolve_and_run(job: Job, module: Any) -> int:
 
 def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
     """Start the launcher, and again after a failure; return the script's exit code."""
+    from samestep import hang
+
     logs = run_dir / "log"
     max_restarts = job.options.max_restarts if job.trains else 0
     stop_hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
     see = f"see {logs}/launcher.log and rank-*.log"
     stepped = False  # did any start do an update?
     for attempt in range(max_restarts + 1):
-        for name in ("no-restart", "stalled"):  # what an earlier start left
+        for name in ("no-restart", "stalled", "stack-0.txt"):  # what an earlier start left
             (logs / name).unlink(missing_ok=True)
         environ = supervise.environment(job.nproc, job.nodes.count, attempt)
         with supervise.reserved_port(job.nodes.master_port) as port:
             command = job.command(sys.executable, port, logs, f"--run-dir={run_dir}", *resolved)
             grace = job.options.grace if job.trains else supervise.STOP_SECONDS
             code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
-        if code == 0:
+        # msrun says 0 when it has killed its ranks at a Ctrl-C. A rank that ends well takes its stacks away.
+        if code == 0 and not (logs / "stack-0.txt").exists():
             return 0
         verdict = json.loads(read_text(logs / "no-restart") or "{}")
         of_this_start = verdict.get("job") in (None, environ["SAMESTEP_JOB"])  # and not of an earlier job's orphan
@@ -334,15 +337,16 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
             return int(verdict["code"])
         if -code in supervise.STOPS:  # its launcher was stopped: no failure
             return 128 - code
+        ended = f"the job ended with code {code}" + hang.crashes(logs, environ["SAMESTEP_JOB"], ROOT / "apps" / job.app)
         stepped = stepped or _made_a_step(logs, environ["SAMESTEP_JOB"])
         if attempt == 1 and not stepped:  # one such failure may be chance; what fails so twice fails each time
             say(f"error: the job failed twice before its first step: {see}")
             return 1
         if attempt < max_restarts:
             again = f"starting it again ({attempt + 1} of {max_restarts})"
-            say(f"warning: the job ended with code {code}; {again}, logs in {logs}")
+            say(f"warning: {ended}; {again}, logs in {logs}")
     after = f" after {max_restarts} restarts" if max_restarts else ""
-    say(f"error: the job ended with code {code}{after}: {see}")
+    say(f"error: {ended}{after}: {see}")
     return 1
 
 

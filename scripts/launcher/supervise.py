@@ -172,10 +172,12 @@ def _stop_ranks(job: str, process: subprocess.Popen[bytes] | None, number: int, 
     """
     try:
         ranks = _ranks_of(job, logs)
-        deadline = time.monotonic() + (grace if ranks else min(grace, STOP_SECONDS))
+        deadline = time.monotonic() + (grace + 1.0 if ranks else min(grace, STOP_SECONDS))  # ranks end by themselves
         _kill(ranks or _processes_of(job), number if ranks and number != signal.SIGHUP else signal.SIGTERM)
         while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
             time.sleep(0.05)
+        if ranks and _processes_of(job):
+            say(f"killed after {grace:g} s (--grace): steps since the last checkpoint are not saved")
     except Stopped:  # a second Ctrl-C: at once
         pass
 

@@ -501,6 +501,22 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
     assert steps == sorted(set(steps))
 
 
+def test_a_stop_of_ranks_without_their_launcher_is_a_failure(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that has lost one of its own processes sends TERM to the others: the step is saved, and done again."""
+    ranks: list[Rank] = []
+
+    def asked(rank: int, done: int, model: Model) -> None:
+        if done == 5:
+            for each in ranks:
+                assert each.run
+                monkeypatch.setattr(each.run.watchdog, "is_orphan", lambda: True)
+                each.run.wish.number = signal.SIGTERM
+
+    found = job(2, [f"--run-dir={run_dir}", "--log-every=5"], Faults(after_update=asked), ranks=ranks)
+    assert [rank.error.stands for rank in found if isinstance(rank.error, Stopped)] == [False] * 2
+    assert checkpoints(run_dir)[-1] == "step-00000005"
+
+
 def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path) -> None:
     options = ["--log-every=3", "--checkpoint-every=5"]
     undisturbed = job(2, its(tmp_path / "undisturbed", *options))

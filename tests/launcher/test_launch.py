@@ -732,6 +732,15 @@ def test_a_signal_as_the_launcher_starts_leaves_nothing_either(house: House) -> 
     end_of(process)
 
 
+def test_a_launcher_that_says_0_while_its_rank_did_not_end_well_is_started_again(house: House) -> None:
+    """msrun, say, which kills its ranks at a Ctrl-C and ends with 0. A rank that ends well takes its stacks away."""
+    left = "(run_dir / 'log' / 'stack-0.txt').write_text('')"
+    done = house.run(f"note()\nif attempt == 0: {left}")
+    assert done.returncode == 0
+    assert "warning: the job ended with code 0; starting it again" in done.stderr
+    assert len(house.notes()) == 2
+
+
 def test_a_signal_between_restarts_is_a_stop(house: House) -> None:
     folder = house.work / "site"
     folder.mkdir()

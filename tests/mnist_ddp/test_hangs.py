@@ -94,10 +94,11 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
 
 
 def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
-    """Under gloo no hang: the rank that gets more than it expects aborts in C++, the other one loses a connection."""
-    line = hung(harness, "shapes", 1, 15).errors[0]
+    """Under gloo no hang: who gets more than it expects aborts in C++; the other does so too, or loses a connection."""
+    outcome = hung(harness, "shapes", 1, 15)
     where = place("train.py", "dist.all_reduce(sums)", 1)
-    assert line.startswith("error: rank 1: RuntimeError: ")
     assert re.search(
-        rf"; rank 0 {WHO} died \(Aborted\) at {where}train \(dist\.all_reduce\(sums\)\); more in ", line
-    ), line
+        rf"error: the job ended with code \d+.*; rank 0 {WHO} died \(Aborted\) at {where}train "
+        r"\(dist\.all_reduce\(sums\)\).*: see ",
+        outcome.stderr,
+    ), outcome.stderr
