@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from programs import CORE, LIMIT
-from samestep import autopsy, hang, log, metrics
+from samestep import autopsy, hang, log, metrics, watchdog
+from samestep.env import World
 
 HOST = socket.gethostname()
 
@@ -362,3 +363,46 @@ def test_autopsy_of_nothing_is_one_line(
     told = capsys.readouterr()
     assert told.out == ""
     assert re.fullmatch(rf"error: {tmp_path / name}.*{words}.*\n", told.err)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "second", "here"),
+    [
+        (2, "lives", True),
+        (2, "gone", False),  # its launcher has ended the others for it
+        (2, "of another job", False),
+        (2, "nowhere", False),  # it has not come to its Run
+        (1, "nowhere", True),
+    ],
+)
+def test_whether_all_ranks_of_a_job_live_is_known(tmp_path: Path, ranks: int, second: str, here: bool) -> None:
+    """By which a TERM is known for a person's, and not a launcher's that has lost a rank."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait(timeout=LIMIT)
+    dog = watchdog.Watchdog(World(0, 2), LIMIT)
+    dog.folder = tmp_path
+    (tmp_path / "alive-0").write_text(json.dumps(dog.values()))
+    others: dict[str, dict[str, Any]] = {"gone": {"pid": ended.pid}, "of another job": {"job": "another"}}
+    if second != "nowhere":
+        (tmp_path / "alive-1").write_text(json.dumps({**dog.values(), "rank": 1, **others.get(second, {})}))
+    assert hang.all_are_here(dog, ranks) == here
+    dog.stop()
+
+
+def test_a_crash_after_other_stacks_is_still_told(tmp_path: Path) -> None:
+    """A heartbeat that came late has left stacks in the file, and the next one took them away."""
+    code = f"""
+import faulthandler, os, time
+from pathlib import Path
+from samestep import watchdog
+from samestep.env import World
+dog = watchdog.Watchdog(World(0, 1), 60)
+dog.write_to(Path({str(tmp_path)!r}))
+faulthandler.dump_traceback(dog._stacks)
+dog._write_alive()
+os.abort()
+"""
+    environ = {**os.environ, "PYTHONPATH": CORE, "SAMESTEP_JOB": "j"}
+    subprocess.run([sys.executable, "-c", code], env=environ, timeout=LIMIT, check=False)
+    assert "died (Aborted) at" in hang.crashes(tmp_path, "j")
+    assert hang.crashes(tmp_path, "another") == ""
