@@ -329,7 +329,7 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
             grace = job.options.grace if job.trains else supervise.STOP_SECONDS
             code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
         # msrun says 0 when it has killed its ranks at a Ctrl-C. A rank that ends well takes its stacks away.
-        if code == 0 and not (logs / "stack-0.txt").exists():
+        if code == 0 and not (job.trains and (logs / "stack-0.txt").exists()):
             return 0
         verdict = json.loads(read_text(logs / "no-restart") or "{}")
         of_this_start = verdict.get("job") in (None, environ["SAMESTEP_JOB"])  # and not of an earlier job's orphan

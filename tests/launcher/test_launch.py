@@ -769,6 +769,12 @@ def test_an_app_without_resume_has_its_run_dir_resolved_and_nothing_else(house: 
     assert sorted(path.name for path in house.run_dir.iterdir()) == [".lock", "log"]
 
 
+def test_what_measures_may_leave_its_stacks(house: House) -> None:
+    """Its ranks end with their process, and do not stop their watchdogs before."""
+    code = "from pathlib import Path; Path(sys.argv[-1].partition('=')[2], 'log', 'stack-0.txt').write_text('')"
+    assert bench(house, code, "2", "count", f"--run-dir={house.run_dir}").returncode == 0
+
+
 def test_what_measures_is_not_started_again(house: House) -> None:
     done = bench(house, "sys.exit(7)", "2", "weigh", f"--run-dir={house.run_dir}")
     assert done.returncode == 1
