@@ -53,6 +53,7 @@ class Wish:
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)  # each signal's number, as soon as it comes in
         for number in WISHES:
             signal.signal(number, lambda number, frame: None)
+            signal.siginterrupt(number, False)  # some frameworks' C++ takes an interrupted call for an error
 
     def _attend(self) -> None:
         self.number = first = self._next(None)
