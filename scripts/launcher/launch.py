@@ -8,6 +8,8 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: what it does): t
 ``LAUNCHER``, what is particular to the app's launcher::
 
     line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
+    equal_ranks     whether it wants as many ranks on each machine
+    may_differ      names of options that may differ between machines
 
 and functions, which raise UserError: ``check_ranks(options, ranks)`` for what does not suit N ranks on a machine, and
 ``check_installed(options, ranks)``, in the app's environment, for what that lacks. ``setup_environment(options)`` gives
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.util
 import json
 import os
@@ -34,11 +37,12 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep import FatalError, UserError
 from samestep.options import Options
@@ -46,6 +50,9 @@ from samestep.options import Options
 from launcher import supervise, venvs
 from launcher.supervise import read_text, say
 from launcher.venvs import ROOT
+
+if TYPE_CHECKING:
+    from launcher.meeting import Card, Met
 
 HELP = """\
 N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
@@ -63,11 +70,16 @@ environment:
 """
 
 
-STOPS = """\
+STOP_HELP = """\
 signals: TERM, USR1 and Ctrl-C, to this script or to any rank: all ranks agree on a step, save it and end; a second
 signal, or --grace seconds, end them at once
 
 """
+
+
+# Options of which each machine may have its own.
+MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")
+MEETING_SECONDS = 300.0  # within which machines meet, for an app without --timeout
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,11 @@ class Nodes:
     rank: int
     master_addr: str | None
     master_port: int | None
+
+    @property
+    def meet(self) -> bool:
+        """Whether their launch scripts are to find each other before they start anything."""
+        return self.count > 1 and self.master_addr is not None
 
 
 @dataclass(frozen=True)
@@ -95,18 +112,22 @@ class Job:
     def trains(self) -> bool:
         return hasattr(self.options, "resume")
 
-    def command(self, python: str, port: int, logs: Path, *more: str) -> list[str]:
-        """The launcher's command. A word of the template that names what is not given is left out."""
+    def command(self, python: str, port: int, logs: Path, *more: str, met: Met | None = None) -> list[str]:
+        """The launcher's command. A word of the template that names what is not given is left out.
+
+        ``met`` is what several machines know of each other when they start.
+        """
+        host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
             **vars(self.options),
             "python": python,
             "nproc": self.nproc,
             "nnodes": self.nodes.count,
             "node_rank": self.nodes.rank,
-            "host": None if self.nodes.count > 1 else "127.0.0.1",  # several machines have names of their own
+            "host": met.address if met else host,
             "master_addr": self.nodes.master_addr or "127.0.0.1",
             "master_port": port,
-            "world_size": self.nproc * self.nodes.count,
+            "world_size": sum(met.ranks) if met else self.nproc * self.nodes.count,
             "log_dir": logs,
             "app": ROOT / "apps" / self.app,
             "train": ROOT / "apps" / self.app / "train.py",
@@ -181,7 +202,7 @@ def _help(app: str, trains: bool) -> str:
         app=app,
         prepares=" and prepares the data" if trains else "",
         recovers=recovers if trains else "",
-        stops=STOPS if trains else "",
+        stops=STOP_HELP if trains else "",
     )
 
 
@@ -282,63 +303,131 @@ def _check_paths(options: Options) -> None:
 # --- the job, in the app's environment ---------------------------------------------------------------------------
 
 
-def _resolve_and_run(job: Job, module: Any) -> int:
-    """Resolve run dir, data set and checkpoint, and run the job with them; ``module`` is the app's options.py."""
+def _resolve(job: Job, module: Any) -> dict[str, Any]:
+    """Resolve run dir, data set and checkpoint, once for all machines; ``module`` is the app's options.py."""
     from samestep import rundir
 
-    line_prefix = getattr(module, "LAUNCHER", {}).get("line_prefix", "")
-    made = None if job.options.run_dir else rundir.new(job.app)
-    run_dir: Path = (made or job.options.run_dir).resolve()
-    job.options.run_dir = run_dir
-    if job.nodes.rank > 0:  # machine 0 resolves; its rank 0 broadcasts
-        rundir.make_folder(run_dir / "log")
-        return _run(job, run_dir, line_prefix)
-    resolved: list[str] = []
+    if job.nodes.rank > 0:  # of machines that a file lists: the first resolves the rest, and its rank 0 broadcasts
+        job.options.run_dir = (job.options.run_dir or rundir.new(job.app)).resolve()
+        rundir.make_folder(job.options.run_dir / "log")
+        return {}
+    given: Path | None = job.options.run_dir
+    made = None if given else rundir.new(job.app)
+    job.options.run_dir = (made or given or Path()).resolve()
+    plan: dict[str, Any] = {"run_dir": str(made or given)}
     try:
         if job.trains:
             found = rundir.resolve(job.app, job.options, verify=False)
             lock = found.lock
             if hasattr(module, "check_start"):
                 module.check_start(job.options, found.dataset, found.checkpoint.step if found.checkpoint else 0)
-            resolved = ["--resume", f"--dataset={found.dataset}", f"--requested-dataset={found.requested_dataset}"]
+            plan |= {"dataset": found.dataset, "fingerprint": found.fingerprint, "requested": found.requested_dataset}
         else:
-            _, lock = rundir.claim(job.app, run_dir)
+            _, lock = rundir.claim(job.app, job.options.run_dir)
     except BaseException:
         if made:  # nothing has begun: leave nothing
             shutil.rmtree(made, ignore_errors=True)
         raise
     lock.release(rundir.WRITER_BYTE)  # rank 0's from here on; the launcher's byte is held until this process ends
-    return _run(job, run_dir, line_prefix, *resolved)
+    return plan
 
 
-def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
-    """Start the launcher, and again after a failure; return the script's exit code."""
-    from samestep import hang
+def _card(job: Job, module: Any) -> Card:
+    """What this machine says of itself to the others."""
+    from samestep import __file__ as package
+    from samestep.options import as_json
 
-    logs = run_dir / "log"
+    from launcher.meeting import Card, digests
+
+    options = as_json(job.options)
+    differ = {*MAY_DIFFER, *getattr(module, "LAUNCHER", {}).get("may_differ", ())}
+    app = ROOT / "apps" / job.app
+    code = [*app.glob("*.py"), *Path(package).parent.glob("*.py"), *Path(__file__).parent.glob("*.py")]
+    return Card(
+        app=job.app,
+        machine=job.nodes.rank,
+        machines=job.nodes.count,
+        ranks=job.nproc,
+        options={name: value for name, value in options.items() if name not in differ},
+        files=digests(ROOT, [*code, *(ROOT / "scripts").glob(f"run_{job.app}.sh")]),
+        versions=venvs.versions(job.app),
+    )
+
+
+def _meet(job: Job, module: Any, card: Card, resolve: Callable[[], Mapping[str, Any]]) -> Met:
+    """Wait for the job's other machines. What is resolved for all, the others than machine 0 look after here."""
+    from samestep import datasets, rundir
+
+    from launcher import meeting
+
+    def prepare(plan: Mapping[str, Any]) -> None:
+        job.options.run_dir = Path(job.options.run_dir or plan["run_dir"]).resolve()
+        rundir.make_folder(job.options.run_dir / "log")
+        if "dataset" in plan:
+            here = datasets.resolve(plan["dataset"], job.options.data_dir, fallback=False)
+            if here.fingerprint != plan["fingerprint"]:
+                raise UserError(
+                    f"its {here.name} in {here.folder.resolve()} is not machine 0's (SHA-256 "
+                    f"{str(here.fingerprint)[:12]}, there {str(plan['fingerprint'])[:12]}): put the same files there"
+                )
+
+    assert job.nodes.master_addr is not None  # see Nodes.meet
+    assert job.nodes.master_port is not None
+    return meeting.meet(
+        card,
+        job.nodes.master_addr,
+        job.nodes.master_port,
+        getattr(job.options, "timeout", MEETING_SECONDS),
+        lambda: {**resolve(), "job": uuid.uuid4().hex},
+        prepare,
+        equal_ranks=getattr(module, "LAUNCHER", {}).get("equal_ranks", False),
+    )
+
+
+def _resolve_and_run(job: Job, module: Any) -> int:
+    """Start the launcher on what has been resolved, and again after a failure; return the script's exit code."""
+    line_prefix = getattr(module, "LAUNCHER", {}).get("line_prefix", "")
     max_restarts = job.options.max_restarts if job.trains else 0
-    stop_hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
-    see = f"see {logs}/launcher.log and rank-*.log"
+    grace = job.options.grace if job.trains else supervise.STOP_SECONDS
+    resolve = functools.cache(lambda: _resolve(job, module))  # at the first start
+    card = _card(job, module) if job.nodes.meet else None
     stepped = False  # did any start do an update?
     for attempt in range(max_restarts + 1):
-        for name in ("no-restart", "stalled", "stack-0.txt"):  # what an earlier start left
-            (logs / name).unlink(missing_ok=True)
-        environ = supervise.environment(job.nproc, job.nodes.count, attempt)
-        with supervise.reserved_port(job.nodes.master_port) as port:
-            command = job.command(sys.executable, port, logs, f"--run-dir={run_dir}", *resolved)
-            grace = job.options.grace if job.trains else supervise.STOP_SECONDS
-            code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
+        met = _meet(job, module, card, resolve) if card else None
+        plan = met.plan if met else resolve()
+        job_id = plan.get("job") or uuid.uuid4().hex
+        resolved = []
+        if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 tells the others
+            resolved = ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
+        run_dir: Path = job.options.run_dir
+        logs, see = run_dir / "log", f"see {run_dir}/log/launcher.log and rank-*.log"
+        stop_hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
+        if job.nodes.rank == 0:  # machines may share the run dir
+            for name in ("no-restart", "stalled", "stack-0.txt"):  # what an earlier start left
+                (logs / name).unlink(missing_ok=True)
+        environ = supervise.environment(job_id, job.nproc, job.nodes.count, attempt, met.address if met else None)
+        try:
+            with supervise.reserved_port(job.nodes.master_port) as port:
+                command = job.command(sys.executable, port, logs, f"--run-dir={run_dir}", *resolved, met=met)
+                code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
+        except supervise.Stopped as stopped:
+            if card and _verdict(logs, job_id) is None:  # the other machines' ranks have not heard of it
+                _part(job, replace(card, after=job_id), f"was stopped by signal {stopped.number}")
+            raise
         # msrun says 0 when it has killed its ranks at a Ctrl-C. A rank that ends well takes its stacks away.
-        if code == 0 and not (job.trains and (logs / "stack-0.txt").exists()):
+        if code == 0 and not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").exists()):
             return 0
-        verdict = json.loads(read_text(logs / "no-restart") or "{}")
-        of_this_start = verdict.get("job") in (None, environ["SAMESTEP_JOB"])  # and not of an earlier job's orphan
-        if "code" in verdict and of_this_start:
-            return int(verdict["code"])
+        card = replace(card, after=job_id) if card else None
+        if (verdict := _verdict(logs, job_id)) is not None:
+            if card and verdict < 128:
+                _part(job, card, f"has ended with code {verdict}: see what it says there")
+            return verdict
         if -code in supervise.STOPS:  # its launcher was stopped: no failure
             return 128 - code
-        ended = f"the job ended with code {code}" + hang.crashes(logs, environ["SAMESTEP_JOB"], ROOT / "apps" / job.app)
-        stepped = stepped or _made_a_step(logs, environ["SAMESTEP_JOB"])
+        from samestep import hang  # not before something has failed
+
+        ended = f"the job ended with code {code}" + hang.crashes(logs, job_id, ROOT / "apps" / job.app)
+        stepped = stepped or _made_a_step(logs, job_id)
         if attempt == 1 and not stepped:  # one such failure may be chance; what fails so twice fails each time
             say(f"error: the job failed twice before its first step: {see}")
             return 1
@@ -348,6 +437,20 @@ def _run(job: Job, run_dir: Path, line_prefix: str, *resolved: str) -> int:
     after = f" after {max_restarts} restarts" if max_restarts else ""
     say(f"error: {ended}{after}: {see}")
     return 1
+
+
+def _part(job: Job, card: Card, words: str) -> None:
+    """Let the other machines know that this one will not start again with them: else they would wait for it."""
+    from launcher import meeting
+
+    if job.nodes.master_addr and job.nodes.master_port:
+        meeting.part(card, job.nodes.master_addr, job.nodes.master_port, words)
+
+
+def _verdict(logs: Path, job: str) -> int | None:
+    """The exit code that a rank of this start left, where starting again cannot help."""
+    verdict = json.loads(read_text(logs / "no-restart") or "{}")
+    return int(verdict["code"]) if "code" in verdict and verdict.get("job") in (None, job) else None
 
 
 def _made_a_step(logs: Path, job: str) -> bool:

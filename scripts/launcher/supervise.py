@@ -9,17 +9,16 @@ import contextlib
 import fcntl
 import json
 import os
-import platform
 import re
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
@@ -57,11 +56,14 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
-    """What one start of the launcher and its ranks find in their environment; SAMESTEP_JOB is new each time."""
+def environment(job: str, nproc: int, node_count: int, attempt: int, address: str | None = None) -> dict[str, str]:
+    """What one start of the launcher and its ranks find in their environment.
+
+    ``job`` is new each time, and the same on all machines; ``address`` is this one's, by which the others see it.
+    """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     environ.update(
-        SAMESTEP_JOB=uuid.uuid4().hex,
+        SAMESTEP_JOB=job,
         SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
         SAMESTEP_RESTARTS=str(attempt),
     )
@@ -70,8 +72,9 @@ def environment(nproc: int, node_count: int, attempt: int) -> dict[str, str]:
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     # What was asked for: a rank that finds another number has lost others. Each machine may have another N.
     environ |= {"SAMESTEP_RANKS": str(nproc)} if node_count == 1 else {"SAMESTEP_MACHINES": str(node_count)}
-    if node_count == 1:  # gloo would listen on the address of the host's name
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
+    # gloo would listen on the address of the host's name, which may be none that other machines reach.
+    if name := _interface("127.0.0.1" if node_count == 1 else address):
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return environ
 
 
@@ -186,21 +189,24 @@ def _ranks_of(job: str, logs: Path) -> list[int]:
     """The job's ranks on this machine, by their heartbeats."""
     here, found = _processes_of(job), []
     for path in logs.glob("alive-*"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             its = json.loads(path.read_text())
-            if its["job"] == job and its["pid"] in here:
+            if its["job"] == job and its["host"] == socket.gethostname() and its["pid"] in here:
                 found.append(int(its["pid"]))
     return found
 
 
 def _processes_of(job: str) -> list[int]:
-    """All processes that carry this job's id in their environment, whoever their parent is by now."""
-    mark = f"SAMESTEP_JOB={job}".encode()
+    """This script's processes of a job, by their environment, whoever their parent is by now.
+
+    Another script's may be on this machine too, which stands for another machine.
+    """
+    marks = {f"SAMESTEP_JOB={job}".encode(), f"SAMESTEP_LAUNCHER={os.getpid()}@{socket.gethostname()}".encode()}
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             environ = entry.read_bytes()
-            if mark in environ.split(b"\0") or (not environ and _is_starting_child(entry.with_name("stat"))):
+            if marks <= set(environ.split(b"\0")) or (not environ and _is_starting_child(entry.with_name("stat"))):
                 found.append(int(entry.parent.name))
     return found
 
@@ -260,6 +266,19 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _interface(address: str | None) -> str | None:
+    """The name of this machine's network interface that has an IPv4 address; None where that cannot be told."""
+    if address is None or address.startswith("127."):
+        return address and ("lo0" if sys.platform == "darwin" else "lo")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # SIOCGIFADDR, netdevice(7): a struct ifreq, its address at byte 20
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", os.fsencode(name)[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def _processors() -> int:

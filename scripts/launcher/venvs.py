@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -165,6 +166,14 @@ def check_requirements(app: str) -> None:
             )
         if found[1].partition("+")[0] != pin:
             say(f"warning: {found[0]} {found[1]} is installed; this app was tested with {pin}")
+
+
+def versions(app: str) -> dict[str, str]:
+    """Python's version, and those of the pinned packages that are installed: what machines of one job must share."""
+    requirements = (ROOT / "apps" / app / "requirements.txt").read_text()
+    found = {name: _installed(name) for name in re.findall(r"^(?:# )?([\w.-]+)==", requirements, re.MULTILINE)}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Python": python, **{name: version for name, version in found.items() if version}}
 
 
 def _installed(name: str) -> str | None:

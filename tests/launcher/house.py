@@ -33,7 +33,7 @@ from samestep.options import Parser, add_common
 
 def build_parser(prog=None, usage=None):
     parser = Parser(prog=prog, usage=usage)
-    add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k",), devices=("auto", "cpu"))
+    add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k", "mnist"), devices=("auto", "cpu"))
     return parser
 
 def parse(argv, prog=None, usage=None):
@@ -86,7 +86,7 @@ def place(ranks):
 """
 # What every launcher begins with: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
 LAUNCHER = """
-import json, os, signal, subprocess, sys, time
+import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 
 nproc, port, *options = sys.argv[1:]
@@ -98,7 +98,8 @@ def note(**values):
         file.write(json.dumps(values) + chr(10))
 
 def heartbeat(updates, rank=0, job=os.environ["SAMESTEP_JOB"]):
-    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({"job": job, "updates": updates}))
+    its = {"job": job, "host": socket.gethostname(), "updates": updates}
+    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps(its))
 
 def rank(code, **settings):
     return subprocess.Popen([sys.executable, "-S", "-c", code], **settings)

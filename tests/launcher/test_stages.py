@@ -12,7 +12,7 @@ import pytest
 from house import CORE, REPOSITORY
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
-MODULES = ["__init__", "__main__", "launch", "supervise", "venvs"]
+MODULES = ["__init__", "__main__", "launch", "meeting", "supervise", "venvs"]
 
 FIRST_STAGE = """
 import importlib.util, sys

@@ -1,0 +1,312 @@
+"""Machines meet: threads stand for launch scripts here, by real connections on loopback; then the scripts."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import House, end_of
+from launcher import meeting
+from launcher.meeting import Card, Met
+from samestep import FatalError, UserError
+
+CARD = Card(
+    app="toy",
+    machine=0,
+    machines=2,
+    ranks=2,
+    options={"epochs": 3, "max_steps": None},
+    files={"apps/toy/train.py": "ab", "core/samestep/run.py": "cd"},
+    versions={"Python": "3.11", "torch": "2.13.0"},
+    host="alpha",
+)
+HOSTS = ("alpha", "beta", "gamma")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def card(machine: int, machines: int = 2, **changes: Any) -> Card:
+    return replace(CARD, machine=machine, machines=machines, host=HOSTS[machine], **changes)
+
+
+def nothing(plan: Mapping[str, Any]) -> None:
+    pass
+
+
+def together(
+    *machines: Card | tuple[Card, float],
+    limit: float = 20.0,
+    prepare: Callable[[Mapping[str, Any]], None] = nothing,
+    **settings: Any,
+) -> list[Met | Exception]:
+    """What each machine's `meet` gives or raises; a number is how many seconds it comes late."""
+    port = free_port()
+
+    def one(its: Card, late: float) -> Met:
+        time.sleep(late)
+        return meeting.meet(its, "127.0.0.1", port, limit, lambda: {"job": f"of {its.host}"}, prepare, **settings)
+
+    with ThreadPoolExecutor(len(machines)) as pool:
+        futures: list[Future[Met]] = [
+            pool.submit(one, *(its if isinstance(its, tuple) else (its, 0.0))) for its in machines
+        ]
+        return [future.exception() or future.result() for future in futures]  # type: ignore[misc]
+
+
+def test_all_know_the_same_when_they_start() -> None:
+    prepared: list[Any] = []
+    found = together((card(0, 3, ranks=1), 0.7), (card(1, 3), 0.0), (card(2, 3, ranks=4), 1.5), prepare=prepared.append)
+    assert found == [Met((1, 2, 4), "127.0.0.1", {"job": "of alpha"})] * 3
+    assert prepared == [{"job": "of alpha"}] * 2  # the first has decided it
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"app": "other"}, "the app is toy on machine 0 (alpha) and other on machine 1 (beta)"),
+        ({"machines": 3}, "NNODES is 2 on machine 0 (alpha) and 3 on machine 1 (beta)"),
+        (
+            {"files": {**CARD.files, "apps/toy/train.py": "ff"}},
+            "apps/toy/train.py differs between machine 0 (alpha) and machine 1 (beta): check out the same commit",
+        ),
+        ({"files": {}}, "apps/toy/train.py differs"),
+        ({"versions": {"Python": "3.11", "torch": "2.12.1"}}, "torch is 2.13.0 on machine 0 (alpha) and 2.12.1 on"),
+        ({"versions": {"Python": "3.11"}}, "torch is 2.13.0 on machine 0 (alpha) and missing on machine 1 (beta)"),
+        ({"options": {"epochs": 4, "max_steps": None}}, "--epochs is 3 on machine 0 (alpha) and 4 on machine 1 (beta)"),
+        ({"options": {"epochs": 3, "max_steps": 7}}, "--max-steps is null on machine 0 (alpha) and 7 on"),
+    ],
+)
+def test_what_differs_between_machines_is_told_alike_on_both(changes: dict[str, Any], said: str) -> None:
+    both = together(card(0), replace(card(1), **changes))
+    assert [type(each) for each in both] == [UserError, UserError]
+    assert str(both[0]) == str(both[1])
+    assert str(both[0]).startswith(said)
+
+
+def test_another_number_of_ranks_is_a_matter_of_the_apps_launcher() -> None:
+    one, other = card(0), card(1, ranks=3)
+    assert meeting.difference(one, other) == ""
+    assert "N is 2 on machine 0 (alpha) and 3 on machine 1 (beta)" in meeting.difference(one, other, equal_ranks=True)
+
+
+def test_two_machines_of_one_number_are_both_named() -> None:
+    found = together(card(0, 3), card(1, 3), replace(card(2, 3), machine=1))
+    assert {str(each) for each in found} <= {
+        f"{a} and {b} both have NODE_RANK=1: give each machine its own" for a, b in (("beta", "gamma"), HOSTS[:0:-1])
+    }
+    assert len({str(each) for each in found}) == 1
+
+
+def test_a_machine_that_does_not_come_is_named_on_those_that_did() -> None:
+    first, second = together(card(0, 3), card(1, 3), limit=1.0)
+    assert isinstance(first, FatalError)
+    assert str(first).startswith("machine 2 of 3 did not come within 1 s: MASTER_ADDR=127.0.0.1 MASTER_PORT=")
+    assert str(first).endswith(" is a loopback address, by which no other machine is reached")
+    assert str(second) == str(first)
+
+
+def test_a_machine_that_finds_nobody_says_where_it_looked(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = together(card(1), limit=0.5)
+    assert isinstance(found, FatalError)
+    assert str(found).startswith("machine 1 (beta) did not reach machine 0 at MASTER_ADDR=127.0.0.1 MASTER_PORT=")
+    assert "connection refused; that is a loopback address" in str(found)
+    name = "no-such-machine.invalid"
+    with pytest.raises(FatalError, match="the name does not resolve"):
+        meeting.meet(card(1), name, 29400, 0.5, dict, nothing)
+
+
+def test_what_one_machine_lacks_ends_all_with_its_name() -> None:
+    def prepare(plan: Mapping[str, Any]) -> None:
+        raise UserError("cannot make /runs: Permission denied")
+
+    both = together(card(0), card(1), prepare=prepare)
+    assert [type(each) for each in both] == [UserError] * 2
+    assert {str(each) for each in both} == {"machine 1 (beta): cannot make /runs: Permission denied"}
+
+
+def test_a_machine_that_is_slow_to_prepare_is_named() -> None:
+    first, _ = together(card(0), card(1), limit=1.0, prepare=lambda plan: time.sleep(2.5))
+    assert str(first).startswith("machine 1 (beta) of 2 did not get ready within 1 s")
+
+
+def test_who_waits_is_told_for_whom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "PATIENCE", 1.0)
+    together(card(0, 3), card(1, 3), (card(2, 3), 2.0))
+    assert "waiting for machine 2 of 3 at MASTER_ADDR=127.0.0.1" in capsys.readouterr().err
+    together((card(0), 2.0), card(1))
+    assert "waiting for machine 0 at MASTER_ADDR=127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
+    """Its connection alone says so."""
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        host = pool.submit(meeting.meet, card(0), "127.0.0.1", port, 20.0, dict, nothing)
+        line = meeting.Line(connect(port))
+        line.say(**asdict(card(1, nonce="one")))
+        assert line.hear(10) == {"plan": {}}
+        line.close()
+        assert str(host.exception(10)) == "machine 1 (beta) was lost before the start: see what it says there"
+
+
+def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        host = pool.submit(meeting.meet, card(0, 3), "127.0.0.1", port, 20.0, dict, nothing)
+        said = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
+        strangers = [connect(port) for _ in said]
+        for stranger, words in zip(strangers, said):
+            stranger.sendall(words)
+        strangers[0].close()
+        once = meeting.Line(connect(port))  # a machine that says who it is, and dies
+        once.say(**asdict(card(1, 3, nonce="one")))
+        time.sleep(0.3)
+        once.close()
+        again = pool.submit(meeting.meet, card(1, 3), "127.0.0.1", port, 20.0, dict, nothing)
+        met = meeting.meet(card(2, 3), "127.0.0.1", port, 20.0, dict, nothing)
+        assert [host.result(10), again.result(10)] == [met, met]
+        for stranger in strangers:
+            stranger.close()
+
+
+def connect(port: int) -> socket.socket:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
+    leaver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "PARTING", 2.0)
+    port, other = free_port(), 1 - leaver
+    leaves, stays = (card(number, after="job") for number in (leaver, other))
+    with ThreadPoolExecutor(2) as pool:
+        gone = pool.submit(meeting.part, leaves, "127.0.0.1", port, "has ended with code 1")
+        found = pool.submit(meeting.meet, stays, "127.0.0.1", port, 20.0, dict, nothing).exception(30)
+        assert isinstance(found, FatalError)
+        assert str(found) == f"machine {leaver} ({HOSTS[leaver]}) has ended with code 1"
+        gone.result(30)
+
+
+# --- the launch scripts ------------------------------------------------------------------------------------------
+
+
+def machines(house: House, *each: tuple[str, ...], code: str, **environ: str) -> list[subprocess.Popen[str]]:
+    """A launch script for each machine, with a run dir of its own unless its words name one."""
+    several = {"NNODES": str(len(each)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
+    started = []
+    for number, words in enumerate(each):
+        words = words if any(word.startswith("--run-dir") for word in words) else (*words, f"--run-dir=run-{number}")
+        started.append(house.start(code, *words, environ={**several, "NODE_RANK": str(number)}))
+    return started
+
+
+NOTE = """
+(run_dir / f"note-{nproc}").write_text(json.dumps({"environ": dict(os.environ), "options": options}))
+"""
+
+
+def test_the_machines_of_a_job_share_its_name_and_know_their_interface(house: House) -> None:
+    """The run dir too, as on a shared disk; the second machine is told of it."""
+    done = [end_of(process) for process in machines(house, ("2", "--run-dir=run"), ("3", "--run-dir=run"), code=NOTE)]
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    first, second = (json.loads((house.run_dir / f"note-{n}").read_text()) for n in (2, 3))
+    assert first["environ"]["SAMESTEP_JOB"] == second["environ"]["SAMESTEP_JOB"]
+    for note in (first, second):
+        assert note["environ"]["SAMESTEP_MACHINES"] == "2"
+        assert "SAMESTEP_RANKS" not in note["environ"]  # none knows how many ranks were asked for
+        assert note["environ"]["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+        assert f"--run-dir={house.run_dir}" in note["options"]
+    assert "--resume" in first["options"]
+    assert "--resume" not in second["options"]  # the first machine resolves the rest
+
+
+def test_the_second_machine_takes_the_run_dir_that_the_first_chose(house: House) -> None:
+    template = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist-5k"]
+    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = [house.script("toy", *template, environ={**several, "NODE_RANK": str(number)}) for number in (0, 1)]
+    assert [end_of(process).returncode for process in both] == [0, 0]
+    assert len(list((house.work / "runs" / "toy").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((("2",), ("2", "--epochs=2")), "error: --epochs is 1 on machine 0"),
+        ((("2",), ("2", "--run-dir=file/run")), "): cannot make "),
+    ],
+)
+def test_what_does_not_fit_is_the_same_line_on_all(house: House, words: Any, said: str) -> None:
+    Path(house.work, "file").touch()
+    done = [end_of(process) for process in machines(house, *words, code="note()")]
+    assert [(each.returncode, each.stdout) for each in done] == [(2, "")] * 2, done
+    assert done[0].stderr == done[1].stderr
+    assert said in done[0].stderr
+    assert house.notes() == []
+
+
+def test_other_data_on_the_second_machine_are_refused(house: House) -> None:
+    for name, byte in (("one", 0), ("other", 1)):
+        folder = house.work / name / "mnist"
+        folder.mkdir(parents=True)
+        for kind, count in (("train", 60_000), ("t10k", 10_000)):
+            header = b"".join(size.to_bytes(4, "big") for size in (count, 28, 28))
+            (folder / f"{kind}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + header + bytes([byte]) * count * 784)
+            (folder / f"{kind}-labels-idx1-ubyte").write_bytes(
+                b"\0\0\x08\x01" + count.to_bytes(4, "big") + bytes(count)
+            )
+    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = []
+    for number, name in enumerate(("one", "other")):
+        words = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist", f"--data-dir={name}"]
+        both.append(house.script("toy", *words, environ={**several, "NODE_RANK": str(number)}))
+    done = [end_of(process) for process in both]
+    assert [each.returncode for each in done] == [2, 2], done
+    assert done[0].stderr == done[1].stderr
+    assert "): its mnist in " in done[0].stderr
+    assert not (house.work / "runs" / "toy").exists() or not list((house.work / "runs" / "toy").rglob("*.json*"))
+
+
+def test_a_machine_that_is_stopped_while_all_wait_ends_all(house: House) -> None:
+    first, second, third = machines(house, ("2",), ("2",), ("2",), code="note()")
+    third.kill()
+    end_of(third)
+    assert first.stderr is not None
+    assert first.stderr.readline().startswith("waiting for machine 2 of 3")
+    second.send_signal(signal.SIGTERM)
+    done = end_of(first)
+    assert (done.returncode, end_of(second).returncode) == (1, 143)
+    assert re.fullmatch(r"error: machine 1 \(.+\) was stopped by signal 15\n", done.stderr)
+    assert house.notes() == []
+
+
+def test_a_machine_whose_ranks_failed_for_good_ends_the_others(house: House) -> None:
+    """Each has a disk of its own, so that only one knows; the other would wait for it to start again."""
+    fails = """
+if nproc == "2":
+    told = {"code": 2, "job": os.environ["SAMESTEP_JOB"]}
+    (run_dir / "log" / "no-restart").write_text(json.dumps(told))
+sys.exit(1)
+"""
+    first, second = (end_of(process) for process in machines(house, ("2",), ("3",), code=fails))
+    assert (first.returncode, second.returncode) == (2, 1)
+    assert re.search(r"^error: machine 0 \(.+\) has ended with code 2", second.stderr, re.MULTILINE), second.stderr
