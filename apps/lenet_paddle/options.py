@@ -14,6 +14,7 @@ from pathlib import Path
 from samestep import UserError
 from samestep.options import Options, Parser, add_common, real, whole
 
+LAUNCHER = {"may_differ": ("gpus",)}
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 

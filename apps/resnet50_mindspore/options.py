@@ -10,6 +10,8 @@ from pathlib import Path
 from samestep import UserError
 from samestep.options import Options, Parser, add_common, real, whole
 
+# msrun numbers the ranks of a machine from NODE_RANK * N.
+LAUNCHER = {"equal_ranks": True}
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 IMAGE_SIZES = {"ascend": 224, "cpu": 32}
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both

@@ -125,7 +125,7 @@ class Job:
             "nnodes": self.nodes.count,
             "node_rank": self.nodes.rank,
             "host": met.address if met else host,
-            "master_addr": self.nodes.master_addr or "127.0.0.1",
+            "master_addr": met.master if met else self.nodes.master_addr or "127.0.0.1",
             "master_port": port,
             "world_size": sum(met.ranks) if met else self.nproc * self.nodes.count,
             "log_dir": logs,

@@ -62,10 +62,14 @@ class Card:
 
 @dataclass(frozen=True)
 class Met:
-    """What all machines know when they start: each one's number of ranks, this one's address, and the ``plan``."""
+    """What all machines know when they start: each one's number of ranks, this machine's address, machine 0's, a plan.
+
+    The addresses are those by which they have met: numbers, as not every launcher finds itself by a name.
+    """
 
     ranks: tuple[int, ...]
     address: str
+    master: str
     plan: Mapping[str, Any]
 
 
@@ -179,7 +183,7 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._reader: IO[bytes] = connection.makefile("rb")
-        self.here = _plain(connection.getsockname()[0])
+        self.here, self.there = (_plain(each[0]) for each in (connection.getsockname(), connection.getpeername()))
 
     def say(self, **values: Any) -> None:
         with contextlib.suppress(OSError):  # the other end will be missed when it has to answer
@@ -232,7 +236,8 @@ class _Host:
         finally:
             _close(listener)
             self._see_off()
-        return Met(tuple(ranks), next(iter(self._guests.values()))[1].here, plan)
+        here = next(iter(self._guests.values()))[1].here
+        return Met(tuple(ranks), here, here, plan)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -240,7 +245,8 @@ class _Host:
                 connection, _ = listener.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=self._listen_to, args=(Line(connection),), daemon=True).start()
+            with contextlib.suppress(OSError):  # who came is gone already
+                threading.Thread(target=self._listen_to, args=(Line(connection),), daemon=True).start()
 
     def _listen_to(self, line: Line) -> None:
         said: dict[str, Any] = {"": ""}
@@ -368,7 +374,7 @@ def _take_part(
     ready = _answer(line, where)
     if "start" not in ready:
         raise FatalError(f"machine 0 at {where} was lost before the start: see what it says there")
-    return Met(tuple(ready["start"]), line.here, said["plan"])
+    return Met(tuple(ready["start"]), line.here, line.there, said["plan"])
 
 
 def _answer(line: Line, where: Place) -> dict[str, Any]:

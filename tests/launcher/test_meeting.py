@@ -69,7 +69,7 @@ def together(
 def test_all_know_the_same_when_they_start() -> None:
     prepared: list[Any] = []
     found = together((card(0, 3, ranks=1), 0.7), (card(1, 3), 0.0), (card(2, 3, ranks=4), 1.5), prepare=prepared.append)
-    assert found == [Met((1, 2, 4), "127.0.0.1", {"job": "of alpha"})] * 3
+    assert found == [Met((1, 2, 4), "127.0.0.1", "127.0.0.1", {"job": "of alpha"})] * 3
     assert prepared == [{"job": "of alpha"}] * 2  # the first has decided it
 
 

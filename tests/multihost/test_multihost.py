@@ -1,0 +1,236 @@
+"""Apps on several hosts, by their own launchers: the losses of one host, links that break, machines that come late."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import APPS, ROOT, Harness, Job, losses, metrics, relative_difference, row
+from hosts import Host, network
+from ssh import ssh_between
+
+PORT = "29400"  # each host has all ports to itself
+STEPS = 6
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Iterator[Callable[[str], Harness]]:
+    """The harness of an app; at the end nothing of it may be left running."""
+    made: dict[str, Harness] = {}
+
+    def one(app: str) -> Harness:
+        if app not in made:
+            folder = tmp_path / app
+            folder.mkdir()
+            made[app] = Harness(row(app), "cpu", folder)
+        return made[app]
+
+    yield one
+    for harness in made.values():
+        harness.check_nothing_left()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with network(3) as made:
+        yield made
+
+
+def start(
+    harness: Harness, hosts: Sequence[Host], ranks: Sequence[int], *options: str, folder: str = "run", **environ: str
+) -> list[Job]:
+    """The launch script on each host, in a folder of its own: they share no disk."""
+    return [start_on(harness, hosts, number, n, *options, folder=folder, **environ) for number, n in enumerate(ranks)]
+
+
+def start_on(
+    harness: Harness, hosts: Sequence[Host], number: int, n: int, *options: str, folder: str = "run", **environ: str
+) -> Job:
+    work = harness.folder / f"node{number}"
+    work.mkdir(exist_ok=True)
+    several = {
+        "NNODES": str(len(hosts)),
+        "NODE_RANK": str(number),
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": PORT,
+        **environ,
+    }
+    script = ["bash", str(ROOT / "scripts" / f"run_{harness.app.name}.sh"), str(n), f"--run-dir={folder}", *options]
+    command = hosts[number].command(*script)
+    return harness.start_command(command, work / folder, work, **several)
+
+
+def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
+    """The result that the first host says, after checking that all ended well."""
+    outcomes = [job.finish() for job in jobs]
+    assert [outcome.code for outcome in outcomes] == [0] * len(jobs), outcomes
+    assert [outcome.stdout for outcome in outcomes[1:]] == [""] * (len(jobs) - 1)
+    result = harness.checked(outcomes[0], n)
+    return result
+
+
+# --- the losses of one host --------------------------------------------------------------------------------------
+
+
+def options_of(harness: Harness, steps: int) -> list[str]:
+    app = harness.app
+    return [*app.exact, *app.variants[0], f"--global-batch-size={app.batches[0]}", f"--max-steps={steps}"]
+
+
+def check_losses(harness: Harness, folder: Path, steps: int) -> None:
+    harness.train(1, *options_of(harness, steps), run_dir=harness.folder / "alone")
+    alone = losses(harness.folder / "alone")
+    assert len(alone) == steps
+    assert relative_difference(alone, losses(folder)) < harness.app.tolerance
+
+
+@pytest.mark.parametrize("app", [app for app in APPS if app != "mnist_horovod"])
+def test_two_hosts_take_the_steps_of_one(app: str, of: Callable[[str], Harness], hosts: list[Host]) -> None:
+    harness = of(app)
+    finish(harness, start(harness, hosts[:2], (1, 1), *options_of(harness, STEPS)), 2)
+    check_losses(harness, harness.folder / "node0" / "run", STEPS)
+
+
+def test_horovod_starts_both_hosts_from_one_by_ssh(
+    of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
+) -> None:
+    harness = of("mnist_horovod")
+    with ssh_between(hosts[:2], tmp_path, harness.environ()) as command:
+        result = finish(harness, start_horovod(harness, hosts, command, *options_of(harness, STEPS)), 2)
+    check_losses(harness, Path(result["run_dir"]), STEPS)
+
+
+def test_three_hosts_that_come_late_and_by_late_names(
+    of: Callable[[str], Harness], hosts: list[Host], soak: bool
+) -> None:
+    """1 + 2 + 1 ranks; at first no name resolves, and the third host comes when the others wait."""
+    harness = of("mnist_ddp")
+    for run in range(20 if soak else 1):
+        late, folder = (60.0 if run == 0 else run * 1.5) if soak else 4.0, f"run-{run}"
+        options = [*options_of(harness, STEPS)]
+        hosts[0].network.write_names([])
+        jobs = [start_on(harness, hosts, number, 1 + number, *options, folder=folder) for number in (0, 1)]
+        time.sleep(late / 2)
+        hosts[0].network.write_names(hosts)
+        time.sleep(late / 2)
+        jobs.append(start_on(harness, hosts, 2, 1, *options, folder=folder))
+        result = finish(harness, jobs, 4)
+        assert result["node_count"] == 3
+        if run == 0:
+            check_losses(harness, harness.folder / "node0" / folder, STEPS)
+
+
+# --- a cable is pulled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "app", ["mnist_ddp", *(pytest.param(app, marks=pytest.mark.soak) for app in ("lenet_paddle", "mnist_horovod"))]
+)
+def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
+    app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
+) -> None:
+    """Every process on both hosts ends within the timeout, and says why; joined again, the run ends as undisturbed."""
+    harness, timeout = of(app), 20
+    expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
+    with contextlib.ExitStack() as stack:
+        if app == "mnist_horovod":
+            command = stack.enter_context(ssh_between(hosts[:2], tmp_path, harness.environ()))
+            begin = functools.partial(start_horovod, harness, hosts, command)
+        else:
+            begin = functools.partial(start, harness, hosts[:2], (1, 1))
+        jobs = begin(*harness.app.small, f"--timeout={timeout}", "--max-restarts=0")
+        jobs[0].wait_for_step(harness.app.every + 1)
+        hosts[1].cut()
+        cut = time.monotonic()
+        outcomes = [job.finish(limit=3 * timeout) for job in jobs]
+        assert [outcome.code for outcome in outcomes] == [1] * len(jobs), outcomes
+        for outcome in outcomes:
+            assert outcome.errors, outcome
+            assert "Traceback" not in outcome.stderr
+        left = 2 * timeout  # seconds from the cut in which ranks on the host that nobody reaches end by themselves, too
+        while ranks := [pid for pid, words in harness.left_running().items() if "train.py" in words]:
+            assert time.monotonic() < cut + left, ranks
+            time.sleep(0.2)
+        hosts[1].join()
+        result = finish(harness, begin(*harness.app.small), 2)
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["resumed_from_step"] >= harness.app.every
+    steps = [line["step"] for line in metrics(Path(result["run_dir"]))]
+    assert steps == list(range(1, expected["steps"] + 1))
+
+
+def start_horovod(
+    harness: Harness, hosts: Sequence[Host], command: Callable[..., list[str]], *options: str
+) -> list[Job]:
+    """On the first host, whose launcher starts the ranks of both."""
+    work = harness.folder / "node0"
+    work.mkdir(exist_ok=True)
+    script = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2", "--run-dir=run", *options]
+    words = command(hosts[0], *script)
+    return [harness.start_command(words, work / "run", work, HOROVOD_HOSTS="node0:1,node1:1")]
+
+
+# --- hosts that do not fit -----------------------------------------------------------------------------------------
+
+
+def refused(jobs: Sequence[Job]) -> tuple[int, str]:
+    """The code and the one line with which all hosts end."""
+    outcomes = [job.finish(limit=60) for job in jobs]
+    assert len({outcome.code for outcome in outcomes}) == 1, outcomes
+    assert {outcome.stdout for outcome in outcomes} == {""}
+    errors = {tuple(outcome.errors) for outcome in outcomes}
+    assert len(errors) == 1, outcomes
+    (line,) = errors.pop()
+    return outcomes[0].code, line
+
+
+def test_hosts_that_do_not_fit_are_named_on_all(of: Callable[[str], Harness], hosts: list[Host]) -> None:
+    """Before any framework is loaded. The hosts' names are in the lines."""
+    harness = of("mnist_ddp")
+    two = hosts[:2]
+    jobs = [start_on(harness, two, 0, 1, "--epochs=2"), start_on(harness, two, 1, 1, "--epochs=3")]
+    assert refused(jobs) == (
+        2,
+        "error: --epochs is 2 on machine 0 (node0) and 3 on machine 1 (node1): give all machines the same options",
+    )
+
+    jobs = [start_on(harness, two, 0, 1), start_on(harness, two, 1, 1, NODE_RANK="0")]
+    code, line = refused(jobs)
+    assert code == 2
+    assert line.endswith("both have NODE_RANK=0: give each machine its own")
+    assert {"node0", "node1"} <= set(line.split())
+
+    jobs = [start_on(harness, hosts, number, 1) for number in (0, 1)] + [start_on(harness, hosts, 2, 1, NODE_RANK="1")]
+    code, line = refused(jobs)
+    assert code == 2
+    assert line.endswith("both have NODE_RANK=1: give each machine its own")
+    assert {"node1", "node2"} <= set(line.split())
+
+    (harness.folder / "node1" / "file").touch()
+    jobs = [start_on(harness, two, 0, 1), start_on(harness, two, 1, 1, folder="file/run")]
+    code, line = refused(jobs)
+    assert code == 2
+    assert line.startswith(f"error: machine 1 (node1): cannot make {harness.folder / 'node1' / 'file' / 'run'}")
+
+    hosts[1].cut()
+    alone = [start_on(harness, two, number, 1, "--timeout=3") for number in (0, 1)]
+    first, second = (job.finish(limit=60) for job in alone)
+    assert (first.code, second.code) == (1, 1)
+    assert "machine 1 of 2 did not come within 3 s: start the script there too" in first.errors[0]
+    assert "machine 1 (node1) did not reach machine 0 at MASTER_ADDR=node0 MASTER_PORT=29400" in second.errors[0]
+
+
+def test_another_number_of_ranks_is_refused_where_the_launcher_wants_equal_ones(
+    of: Callable[[str], Harness], hosts: list[Host]
+) -> None:
+    harness = of("resnet50_mindspore")
+    assert refused(start(harness, hosts[:2], (1, 2))) == (
+        2,
+        "error: N is 1 on machine 0 (node0) and 2 on machine 1 (node1): this app's launcher wants as many ranks on "
+        "each machine",
+    )
