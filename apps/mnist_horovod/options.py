@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,6 +94,7 @@ def setup_environment(options: Options) -> dict[str, str]:
 def check_installed(options: Options, ranks: int) -> None:
     """For the launch script, in the app's environment: raises UserError where it lacks what --transport needs."""
     if options.transport != "mpi":
+        check_name(os.environ)
         return
     from horovod.common.util import mpi_built
 
@@ -102,6 +105,18 @@ def check_installed(options: Options, ranks: int) -> None:
         raise UserError(
             "--transport mpi: there is no mpirun on PATH: put that of the MPI that Horovod was built with there"
         )
+
+
+def check_name(environ: Mapping[str, str]) -> None:
+    """Horovod's gloo listens where the host's name leads, whatever interface horovodrun has found."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        if "," in environ.get("HOROVOD_HOSTS", "") and (address := socket.gethostbyname(name)).startswith("127."):
+            raise UserError(
+                f"this host's name, {name}, leads to {address}, which Horovod's gloo would give the other hosts of "
+                "HOROVOD_HOSTS for its address: let /etc/hosts lead it to one that they reach, on each host, or use "
+                "--transport mpi"
+            )
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:

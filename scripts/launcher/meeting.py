@@ -259,13 +259,15 @@ class _Host:
 
     def _call_myself(self) -> None:
         """Is MASTER_ADDR this machine? Where another one that takes itself for machine 0 answers, both are told."""
-        with contextlib.suppress(OSError):
-            connection = socket.create_connection((self._where.address, self._where.port), timeout=self._where.limit)
-            line = Line(connection)
-            line.say(**asdict(self._card))
-            with contextlib.suppress(TimeoutError):
-                if "problem" in (said := line.hear(self._where.left)):
-                    self._heard.put((line, {**asdict(self._card), **said}))
+        while self._where.left > 0:
+            line, _ = _connect(self._where)  # the other may come later, and names may resolve late
+            if line:
+                line.say(**asdict(self._card))
+                with contextlib.suppress(TimeoutError):
+                    if "problem" in (said := line.hear(self._where.left)):
+                        self._heard.put((line, {**asdict(self._card), **said}))
+                return
+            time.sleep(RETRY)
 
     def _wait_for(self, failed: str, counts: Callable[[dict[str, Any]], bool], may_come_again: bool = False) -> None:
         """Until each other machine has said something that ``counts``. Raises UserError, FatalError."""
@@ -333,7 +335,7 @@ class _Host:
     def _hint(self, missing: set[int]) -> str:
         if missing <= self._guests.keys():
             return ": see what it says there"
-        if _is_loopback(self._where.address):
+        if self._where.address == "localhost" or self._where.address.startswith("127."):
             return f": {self._where} is a loopback address, by which no other machine is reached"
         return f": start the script there too, with {self._where}; if it runs there, a firewall may be in between"
 

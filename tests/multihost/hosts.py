@@ -67,10 +67,11 @@ class Network:
         self.hosts = [Host(self, f"node{i}", f"10.209.0.{i + 1}") for i in range(count)]
         self.write_names(self.hosts)
 
-    def write_names(self, hosts: Sequence[Host]) -> None:
-        """Which hosts' names resolve from now on. A host's own leads it to a loopback address, as Debian installs it."""
+    def write_names(self, hosts: Sequence[Host], own: bool = False) -> None:
+        """Which hosts' names resolve from now on. A host's own leads to loopback, as Debian installs it, or (``own``)
+        to its address."""
         for host in self.hosts:
-            here = {other.name: "127.0.1.1" if other is host else other.address for other in hosts}
+            here = {other.name: "127.0.1.1" if other is host and not own else other.address for other in hosts}
             lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in here.items())]
             host.names.write_text("\n".join(lines) + "\n")
 

@@ -105,6 +105,18 @@ def test_horovod_starts_both_hosts_from_one_by_ssh(
     check_losses(harness, Path(result["run_dir"]), STEPS)
 
 
+def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str], Harness], hosts: list[Host]) -> None:
+    harness = of("mnist_horovod")
+    words = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2"]
+    job = harness.start_command(hosts[0].command(*words), harness.folder / "run", HOROVOD_HOSTS="node0:1,node1:1")
+    assert refused([job]) == (
+        2,
+        "error: this host's name, node0, leads to 127.0.1.1, which Horovod's gloo would give the other hosts of "
+        "HOROVOD_HOSTS for its address: let /etc/hosts lead it to one that they reach, on each host, or use "
+        "--transport mpi",
+    )
+
+
 def test_three_hosts_that_come_late_and_by_late_names(
     of: Callable[[str], Harness], hosts: list[Host], soak: bool
 ) -> None:
@@ -170,6 +182,7 @@ def start_horovod(
     """On the first host, whose launcher starts the ranks of both."""
     work = harness.folder / "node0"
     work.mkdir(exist_ok=True)
+    hosts[0].network.write_names(hosts, own=True)
     script = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2", "--run-dir=run", *options]
     words = command(hosts[0], *script)
     return [harness.start_command(words, work / "run", work, HOROVOD_HOSTS="node0:1,node1:1")]
