@@ -7,7 +7,8 @@ Files are looked for in this order; plain and .gz names are both read:
 1. `<data_dir>/<name>/`, then torchvision's layout, `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the
    folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`;
 2. where the system has them (Debian's package dataset-fashion-mnist);
-3. the user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`;
+3. the user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`, and where that cannot be
+   written `/tmp/samestep-<user id>/<name>`;
 4. the network, into that cache: once per machine, checked against a SHA-256.
 
 `mnist-5k`, 5,000 real MNIST digits, is part of the package. With no network it stands in for `mnist`, and says so;
@@ -220,7 +221,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> Found:
     if name == "mnist-5k":
         return Found(name, EMBEDDED)
     if name == "synthetic-cifar10":
-        return Found(name, _generated(name))
+        return Found(name, generated(name))
     system = [SYSTEM[name]] if name in SYSTEM else []
     for folder in (data_dir / name, data_dir / TORCHVISION[name], *system):
         if not (lacking := missing(folder, name)):
@@ -228,41 +229,17 @@ def _find(name: str, data_dir: Path, fallback: bool) -> Found:
         if len(lacking) < len(_files(name)):
             packed = "" if name in CIFAR_RECORDS else "[.gz]"
             raise UserError(f"{folder} lacks {', '.join(f'{file}{packed}' for file in lacking)}; add what is missing")
-    cache = _cache() / name
+    cache = _cache(name)
     if not missing(cache, name):
         return Found(name, cache)
     from samestep import download  # here, because a rank finds everything in place
 
-    try:
-        download.fill(name, cache)
-    except download.NoNetworkError as error:
-        if name == "mnist" and fallback:
-            return Found(
-                "mnist-5k",
-                EMBEDDED,
-                f"MNIST could not be downloaded ({error}): using the embedded sample mnist-5k instead, 4,000 training "
-                f"and 1,000 test images; for all of MNIST put its four files in {data_dir / name}",
-            )
-        if name == "cifar10" and fallback:
-            return Found(
-                "synthetic-cifar10",
-                _generated("synthetic-cifar10"),
-                f"CIFAR-10 could not be downloaded ({error}): using synthetic-cifar10 instead, 1,024 training and 256 "
-                f"test images that are made up; for CIFAR-10 unpack {CIFAR_ARCHIVE} in {data_dir}",
-            )
-        if name == "cifar10":
-            raise UserError(
-                f"cannot download {name} ({error}); choose synthetic-cifar10, or unpack {CIFAR_ARCHIVE} in {data_dir}"
-            ) from None
-        package = "install Debian's package dataset-fashion-mnist" if name in SYSTEM else "choose mnist-5k"
-        files = ", ".join(f"{file}.gz" for file in FILES)
-        raise UserError(f"cannot download {name} ({error}); {package}, or put {files} in {data_dir / name}") from None
-    return Found(name, cache)
+    return download.fetch(name, cache, data_dir, fallback)
 
 
-def _generated(name: str) -> Path:
+def generated(name: str) -> Path:
     """The folder of the made-up data set, generated if it is not there."""
-    folder = _cache() / name
+    folder = _cache(name)
     if missing(folder, name):
         from samestep import download
 
@@ -270,11 +247,16 @@ def _generated(name: str) -> Path:
     return folder
 
 
-def _cache() -> Path:
-    """The XDG base directory specification says to ignore a relative path."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(root):
-        root = os.path.expanduser("~/.cache")
-    if not os.path.isabs(root):
-        raise UserError("no home folder to keep downloaded data in; set XDG_CACHE_HOME to an absolute path")
-    return Path(root, "samestep")
+def _cache(name: str) -> Path:
+    """The data set's folder in the user's cache: where it is complete, else where it can be put.
+
+    A container's home often is none, or cannot be written: then a folder for temporary files has a cache, too. The XDG
+    base directory specification says to ignore a relative path.
+    """
+    roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
+    spare = Path(os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
+    caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
+    caches += [] if spare.exists() and spare.stat().st_uid != os.getuid() else [spare]
+    full = (cache for cache in caches if os.path.isdir(cache / name) and not missing(cache / name, name))
+    writable = (cache for cache in caches if os.access(next(filter(os.path.exists, (cache, *cache.parents))), os.W_OK))
+    return (next(full, None) or next(writable, caches[0])) / name

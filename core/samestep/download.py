@@ -89,6 +89,39 @@ def _alone(name: str, folder: Path) -> Iterator[None]:
         yield
 
 
+def fetch(name: str, cache: Path, data_dir: Path, fallback: bool) -> datasets.Found:
+    """The data set, in the user's cache from here on; with ``fallback`` what stands in for it where no network is.
+
+    Raises UserError as `datasets.resolve` says.
+    """
+    try:
+        fill(name, cache)
+    except NoNetworkError as error:
+        if name == "mnist" and fallback:
+            return datasets.Found(
+                "mnist-5k",
+                datasets.EMBEDDED,
+                f"MNIST could not be downloaded ({error}): using the embedded sample mnist-5k instead, 4,000 training "
+                f"and 1,000 test images; for all of MNIST put its four files in {data_dir / name}",
+            )
+        if name == "cifar10" and fallback:
+            return datasets.Found(
+                "synthetic-cifar10",
+                datasets.generated("synthetic-cifar10"),
+                f"CIFAR-10 could not be downloaded ({error}): using synthetic-cifar10 instead, 1,024 training and 256 "
+                f"test images that are made up; for CIFAR-10 unpack {datasets.CIFAR_ARCHIVE} in {data_dir}",
+            )
+        if name == "cifar10":
+            raise UserError(
+                f"cannot download {name} ({error}); choose synthetic-cifar10, or unpack {datasets.CIFAR_ARCHIVE} in "
+                f"{data_dir}"
+            ) from None
+        package = "install Debian's package dataset-fashion-mnist" if name in datasets.SYSTEM else "choose mnist-5k"
+        files = ", ".join(f"{file}.gz" for file in datasets.FILES)
+        raise UserError(f"cannot download {name} ({error}); {package}, or put {files} in {data_dir / name}") from None
+    return datasets.Found(name, cache)
+
+
 def fill(name: str, folder: Path) -> None:
     """Fetch what the folder of the cache lacks. Raises NoNetworkError, and UserError as `datasets.resolve` says."""
     with _alone(name, folder):

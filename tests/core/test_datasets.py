@@ -233,6 +233,40 @@ def test_default_cache_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest
         assert resolve("mnist", tmp_path / "data").folder == tmp_path / ".cache" / "samestep" / "mnist"
 
 
+@pytest.mark.parametrize("home", ["/usr", "no/absolute/path"])
+def test_without_a_home_that_can_be_written_data_are_kept_with_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    """As in a container whose user has no home, or a file system that nobody writes to."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path).startswith(str(tmp_path)))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    spare = tmp_path / f"samestep-{os.getuid()}" / "synthetic-cifar10"
+    assert resolve("synthetic-cifar10", tmp_path / "data").folder == spare
+    assert resolve("synthetic-cifar10", tmp_path / "data").folder == spare  # and found again
+
+
+def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come with a container's image."""
+    put(cache := tmp_path / "cache" / "samestep" / "mnist", tiny())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert resolve("mnist", tmp_path / "data").folder == cache
+
+
+def test_a_folder_of_someone_else_among_temporary_files_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    put(tmp_path / f"samestep-{os.getuid()}" / "mnist", tiny())
+    assert resolve("mnist", tmp_path / "data").name == "mnist"
+    os.chown(tmp_path / f"samestep-{os.getuid()}", 12345, -1)
+    with pytest.raises(UserError, match="cannot write the data cache /proc/nowhere"):
+        resolve("mnist", tmp_path / "data")
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     folder = put(tmp_path / "mnist", tiny())
     (folder / "t10k-labels-idx1-ubyte.gz").unlink()
