@@ -33,13 +33,13 @@ run_dir() { echo "$PWD/runs/$1/slurm-$SLURM_JOB_ID"; }
 
 # Run a command, and end as it does. USR1, which comes before the time is over and at preemption, is passed on to it: the
 # ranks save a step. A job that was stopped so, or by the TERM that its steps alone get when they are preempted, is
-# queued again. One that scancel ends gets TERM here as well, and is not.
+# queued again: Slurm itself does that only to one which outlives its GraceTime. scancel sends TERM here as well.
 save_and_requeue() {
   local step code interrupted cancelled=
   "$@" &
   step=$!
   trap 'interrupted=1; kill -USR1 $step' USR1
-  trap 'interrupted=1 cancelled=1' TERM # the step has got it from Slurm
+  trap 'interrupted=1 cancelled=1; [ "$1" = srun ] || kill -TERM $step' TERM # steps get it from Slurm
   until # bash runs a trap while it waits, and then returns from it
     interrupted=
     wait $step
