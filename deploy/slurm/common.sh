@@ -5,19 +5,20 @@ fail() {
   exit 2
 }
 
+cd "$SLURM_SUBMIT_DIR" || fail "there is no $SLURM_SUBMIT_DIR on this node: call sbatch in a folder that all nodes share"
+[ -n "$SLURM_NTASKS_PER_NODE" ] || fail "the job has no --ntasks-per-node, the number of ranks on each node: give it"
+
 # The launch script of an app on every node of the job, as one task of a step; its arguments are the user's options.
 on_every_node() {
-  local app=$1 ranks=$SLURM_NTASKS_PER_NODE
+  local app=$1
   shift
-  [ -n "$ranks" ] || fail "no --ntasks-per-node: give it to sbatch, the number of ranks on each node"
   set_rendezvous
   export NNODES=$SLURM_JOB_NUM_NODES
-  # A node whose script has ended for good, one way or the other, ends the others a minute later; not at once, as they
-  # may be saving. The task of a node has all of its processors, to share out among the ranks.
-  unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+  unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # a rank's: the one task of a node shares out all of its processors
+  # --wait: a node whose script has ended for good ends the others a minute later, and not at once: they may be saving.
   save_and_requeue srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=0 --wait=60 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$@"' "$app" \
-    "scripts/run_$app.sh" "$ranks" --run-dir="$(run_dir "$app")" "$@"
+    --kill-on-bad-exit=0 --wait=60 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+    "scripts/run_$app.sh" "$SLURM_NTASKS_PER_NODE" --run-dir="$(run_dir "$app")" "$@"
 }
 
 # MASTER_ADDR and MASTER_PORT: where the ranks meet. A requeued job may have other nodes.
@@ -33,13 +34,13 @@ run_dir() { echo "$PWD/runs/$1/slurm-$SLURM_JOB_ID"; }
 
 # Run a command, and end as it does. USR1, which comes before the time is over and at preemption, is passed on to it: the
 # ranks save a step. A job that was stopped so, or by the TERM that its steps alone get when they are preempted, is
-# queued again: Slurm itself does that only to one which outlives its GraceTime. scancel sends TERM here as well.
+# queued again: Slurm does that itself only to one that outlives its GraceTime. scancel sends TERM here as well.
 save_and_requeue() {
   local step code interrupted cancelled=
   "$@" &
   step=$!
   trap 'interrupted=1; kill -USR1 $step' USR1
-  trap 'interrupted=1 cancelled=1; [ "$1" = srun ] || kill -TERM $step' TERM # steps get it from Slurm
+  trap 'interrupted=1 cancelled=1; [ "$1" = srun ] || kill -TERM $step' TERM # srun's tasks have got it from Slurm
   until # bash runs a trap while it waits, and then returns from it
     interrupted=
     wait $step
