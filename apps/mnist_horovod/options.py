@@ -69,15 +69,18 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = build_parser(prog, usage).parse(argv)
     if vars(options).pop("local_rank", None) is not None:
         raise UserError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
-    check_hosts(os.environ)
+    by_slurm = os.environ.get("HOROVOD_HOSTS") == "slurm"
+    if by_slurm and not os.environ.get("SLURM_JOB_ID"):
+        raise UserError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
+    check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     if options.transport is None:
         # Of a rank alone: the launch script, which gives its usage, may stand in a job that sets these for itself.
         by_mpirun = usage is None and "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
         options.transport = "mpi" if by_mpirun else "gloo"
-    if os.environ.get("HOROVOD_HOSTS") == "slurm" and options.transport != "mpi":
-        raise UserError("HOROVOD_HOSTS=slurm: there mpirun starts the ranks: add --transport mpi")
+    if by_slurm and options.transport != "mpi":
+        raise UserError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
     return options
 
 
@@ -107,13 +110,8 @@ def check_installed(options: Options, ranks: int) -> None:
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:
-    """The ranks of all machines are started from one. HOROVOD_HOSTS lists them for horovodrun, host:ranks,host:ranks;
-    where it is the word slurm, mpirun learns them from the Slurm job that it is in."""
+    """horovodrun starts the ranks of all machines from one, which HOROVOD_HOSTS lists: host:ranks,host:ranks."""
     hosts = environ.get("HOROVOD_HOSTS", "")
-    if hosts == "slurm":
-        if not environ.get("SLURM_JOB_ID"):
-            raise UserError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
-        hosts = ""
     # A name or an address without a colon of its own, and a positive number.
     if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
         raise UserError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")

@@ -126,12 +126,13 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
     root = programs()
     libraries = next((root / "usr" / "lib").glob("*-linux-gnu"))
     addresses = [f"127.0.0.{2 + i}" for i in range(nodes)]
+    host = socket.gethostname()
     values = {
-        "host": socket.gethostname(),
+        "host": host,
         "port": _free_port("127.0.0.1"),
         "folder": folder,
         "plugins": libraries / "slurm-wlm",
-        "nodes": "\n".join(f"NodeName={at} NodeHostname={socket.gethostname()} Port={_free_port(at)} CPUs=4" for at in addresses),
+        "nodes": "\n".join(f"NodeName={at} NodeHostname={host} Port={_free_port(at)} CPUs=4" for at in addresses),
         "settings": settings,
     }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, listen=""))
@@ -208,7 +209,9 @@ def _wait_until_idle(cluster: Cluster, count: int, daemons: Sequence[subprocess.
 
 
 def _logs(folder: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-3000:] for path in [*folder.glob("*.log"), folder / "daemons.out"])
+    return "\n".join(
+        path.read_text(errors="replace")[-3000:] for path in [*folder.glob("*.log"), folder / "daemons.out"]
+    )
 
 
 def _stop(daemons: Sequence[subprocess.Popen[bytes]], environ: Mapping[str, str]) -> None:
