@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
+import pwd
 import re
 import secrets
 import shutil
@@ -31,7 +33,8 @@ CONFIGURATION = """\
 ClusterName=samestep
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
-SlurmUser=root
+SlurmUser={user}
+SlurmdUser={user}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -47,6 +50,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
+DebugFlags=NO_CONF_HASH
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2
 {nodes}
@@ -82,44 +86,48 @@ class Cluster:
 def programs() -> Path:
     """The folder that holds the packages, unpacked: downloaded once. Fails with the remedy where they cannot be had."""
     CACHE.mkdir(parents=True, exist_ok=True)
+    system = platform.freedesktop_os_release()
+    root = CACHE / f"{system['ID']}-{system.get('VERSION_ID', 'rolling')}"
     with (CACHE / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (CACHE / "root").is_dir():
-            made = Path(tempfile.mkdtemp(prefix=".root.", dir=CACHE))
-            try:
-                _fetch(made)
-                (made / "root").rename(CACHE / "root")
-            finally:
-                shutil.rmtree(made)
-    return CACHE / "root"
+        if not root.is_dir():
+            with tempfile.TemporaryDirectory(dir=CACHE) as work:
+                _fetch(Path(work))
+                (Path(work) / "root").rename(root)
+    return root
 
 
 def _fetch(work: Path) -> None:
-    """Download the packages with what they need and this machine lacks, and unpack all into ``work/root``."""
+    """Download the packages, with what they need and this machine lacks, and unpack all into ``work/root``."""
     archives = work / "archives"
     (archives / "partial").mkdir(parents=True)
     settings = [f"Dir::Cache::archives={archives}", "Debug::NoLocking=1", "APT::Sandbox::User=root"]
     command = ["apt-get", "install", "--download-only", "--yes", "--no-install-recommends", *PACKAGES]
     command += [word for setting in settings for word in ("-o", setting)]
+
+    def run(*words: str, limit: float = 600) -> None:
+        subprocess.run(words, capture_output=True, text=True, timeout=limit, check=True)
+
     try:
-        if subprocess.run(command, capture_output=True, timeout=600).returncode:  # lists are missing, or old
-            subprocess.run(["apt-get", "update"], capture_output=True, timeout=600, check=True)
-            subprocess.run(command, capture_output=True, timeout=600, check=True)
+        try:
+            run(*command)
+        except subprocess.CalledProcessError:  # the package lists are missing, or old
+            run("apt-get", "update")
+            run(*command)
         for package in archives.glob("*.deb"):
-            subprocess.run(["dpkg", "-x", package, work / "root"], capture_output=True, timeout=60, check=True)
+            run("dpkg", "-x", str(package), str(work / "root"))
     except (OSError, subprocess.SubprocessError) as problem:
-        said = getattr(problem, "stderr", None) or b""
+        said = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()[-1]
         raise RuntimeError(
-            f"Debian's {', '.join(PACKAGES)} cannot be had ({problem}; {said.decode(errors='replace').strip()}): run "
-            "this on Debian or Ubuntu, as root, with their package index"
-        ) from None
+            f"no packages {' '.join(PACKAGES)} ({said}): run this on Debian or Ubuntu, as root, with a package index"
+        ) from problem
 
 
 @contextlib.contextmanager
 def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iterator[Cluster]:
     """A cluster of so many nodes, 127.0.0.2 and so on; ``mark`` is in the environment of all its processes.
 
-    ``settings`` are more lines of its slurm.conf. At its end all daemons are shut down, and the jobs with them.
+    ``settings`` are more lines of its slurm.conf. At its end the jobs are cancelled and all daemons are shut down.
     """
     # A socket's path is short, so not in pytest's folder; munged wants one that no other user can write to.
     folder = Path(tempfile.mkdtemp(prefix="samestep-slurm-"))
@@ -129,6 +137,7 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
     host = socket.gethostname()
     values = {
         "host": host,
+        "user": pwd.getpwuid(os.getuid()).pw_name,
         "port": _free_port("127.0.0.1"),
         "folder": folder,
         "plugins": libraries / "slurm-wlm",
@@ -154,7 +163,10 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
             daemons.append(_start(command, environ, folder))
         cluster = Cluster(folder, environ)
         _wait_until_idle(cluster, nodes, daemons)
-        yield cluster
+        try:
+            yield cluster
+        finally:
+            _end_jobs(cluster)
     finally:
         _stop(daemons, environ)
         shutil.rmtree(folder, ignore_errors=True)
@@ -206,6 +218,15 @@ def _wait_until_idle(cluster: Cluster, count: int, daemons: Sequence[subprocess.
                 return
         time.sleep(0.1)
     raise AssertionError(f"the nodes do not come up: {_logs(cluster.folder)}")
+
+
+def _end_jobs(cluster: Cluster) -> None:
+    """What runs a job reports its end to the controller, and would wait for it for ever: first they, then the daemons."""
+    cluster.run("scancel", "--me")
+    deadline = time.monotonic() + LIMIT
+    while jobs := cluster.run("squeue", "--noheader"):
+        assert time.monotonic() < deadline, f"jobs do not end: {jobs}"
+        time.sleep(0.1)
 
 
 def _logs(folder: Path) -> str:
