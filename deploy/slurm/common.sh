@@ -39,7 +39,7 @@ save_and_requeue() {
   local step code interrupted cancelled=
   "$@" &
   step=$!
-  trap 'interrupted=1; kill -USR1 $step' USR1
+  trap 'interrupted=1; kill -USR1 $step; trap "" USR1' USR1 # once: a second one would end the ranks at once
   trap 'interrupted=1 cancelled=1; [ "$1" = srun ] || kill -TERM $step' TERM # srun's tasks have got it from Slurm
   until # bash runs a trap while it waits, and then returns from it
     interrupted=

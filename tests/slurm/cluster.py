@@ -221,7 +221,7 @@ def _wait_until_idle(cluster: Cluster, count: int, daemons: Sequence[subprocess.
 
 
 def _end_jobs(cluster: Cluster) -> None:
-    """What runs a job reports its end to the controller, and would wait for it for ever: first they, then the daemons."""
+    """Before the daemons: what runs a job reports its end to the controller, and would wait for that for ever."""
     cluster.run("scancel", "--me")
     deadline = time.monotonic() + LIMIT
     while jobs := cluster.run("squeue", "--noheader"):
