@@ -81,8 +81,8 @@ class Site:
     def wait_for_step(self, app: str, job: str, step: int) -> None:
         self.wait_for(job, lambda told: last_step(self.run_dir(app, job)) >= step)
 
-    def finish(self, job: str, state: str = "COMPLETED") -> dict[str, str]:
-        told = self.wait_for(job, lambda told: told["JobState"] in ENDED)
+    def finish(self, job: str, state: str = "COMPLETED", limit: float = 180) -> dict[str, str]:
+        told = self.wait_for(job, lambda told: told["JobState"] in ENDED, limit)
         assert told["JobState"] == state, (told, self.said(job))
         return told
 
@@ -157,8 +157,8 @@ def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callab
     expected = undisturbed(2, *longest)
     job = slurm.train("mnist_ddp", *longest, sbatch=("--time=2", "--signal=B:USR1@35"))
     slurm.wait_for(job, lambda told: told["Restarts"] == "1")
-    slurm.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    slurm.finish(job)
+    slurm.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
+    slurm.finish(job, limit=900)
     check_resumed(slurm, "mnist_ddp", job, expected)
 
 
