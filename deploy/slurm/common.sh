@@ -9,10 +9,10 @@ cd "$SLURM_SUBMIT_DIR" || fail "there is no $SLURM_SUBMIT_DIR on this node: call
 [ -n "$SLURM_NTASKS_PER_NODE" ] || fail "the job has no --ntasks-per-node, the number of ranks on each node: give it"
 
 # The launch script of an app on every node of the job, as one task of a step; its arguments are the user's options.
+# set_rendezvous goes before.
 on_every_node() {
   local app=$1
   shift
-  set_rendezvous
   export NNODES=$SLURM_JOB_NUM_NODES
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # a rank's: the one task of a node shares out all of its processors
   # --wait: a node whose script has ended for good ends the others a minute later, and not at once: they may be saving.
