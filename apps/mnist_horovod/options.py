@@ -71,13 +71,18 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = build_parser(prog, usage).parse(argv)
     if vars(options).pop("local_rank", None) is not None:
         raise UserError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
-    check_hosts(os.environ)
+    by_slurm = os.environ.get("HOROVOD_HOSTS") == "slurm"
+    if by_slurm and not os.environ.get("SLURM_JOB_ID"):
+        raise UserError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
+    check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     if options.transport is None:
         # Of a rank alone: the launch script, which gives its usage, may stand in a job that sets these for itself.
         by_mpirun = usage is None and "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
         options.transport = "mpi" if by_mpirun else "gloo"
+    if by_slurm and options.transport != "mpi":
+        raise UserError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
     return options
 
 

@@ -1,0 +1,54 @@
+# Sourced by the sbatch scripts beside it. docs/slurm.md says what the cluster must grant.
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+cd "$SLURM_SUBMIT_DIR" || fail "there is no $SLURM_SUBMIT_DIR on this node: call sbatch in a folder that all nodes share"
+[ -n "$SLURM_NTASKS_PER_NODE" ] || fail "the job has no --ntasks-per-node, the number of ranks on each node: give it"
+
+# The launch script of an app on every node of the job, as one task of a step; its arguments are the user's options.
+# set_rendezvous goes before.
+on_every_node() {
+  local app=$1
+  shift
+  export NNODES=$SLURM_JOB_NUM_NODES
+  unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # a rank's: the one task of a node shares out all of its processors
+  # --wait: a node whose script has ended for good ends the others a minute later, and not at once: they may be saving.
+  save_and_requeue srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
+    --kill-on-bad-exit=0 --wait=60 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+    "scripts/run_$app.sh" "$SLURM_NTASKS_PER_NODE" --run-dir="$(run_dir "$app")" "$@"
+}
+
+# MASTER_ADDR and MASTER_PORT: where the ranks meet. A requeued job may have other nodes.
+set_rendezvous() {
+  local nodes
+  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol does not tell the nodes of this job"
+  export MASTER_ADDR=${nodes%%$'\n'*}
+  export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below the ports that systems give out
+}
+
+# Found again by a requeued job, which keeps its number.
+run_dir() { echo "$PWD/runs/$1/slurm-$SLURM_JOB_ID"; }
+
+# Run a command, and end as it does. USR1, which comes before the time is over and at preemption, is passed on to it: the
+# ranks save a step. A job that was stopped so, or by the TERM that its steps alone get when they are preempted, is
+# queued again: Slurm does that itself only to one that outlives its GraceTime. scancel sends TERM here as well.
+save_and_requeue() {
+  local step code interrupted cancelled=
+  "$@" &
+  step=$!
+  trap 'interrupted=1; kill -USR1 $step; trap "" USR1' USR1 # once: a second one would end the ranks at once
+  trap 'interrupted=1 cancelled=1; [ "$1" = srun ] || kill -TERM $step' TERM # srun's tasks have got it from Slurm
+  until # bash runs a trap while it waits, and then returns from it
+    interrupted=
+    wait $step
+    code=$?
+    [ -z "$interrupted" ]
+  do :; done
+  if [ -z "$cancelled" ] && { [ $code = 138 ] || [ $code = 143 ]; }; then
+    scontrol requeue "$SLURM_JOB_ID" || fail "job $SLURM_JOB_ID was stopped, but is not queued again: sbatch it again"
+  fi
+  exit $code
+}

@@ -1,0 +1,255 @@
+"""A real Slurm on this machine: Debian's controller and one daemon a node, of which nothing is installed.
+
+The packages are unpacked into a cache folder, and their programs run with the libraries beside them. Each node has a
+loopback address of its own, which is its name as well: no other name would lead there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import pwd
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
+PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "slurmstepd", "squeue", "srun"]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "slurm"
+LIMIT = 60  # seconds for any one command, and for the daemons to come up
+
+# Two partitions share the nodes: a job in `urgent` makes one in `normal` leave. What docs/slurm.md asks a cluster for
+# stands in the second half.
+CONFIGURATION = """\
+ClusterName=samestep
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+PluginDir={plugins}
+CommunicationParameters=NoCtldInAddrAny{listen}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+DebugFlags=NO_CONF_HASH
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2
+{nodes}
+PartitionName=normal Nodes=ALL OverSubscribe=EXCLUSIVE PriorityTier=1 GraceTime=60 Default=YES
+PartitionName=urgent Nodes=ALL OverSubscribe=EXCLUSIVE PriorityTier=2 PreemptMode=OFF
+
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{settings}
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running one: what its commands find in their environment, and its folder, where each daemon has a log."""
+
+    folder: Path
+    environ: Mapping[str, str]
+
+    def run(self, *command: str) -> str:
+        """What a Slurm command says, which must succeed."""
+        done = subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What ``scontrol show job`` says of it, by name."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", number, "--oneliner")))
+
+
+def programs() -> Path:
+    """The folder that holds the packages, unpacked: downloaded once. Fails with the remedy where they cannot be had."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    system = platform.freedesktop_os_release()
+    root = CACHE / f"{system['ID']}-{system.get('VERSION_ID', 'rolling')}"
+    with (CACHE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not root.is_dir():
+            with tempfile.TemporaryDirectory(dir=CACHE) as work:
+                _fetch(Path(work))
+                (Path(work) / "root").rename(root)
+    return root
+
+
+def _fetch(work: Path) -> None:
+    """Download the packages, with what they need and this machine lacks, and unpack all into ``work/root``."""
+    archives = work / "archives"
+    (archives / "partial").mkdir(parents=True)
+    settings = [f"Dir::Cache::archives={archives}", "Debug::NoLocking=1", "APT::Sandbox::User=root"]
+    command = ["apt-get", "install", "--download-only", "--yes", "--no-install-recommends", *PACKAGES]
+    command += [word for setting in settings for word in ("-o", setting)]
+
+    def run(*words: str, limit: float = 600) -> None:
+        subprocess.run(words, capture_output=True, text=True, timeout=limit, check=True)
+
+    try:
+        try:
+            run(*command)
+        except subprocess.CalledProcessError:  # the package lists are missing, or old
+            run("apt-get", "update")
+            run(*command)
+        for package in archives.glob("*.deb"):
+            run("dpkg", "-x", str(package), str(work / "root"))
+    except (OSError, subprocess.SubprocessError) as problem:
+        said = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()[-1]
+        raise RuntimeError(
+            f"no packages {' '.join(PACKAGES)} ({said}): run this on Debian or Ubuntu, as root, with a package index"
+        ) from problem
+
+
+@contextlib.contextmanager
+def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iterator[Cluster]:
+    """A cluster of so many nodes, 127.0.0.2 and so on; ``mark`` is in the environment of all its processes.
+
+    ``settings`` are more lines of its slurm.conf. At its end the jobs are cancelled and all daemons are shut down.
+    """
+    # A socket's path is short, so not in pytest's folder; munged wants one that no other user can write to.
+    folder = Path(tempfile.mkdtemp(prefix="samestep-slurm-"))
+    root = programs()
+    libraries = next((root / "usr" / "lib").glob("*-linux-gnu"))
+    addresses = [f"127.0.0.{2 + i}" for i in range(nodes)]
+    host = socket.gethostname()
+    values = {
+        "host": host,
+        "user": pwd.getpwuid(os.getuid()).pw_name,
+        "port": _free_port("127.0.0.1"),
+        "folder": folder,
+        "plugins": libraries / "slurm-wlm",
+        "nodes": "\n".join(f"NodeName={at} NodeHostname={host} Port={_free_port(at)} CPUs=4" for at in addresses),
+        "settings": settings,
+    }
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, listen=""))
+    # Node daemons listen on their own addresses; srun, which has none, on all of them.
+    (folder / "nodes.conf").write_text(CONFIGURATION.format(**values, listen=",NoInAddrAny"))
+    _write_programs(folder, root, libraries)
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+        **mark,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "SLURM_CONF": str(folder / "slurm.conf"),
+    }
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        _start_munge(folder, environ, daemons)
+        daemons.append(_start(["slurmctld", "-D", "-i"], environ, folder))
+        for at in addresses:
+            command = ["slurmd", "-D", "-N", at, "-f", f"{folder}/nodes.conf", "-d", f"{folder}/bin/slurmstepd"]
+            daemons.append(_start(command, environ, folder))
+        cluster = Cluster(folder, environ)
+        _wait_until_idle(cluster, nodes, daemons)
+        try:
+            yield cluster
+        finally:
+            _end_jobs(cluster)
+    finally:
+        _stop(daemons, environ)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
+    """``folder/bin``: each program by its name, run with its libraries, of which no job's environment is to know."""
+    (folder / "bin").mkdir()
+    path = f"{libraries}:{libraries / 'slurm-wlm'}"
+    loader = next(each for folder in ("/lib64", "/lib") for each in Path(folder).glob("ld-linux-*.so.?"))
+    for name in PROGRAMS:
+        places = [root / "usr" / part / f"{name}{suffix}" for part in ("bin", "sbin") for suffix in ("", "-wlm")]
+        found = next(place for place in places if place.exists())
+        # Jobs find their node's settings in the environment; commands are to have their own.
+        settings = "" if name.startswith("slurm") else f"SLURM_CONF={folder}/slurm.conf "
+        script = folder / "bin" / name
+        script.write_text(f'#!/bin/sh\n{settings}exec {loader} --library-path {path} --argv0 {name} {found} "$@"\n')
+        script.chmod(0o755)
+
+
+def _start_munge(folder: Path, environ: Mapping[str, str], daemons: list[subprocess.Popen[bytes]]) -> None:
+    """munged, by which Slurm's processes know each other; waits for its socket."""
+    with open(os.open(folder / "munge.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as key:
+        key.write(secrets.token_bytes(128))
+    files = [("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed")]
+    options = [f"--{option}={folder}/munge.{name}" for option, name in files]
+    daemons.append(_start(["munged", "--foreground", "--force", *options], environ, folder))
+    deadline = time.monotonic() + LIMIT
+    while not (folder / "munge.socket").exists():
+        assert time.monotonic() < deadline, f"munged does not start: {_logs(folder)}"
+        time.sleep(0.02)
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "daemons.out").open("ab") as said:
+        return subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+        )
+
+
+def _wait_until_idle(cluster: Cluster, count: int, daemons: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        assert all(daemon.poll() is None for daemon in daemons), f"a daemon ended: {_logs(cluster.folder)}"
+        with contextlib.suppress(AssertionError):
+            if cluster.run("sinfo", "--noheader", "--Node", "--format=%t", "--partition=normal") == "\n".join(
+                ["idle"] * count
+            ):
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the nodes do not come up: {_logs(cluster.folder)}")
+
+
+def _end_jobs(cluster: Cluster) -> None:
+    """Before the daemons: what runs a job reports its end to the controller, and would wait for that for ever."""
+    cluster.run("scancel", "--me")
+    deadline = time.monotonic() + LIMIT
+    while jobs := cluster.run("squeue", "--noheader"):
+        assert time.monotonic() < deadline, f"jobs do not end: {jobs}"
+        time.sleep(0.1)
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(
+        path.read_text(errors="replace")[-3000:] for path in [*folder.glob("*.log"), folder / "daemons.out"]
+    )
+
+
+def _stop(daemons: Sequence[subprocess.Popen[bytes]], environ: Mapping[str, str]) -> None:
+    """``scontrol shutdown``, which ends controller and nodes; munged, which Slurm does not know, by a signal."""
+    with contextlib.suppress(subprocess.SubprocessError):
+        subprocess.run(["scontrol", "shutdown"], env=environ, capture_output=True, timeout=LIMIT, check=False)
+    for daemon in reversed(daemons):  # munged last
+        if daemon is daemons[0]:
+            daemon.terminate()
+        try:
+            daemon.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,216 @@
+"""The sbatch scripts on a real Slurm: two nodes, preemption, the time limit, scancel. A stop costs no step."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cluster
+import pytest
+from cluster import Cluster
+from harness import ROOT, Harness, Outcome, last_step, losses, row
+
+SCRIPTS = ROOT / "deploy" / "slurm"
+LONGER = ["--epochs=12"]  # 192 steps: time enough to be stopped in their midst
+ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+]
+USER_SIGNAL = "SlurmctldParameters=preempt_send_user_signal"
+
+
+class Site:
+    """A cluster as a user sees it: jobs are submitted in a folder where the repository is."""
+
+    def __init__(self, running: Cluster, harness: Harness) -> None:
+        self.cluster, self.harness = running, harness
+        self.folder = harness.folder / "site"
+        self.folder.mkdir()
+        for name in ("apps", "core", "deploy", "scripts"):
+            (self.folder / name).symlink_to(ROOT / name)
+        self.environ = harness.environ(
+            PATH=running.environ["PATH"],
+            SLURM_CONF=running.environ["SLURM_CONF"],
+            GLOO_SOCKET_IFNAME="lo",
+            OMPI_ALLOW_RUN_AS_ROOT="1",
+            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        )
+
+    def submit(self, *words: str, cwd: Path | None = None) -> str:
+        """The number of a job of one rank a node, of these words after sbatch. Its output is <number>.out and .err."""
+        command = ["sbatch", "--parsable", "--ntasks-per-node=1", "--output=%j.out", "--error=%j.err", *words]
+        done = subprocess.run(
+            command, cwd=cwd or self.folder, env=self.environ, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def train(self, app: str, *options: str, sbatch: tuple[str, ...] = ()) -> str:
+        return self.submit(*sbatch, f"deploy/slurm/{app}.sbatch", *self.harness.app.small, *options)
+
+    def run_dir(self, app: str, job: str) -> Path:
+        return self.folder / "runs" / app / f"slurm-{job}"
+
+    def said(self, job: str) -> tuple[str, str]:
+        files = [self.folder / f"{job}.{name}" for name in ("out", "err")]
+        out, err = (file.read_text() if file.exists() else "" for file in files)
+        return out, err
+
+    def wait_for(self, job: str, condition: Callable[[dict[str, str]], Any], limit: float = 180) -> dict[str, str]:
+        """What Slurm says of a job as soon as ``condition`` is true of that."""
+        deadline = time.monotonic() + limit
+        while not condition(told := self.cluster.job(job)):
+            assert told["JobState"] not in ENDED, (told, self.said(job))
+            assert time.monotonic() < deadline, (told, self.said(job))
+            time.sleep(0.2)
+        return told
+
+    def wait_for_step(self, app: str, job: str, step: int) -> None:
+        self.wait_for(job, lambda told: last_step(self.run_dir(app, job)) >= step)
+
+    def finish(self, job: str, state: str = "COMPLETED", limit: float = 180) -> dict[str, str]:
+        told = self.wait_for(job, lambda told: told["JobState"] in ENDED, limit)
+        assert told["JobState"] == state, (told, self.said(job))
+        return told
+
+    def result(self, job: str) -> dict[str, Any]:
+        """The result of a job that has ended well, compared with its files."""
+        out, err = self.said(job)
+        return self.harness.checked(Outcome(0, out, err, 0), 2)
+
+
+@pytest.fixture
+def slurm(request: pytest.FixtureRequest, harness: Harness) -> Iterator[Site]:
+    """A cluster of two nodes, of which nothing is left at its end; its settings are the test's parameter."""
+    settings = getattr(request, "param", USER_SIGNAL)
+    with cluster.running({"SAMESTEP_TEST": harness.mark}, settings=settings) as running:
+        yield Site(running, harness)
+    harness.check_nothing_left()
+
+
+def check_resumed(site: Site, app: str, job: str, expected: dict[str, Any]) -> None:
+    """The job was stopped, and went on at that very step, to the weights of one that was not."""
+    result = site.result(job)
+    (stopped,) = re.findall(r"stopped by SIG\w+ at step (\d+), which is saved", "".join(site.said(job)))
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["resumed_from_step"] == int(stopped) < result["steps"]
+    assert len(losses(site.run_dir(app, job))) == result["steps"]  # each step once
+    lines = [json.loads(line) for line in (site.run_dir(app, job) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["resumed"]["step"] for line in lines if "resumed" in line] == [int(stopped)]
+    assert site.cluster.job(job)["Restarts"] == "1"
+
+
+def test_two_nodes_end_with_the_weights_of_one_machine(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """By a launch script on each node; Horovod by one, whose mpirun has Slurm start the ranks of both."""
+    expected = undisturbed(2)
+    for app, launcher in (("mnist_ddp", "torchrun"), ("mnist_horovod", "openmpi")):
+        job = slurm.train(app)
+        slurm.finish(job)
+        result = slurm.result(job)
+        assert result["launcher"] == launcher
+        assert result["run_dir"] == str(slurm.run_dir(app, job))
+        assert result["weights_sha256"] == expected["weights_sha256"]
+        assert len(list((slurm.cluster.folder).glob("127.0.0.*.log"))) == 2
+        for log in slurm.cluster.folder.glob("127.0.0.*.log"):  # each node's daemon has started a step of it
+            assert f"launch task StepId={job}.0" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "app"),
+    [
+        pytest.param(USER_SIGNAL, "mnist_ddp", id="mnist_ddp, USR1 to the script"),
+        pytest.param("", "mnist_ddp", id="mnist_ddp, TERM to the steps", marks=pytest.mark.soak),
+        pytest.param(USER_SIGNAL, "mnist_horovod", id="mnist_horovod, USR1 to the script", marks=pytest.mark.soak),
+    ],
+    indirect=["slurm"],
+)
+def test_a_preempted_job_goes_on_where_it_was(
+    slurm: Site, undisturbed: Callable[..., dict[str, Any]], app: str
+) -> None:
+    expected = undisturbed(2, *LONGER)
+    job = slurm.train(app, *LONGER)
+    slurm.wait_for_step(app, job, 3)
+    urgent = slurm.submit("--partition=urgent", "--nodes=2", "--wrap=srun true")
+    slurm.finish(urgent)
+    assert last_step(slurm.run_dir(app, job)) < expected["steps"]  # it made room
+    slurm.finish(job)
+    check_resumed(slurm, app, job, expected)
+
+
+@pytest.mark.soak
+def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """Slurm counts minutes, and looks at them once in a minute: the signal comes between 25 and 85 s from the start."""
+    longest = ["--epochs=160"]
+    expected = undisturbed(2, *longest)
+    job = slurm.train("mnist_ddp", *longest, sbatch=("--time=2", "--signal=B:USR1@35"))
+    slurm.wait_for(job, lambda told: told["Restarts"] == "1")
+    slurm.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
+    slurm.finish(job, limit=900)
+    check_resumed(slurm, "mnist_ddp", job, expected)
+
+
+def test_scancel_leaves_a_checkpoint_and_no_process(slurm: Site) -> None:
+    job = slurm.train("mnist_ddp", "--epochs=1000", "--checkpoint-every=100000")
+    slurm.wait_for_step("mnist_ddp", job, 3)
+    slurm.cluster.run("scancel", job)
+    slurm.finish(job, "CANCELLED")
+    run_dir = slurm.run_dir("mnist_ddp", job)
+    assert (run_dir / "checkpoints" / f"step-{last_step(run_dir):08d}").is_dir()
+    jobs = [pid for pid, command in slurm.harness.left_running().items() if "python" in command or "srun" in command]
+    assert not jobs
+    assert slurm.cluster.job(job)["Restarts"] == "0"
+
+
+def test_srun_starts_one_rank_for_each_task(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """By the script that docs/slurm.md shows, stopped by hand."""
+    (script,) = re.findall(r"```bash\n(#!.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
+    (slurm.folder / "one.sbatch").write_text(script)
+    job = slurm.submit("one.sbatch", *slurm.harness.app.small, *LONGER)
+    slurm.wait_for_step("mnist_ddp", job, 3)
+    slurm.cluster.run("scancel", "--signal=USR1", "--batch", job)
+    slurm.finish(job)
+    check_resumed(slurm, "mnist_ddp", job, undisturbed(2, *LONGER))
+    assert slurm.result(job)["launcher"] == "slurm"
+
+
+def test_mistakes_are_told_and_not_tried_again(slurm: Site) -> None:
+    elsewhere = slurm.harness.folder / "elsewhere"
+    elsewhere.mkdir()
+    job = slurm.submit(str(SCRIPTS / "mnist_ddp.sbatch"), cwd=elsewhere)
+    assert slurm.finish(job, "FAILED")["ExitCode"] == "2:0"
+    told = (elsewhere / f"{job}.err").read_text()
+    assert told == f"error: {elsewhere} is not Samestep's folder: call sbatch there\n"
+
+    job = slurm.train("mnist_ddp", "--lr=-1")
+    assert slurm.finish(job, "FAILED")["ExitCode"] == "2:0"
+    assert "error: --lr" in slurm.said(job)[1]
+    assert slurm.cluster.job(job)["Restarts"] == "0"
+
+
+def test_every_app_has_a_script_that_sbatch_takes(slurm: Site) -> None:
+    for app in (path.name for path in (ROOT / "apps").iterdir() if (path / "options.py").exists()):
+        assert (SCRIPTS / f"{app}.sbatch").exists()
+        slurm.cluster.run("sbatch", "--test-only", str(SCRIPTS / f"{app}.sbatch"))
+
+
+def test_horovod_knows_a_slurm_job_only_in_one(harness: Harness) -> None:
+    horovod = Harness(row("mnist_horovod"), "cpu", harness.folder)
+    for transport, job, words in (("mpi", "", "this is no Slurm job"), ("gloo", "1", "add --transport mpi")):
+        outcome = horovod.run(2, "--dry-run", f"--transport={transport}", HOROVOD_HOSTS="slurm", SLURM_JOB_ID=job)
+        assert (outcome.code, len(outcome.errors)) == (2, 1)
+        assert words in outcome.errors[0]
+    shown = horovod.run(2, "--dry-run", "--transport=mpi", HOROVOD_HOSTS="slurm", SLURM_JOB_ID="1").stdout
+    assert "mpirun -np 2 " + sys.executable in shown
