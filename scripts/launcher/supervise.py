@@ -25,6 +25,9 @@ from typing import IO, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what a rank answers by a checkpoint
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL, where no rank can save
+REPEATED = (
+    1.0  # seconds in which what follows a signal is the same one, as for a rank: Slurm, say, signals all of a step
+)
 POLL_SECONDS = 0.25  # between looks whether a watchdog has named a stalled rank
 
 
@@ -173,16 +176,24 @@ def _stop_ranks(job: str, process: subprocess.Popen[bytes] | None, number: int, 
 
     Never to their launcher, which would end them in its own time. Where no rank is alive yet, TERM to all there is.
     """
-    try:
-        ranks = _ranks_of(job, logs)
-        deadline = time.monotonic() + (grace + 1.0 if ranks else min(grace, STOP_SECONDS))  # ranks end by themselves
-        _kill(ranks or _processes_of(job), number if ranks and number != signal.SIGHUP else signal.SIGTERM)
-        while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
-            time.sleep(0.05)
-        if ranks and _processes_of(job):
-            say(f"killed after {grace:g} s (--grace): steps since the last checkpoint are not saved")
-    except Stopped:  # a second Ctrl-C: at once
-        pass
+    ranks: list[int] | None = None
+    begun = deadline = time.monotonic()
+    while True:
+        try:
+            if ranks is None:
+                with _deaf():
+                    ranks = _ranks_of(job, logs)
+                    deadline += grace + 1.0 if ranks else min(grace, STOP_SECONDS)  # ranks end by themselves
+                    told = number if ranks and number != signal.SIGHUP else signal.SIGTERM
+                    _kill(ranks or _processes_of(job), told)
+            while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
+                time.sleep(0.05)
+            break
+        except Stopped:  # a second Ctrl-C: at once
+            if time.monotonic() > begun + REPEATED:
+                return
+    if ranks and _processes_of(job):
+        say(f"killed after {grace:g} s (--grace): steps since the last checkpoint are not saved")
 
 
 def _ranks_of(job: str, logs: Path) -> list[int]:

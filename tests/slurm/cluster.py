@@ -7,9 +7,7 @@ loopback address of its own, which is its name as well: no other name would lead
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import platform
 import pwd
 import re
 import secrets
@@ -22,9 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
+import debian
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "slurmstepd", "squeue", "srun"]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "slurm"
 LIMIT = 60  # seconds for any one command, and for the daemons to come up
 
 # Two partitions share the nodes: a job in `urgent` makes one in `normal` leave. What docs/slurm.md asks a cluster for
@@ -83,46 +82,6 @@ class Cluster:
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", number, "--oneliner")))
 
 
-def programs() -> Path:
-    """The folder that holds the packages, unpacked: downloaded once. Fails with the remedy where they cannot be had."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    system = platform.freedesktop_os_release()
-    root = CACHE / f"{system['ID']}-{system.get('VERSION_ID', 'rolling')}"
-    with (CACHE / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not root.is_dir():
-            with tempfile.TemporaryDirectory(dir=CACHE) as work:
-                _fetch(Path(work))
-                (Path(work) / "root").rename(root)
-    return root
-
-
-def _fetch(work: Path) -> None:
-    """Download the packages, with what they need and this machine lacks, and unpack all into ``work/root``."""
-    archives = work / "archives"
-    (archives / "partial").mkdir(parents=True)
-    settings = [f"Dir::Cache::archives={archives}", "Debug::NoLocking=1", "APT::Sandbox::User=root"]
-    command = ["apt-get", "install", "--download-only", "--yes", "--no-install-recommends", *PACKAGES]
-    command += [word for setting in settings for word in ("-o", setting)]
-
-    def run(*words: str, limit: float = 600) -> None:
-        subprocess.run(words, capture_output=True, text=True, timeout=limit, check=True)
-
-    try:
-        try:
-            run(*command)
-        except subprocess.CalledProcessError:  # the package lists are missing, or old
-            run("apt-get", "update")
-            run(*command)
-        for package in archives.glob("*.deb"):
-            run("dpkg", "-x", str(package), str(work / "root"))
-    except (OSError, subprocess.SubprocessError) as problem:
-        said = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()[-1]
-        raise RuntimeError(
-            f"no packages {' '.join(PACKAGES)} ({said}): run this on Debian or Ubuntu, as root, with a package index"
-        ) from problem
-
-
 @contextlib.contextmanager
 def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iterator[Cluster]:
     """A cluster of so many nodes, 127.0.0.2 and so on; ``mark`` is in the environment of all its processes.
@@ -131,8 +90,8 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
     """
     # A socket's path is short, so not in pytest's folder; munged wants one that no other user can write to.
     folder = Path(tempfile.mkdtemp(prefix="samestep-slurm-"))
-    root = programs()
-    libraries = next((root / "usr" / "lib").glob("*-linux-gnu"))
+    root = debian.unpacked(*PACKAGES)
+    libraries = debian.libraries(root)
     addresses = [f"127.0.0.{2 + i}" for i in range(nodes)]
     host = socket.gethostname()
     values = {
