@@ -25,9 +25,7 @@ from typing import IO, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what a rank answers by a checkpoint
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL, where no rank can save
-REPEATED = (
-    1.0  # seconds in which what follows a signal is the same one, as for a rank: Slurm, say, signals all of a step
-)
+REPEATED = 1.0  # seconds in which another signal is the same one, but Ctrl-C: Slurm, say, signals all of a step
 POLL_SECONDS = 0.25  # between looks whether a watchdog has named a stalled rank
 
 
@@ -189,8 +187,8 @@ def _stop_ranks(job: str, process: subprocess.Popen[bytes] | None, number: int, 
             while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
                 time.sleep(0.05)
             break
-        except Stopped:  # a second Ctrl-C: at once
-            if time.monotonic() > begun + REPEATED:
+        except Stopped as again:  # at once
+            if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
                 return
     if ranks and _processes_of(job):
         say(f"killed after {grace:g} s (--grace): steps since the last checkpoint are not saved")
