@@ -29,7 +29,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from samestep.env import detect
-from samestep.watchdog import _SILENT, is_own
+from samestep.watchdog import is_own
 
 if TYPE_CHECKING:
     from samestep.watchdog import Watchdog
@@ -217,15 +217,25 @@ def look(folder: Path, rank: int, now: Mapping[str, Any]) -> View | None:
     if not its.keys() >= TOLD or its.get("job") != now["job"]:
         return None
     view = View(rank, its, False, place=_place(its.get("at")), fresh=False)
-    silent, stacks = max(0.0, time.time() - its["time"]), read_stacks(folder / f"stack-{rank}.txt")
+    silent, stacks = _silent(folder, rank, its, now), read_stacks(folder / f"stack-{rank}.txt")
     view.trouble = _trouble(its, silent > LATE)
     if stacks:
         disk = any((place := _innermost(calls)) and place.function == "write" for calls in stacks[1:])
         view.trouble = view.trouble or ("its run dir's disk hangs" if disk else "its interpreter held by C code")
         view.place, view.fresh = _innermost(stacks[0]) or view.place, True
-    if view.trouble or silent > min(_SILENT, LATE):
+    if view.trouble or silent > LATE:
         view.trouble = f"silent for {silent:.0f} s" + (f", {view.trouble}" if view.trouble else "")
     return view
+
+
+def _silent(folder: Path, rank: int, its: Mapping[str, Any], now: Mapping[str, Any]) -> float:
+    """Seconds since a rank's last heartbeat. Another host's clock may differ: there the disk tells, which has one."""
+    if its["host"] == now["host"]:
+        return max(0.0, time.time() - float(its["time"]))
+    with contextlib.suppress(OSError):
+        own, other = (Path(folder, f"alive-{each}").stat().st_mtime for each in (now["rank"], rank))
+        return max(0.0, own - other)
+    return 0.0
 
 
 def crashes(folder: Path | None, job: str, program: Path | None = None) -> str:
@@ -301,7 +311,8 @@ def _of_now(its: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether a file is of the hang that a rank has found now: a restarted job finds those of the one before."""
     if not {"job", "rank", "time", "pid"} <= its.keys():
         return False
-    return bool(its["job"] == now["job"] and now["time"] - its["time"] < RECENT)
+    recent = now["time"] - its["time"] < RECENT or its.get("host") != now["host"]  # which has a clock of its own
+    return bool(its["job"] == now["job"] and recent)
 
 
 def read_json(path: Path) -> dict[str, Any]:
