@@ -47,8 +47,10 @@ def programs() -> str:
 def starts(text: str) -> Iterator[tuple[str, str]]:
     """The app of every command that starts one, and the rest of that command."""
     text = re.sub(r"\\\n#?\s*", " ", text)
-    for found in re.finditer(r"(?:scripts/run_(\w+)\.sh|apps/(\w+)/train\.py)([^\n`#|;&\"]*)", text):
-        yield found[1] or found[2], found[3]
+    for found in re.finditer(
+        r"(?:scripts/run_(\w+)\.sh|apps/(\w+)/train\.py|deploy/slurm/(\w+)\.sbatch)([^\n`#|;&\"]*)", text
+    ):
+        yield found[1] or found[2] or found[3], found[4]
     for found in re.finditer(r"^#.* samestep/(\w+):\w+ (\d[^\n`]*)", text, re.MULTILINE):  # by its entry point
         entry = re.search(r"^ENTRYPOINT .*run_(\w+)\.sh", text, re.MULTILINE)
         assert entry, found[0]
