@@ -53,10 +53,10 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
         assert shutil.which(tool), f"there is no {tool}: apt-get install {tool}"
     folder = tmp_path_factory.mktemp("images")
     made = Buildah(folder)
+    root = folder / "root"
     try:
         context = folder / "context"
         context.mkdir()
-        root = folder / "root"
         include = f"--include={','.join(DEBIAN)}"
         run("debootstrap", "--variant=minbase", include, "bookworm", str(root), "http://deb.debian.org/debian")
         run("tar", "--directory", str(root), "--exclude=./dev/*", "-cf", str(context / "root.tar"), ".")
@@ -66,6 +66,8 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
         shutil.rmtree(context)
         yield made
     finally:
+        for mounted in ("proc", "sys"):  # by a debootstrap that was stopped
+            subprocess.run(["umount", str(root / mounted)], capture_output=True, timeout=LIMIT, check=False)
         subprocess.run([*made.command, "rm", "--all"], capture_output=True, timeout=LIMIT, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
