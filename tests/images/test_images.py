@@ -107,9 +107,10 @@ def pip_download(folder: Path, *what: str) -> None:
 
 
 def run_in(buildah: Buildah, container: str, *command: str, volumes: tuple[str, ...] = ()) -> str:
-    """Run a command as the image's user. Its host name is one that it can resolve, as in a pod."""
+    """Run a command as the image's user. As in a pod, it can resolve its host name, and its stdout is its user's."""
     more = [f"--volume={volume}" for volume in volumes]
-    return buildah("run", "--isolation=chroot", "--hostname=localhost", *more, container, "--", *command)
+    own = ["bash", "-c", 'set -o pipefail; "$@" | cat', "-", *command]
+    return buildah("run", "--isolation=chroot", "--hostname=localhost", *more, container, "--", *own)
 
 
 def result_of(stdout: str) -> dict[str, Any]:
