@@ -1,0 +1,67 @@
+"""The job file of deploy/dlc: parameters that the dlc client has, and a command that its launch script takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DLC = REPOSITORY / "deploy" / "dlc"
+# What `dlc submit pytorchjob` takes, by Alibaba Cloud's documentation: help.aliyun.com/en/pai/developer-reference/
+# commands-used-to-submit-jobs (table 1, 2024-11-19) and the job file of submit-jobs-by-using-the-sdk-for-python.
+PARAMETERS = set(
+    "name command data_sources code_source code_branch code_commit thirdparty_libs vpc_id switch_id security_group_id "
+    "interactive job_max_running_time_minutes envs tags workspace_id resource_id workers worker_image worker_cpu "
+    "worker_gpu worker_memory worker_shared_memory".split()
+)
+ON_THE_COMMAND_LINE_ALONE = {"job_file", "thirdparty_lib_dir"}
+
+
+def job_file(path: Path) -> dict[str, str]:
+    pairs = [line.split("=", 1) for line in path.read_text().splitlines()]
+    found = dict(pairs)
+    assert len(found) == len(pairs), f"{path} has a parameter twice"
+    return found
+
+
+def test_job_files_have_known_parameters_and_commands_that_are_taken() -> None:
+    paths = sorted(DLC.glob("*.params"))
+    assert paths
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for path in paths:
+        job = job_file(path)
+        assert job.keys() <= PARAMETERS, path
+        assert {"name", "workspace_id", "workers", "worker_image", "command"} <= job.keys()
+        for rank in range(int(job["workers"])):  # as DLC sets it
+            sets = {"RANK": str(rank), "WORLD_SIZE": job["workers"], "NPROC_PER_NODE": job["worker_gpu"]}
+            sets |= {"MASTER_ADDR": "dlc-master-0", "MASTER_PORT": port}
+            sets |= dict(pair.split("=") for pair in job["envs"].split(","))
+            done = subprocess.run(
+                [*shlex.split(job["command"].replace("/samestep", str(REPOSITORY))), "--dry-run"],
+                env={"PATH": os.environ["PATH"], "PYTHON": sys.executable, **sets},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (0, ""), done.stderr
+            nodes = f"--nnodes={job['workers']} --node-rank={rank} --nproc-per-node={job['worker_gpu']}"
+            assert nodes in done.stdout
+            assert "--master-addr=dlc-master-0" in done.stdout
+
+
+def test_the_commands_of_the_page_have_known_parameters() -> None:
+    text = re.sub(r"\\\n\s*", " ", (DLC / "README.md").read_text())
+    commands = re.findall(r"^dlc submit pytorchjob (.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        # What is in quotes is the program's.
+        names = {word[2:].partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
+        assert names <= PARAMETERS | ON_THE_COMMAND_LINE_ALONE, command

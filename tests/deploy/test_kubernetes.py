@@ -1,0 +1,284 @@
+"""The Kubernetes manifests: what every kind's published schema allows, and what the programs in the pods need."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from kubeflow_trainer_api import models
+from samestep.options import Parser, add_common
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OVERLAYS = ["cpu", "gpu"]
+KUBERNETES = "1.37"  # of whose API kubernetes-validate has the schemas
+STOPPED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
+Manifest = dict[str, Any]
+Render = Callable[[str], list[Manifest]]
+
+# The fields of an MPIJob, of kubeflow/mpi-operator v0.8.0 (pkg/apis/kubeflow/v2beta1/types.go). Its pod templates are
+# Kubernetes' own.
+WHOLE = {"type": "integer", "minimum": 0}
+
+
+def fields(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+def one_of(*values: str) -> dict[str, Any]:
+    return {"enum": [*values]}
+
+
+REPLICAS = fields(
+    replicas=WHOLE,
+    restartPolicy=one_of("Never", "OnFailure"),
+    template={"type": "object"},
+)
+MPI_JOB = fields(
+    "spec",
+    apiVersion=one_of("kubeflow.org/v2beta1"),
+    kind=one_of("MPIJob"),
+    metadata={"type": "object"},
+    spec=fields(
+        "mpiReplicaSpecs",
+        slotsPerWorker=WHOLE,
+        runLauncherAsWorker={"type": "boolean"},
+        sshAuthMountPath={"type": "string"},
+        launcherCreationPolicy=one_of("AtStartup", "WaitForWorkersReady"),
+        mpiImplementation=one_of("OpenMPI", "Intel", "MPICH"),
+        mpiReplicaSpecs=fields("Launcher", Launcher=REPLICAS, Worker=REPLICAS),
+        runPolicy=fields(
+            cleanPodPolicy=one_of("None", "Running", "All"),
+            ttlSecondsAfterFinished=WHOLE,
+            activeDeadlineSeconds=WHOLE,
+            backoffLimit=WHOLE,
+            schedulingPolicy={"type": "object"},
+            suspend={"type": "boolean"},
+            managedBy={"type": "string"},
+        ),
+    ),
+)
+
+
+def check(manifest: Manifest) -> None:
+    """Raise where a manifest has what its kind's schema does not have, or lacks what that requires."""
+    kind = manifest["kind"]
+    if manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1":
+        model = getattr(models, f"TrainerV1alpha1{kind}")
+        read = model.from_dict(manifest).to_dict()
+        if read != manifest:  # the models pass over what they do not know
+            raise ValueError(f"{kind} has unknown fields: {manifest} is read as {read}")
+        for job in jobs_of_runtime(manifest):
+            check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, "spec": job["template"]["spec"]})
+    elif kind == "MPIJob":
+        jsonschema.validate(manifest, MPI_JOB)
+        for replicas in manifest["spec"]["mpiReplicaSpecs"].values():
+            # The operator puts the restart policy into the template, and a Job's must have one.
+            template = copy.deepcopy(replicas["template"])
+            check({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}, "template": template})
+    else:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def jobs_of_runtime(manifest: Manifest) -> list[Manifest]:
+    found: list[Manifest] = (
+        manifest["spec"]["template"]["spec"]["replicatedJobs"] if "template" in manifest["spec"] else []
+    )
+    return found
+
+
+def templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Every pod template, by the name of who has it."""
+    for manifest in manifests:
+        name, spec = f"{manifest['kind']} {manifest['metadata']['name']}", manifest["spec"]
+        if manifest["kind"] == "Job":
+            yield name, spec["template"]
+        elif manifest["kind"] == "TrainingRuntime":
+            for job in jobs_of_runtime(manifest):
+                yield name, job["template"]["spec"]["template"]
+        elif manifest["kind"] == "MPIJob":
+            for role, replicas in spec["mpiReplicaSpecs"].items():
+                yield f"{name} {role}", replicas["template"]
+
+
+def by_name(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
+
+
+def default_grace() -> float:
+    parser = Parser()
+    add_common(parser, epochs=1, global_batch_size=1, lr="", datasets=("mnist",), devices=("auto",))
+    return float(parser.get_default("grace"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_manifest_is_what_its_schema_allows(overlay: str, render: Render) -> None:
+    kinds = set()
+    for manifest in render(overlay):
+        check(manifest)
+        kinds.add(manifest["kind"])
+    assert kinds == {"PersistentVolumeClaim", "TrainingRuntime", "TrainJob", "MPIJob", "Service", "Job"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("PersistentVolumeClaim", "spec"),
+        ("Service", "spec"),
+        ("Job", "spec podFailurePolicy"),
+        ("Job", "spec template spec containers 0 securityContext"),
+        ("TrainJob", "spec trainer"),
+        ("TrainingRuntime", "spec mlPolicy"),
+        ("TrainingRuntime", "spec template spec replicatedJobs 0 template spec podFailurePolicy"),
+        ("TrainingRuntime", "spec template spec replicatedJobs 0 template spec template spec containers 0"),
+        ("MPIJob", "spec runPolicy"),
+        ("MPIJob", "spec mpiReplicaSpecs Worker"),
+        ("MPIJob", "spec mpiReplicaSpecs Worker template spec containers 0 lifecycle"),
+    ],
+)
+def test_an_unknown_field_is_refused(kind: str, path: str, render: Render) -> None:
+    manifest = copy.deepcopy(next(each for each in render("cpu") if each["kind"] == kind))
+    place: Any = manifest
+    for word in path.split():
+        place = place[int(word) if word.isdigit() else word]
+    place["nodeCount"] = 1
+    with pytest.raises((ValueError, jsonschema.ValidationError)):
+        check(manifest)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_pod_is_root_and_each_has_time_to_save(overlay: str, render: Render) -> None:
+    manifests = render(overlay)
+    claims = set(by_name(manifests, "PersistentVolumeClaim"))
+    for name, template in templates(manifests):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"], name
+        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 1000, name
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert {
+            each["persistentVolumeClaim"]["claimName"] for each in volumes.values() if "emptyDir" not in each
+        } <= claims
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"], name
+            assert not container["securityContext"]["allowPrivilegeEscalation"], name
+            mounts = {each["name"]: each for each in container["volumeMounts"]}
+            assert mounts.keys() == volumes.keys(), name
+            assert "emptyDir" in volumes["tmp"], name
+            if "runs" in mounts:  # ranks run here
+                assert pod["terminationGracePeriodSeconds"] > default_grace() + 10, name
+                assert mounts["data"]["readOnly"], name
+                assert mounts["shm"]["mountPath"] == "/dev/shm", name
+                gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+                assert gpus == {"cpu": None, "gpu": "2"}[overlay], name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_images_are_those_that_are_built_and_hold_what_is_started(overlay: str, render: Render) -> None:
+    manifests = render(overlay)
+    runtimes = dict(templates(manifests))
+    started = [
+        (container["image"], container) for _, pod in templates(manifests) for container in pod["spec"]["containers"]
+    ]
+    for job in by_name(manifests, "TrainJob").values():
+        runtime = runtimes[f"TrainingRuntime {job['spec']['runtimeRef']['name']}"]["spec"]["containers"][0]
+        started.append((runtime["image"], job["spec"]["trainer"]))
+    for image, container in started:
+        name, tag = re.fullmatch(r"samestep/(\w+):(\w+)", image).groups()  # type: ignore[union-attr]
+        assert tag == overlay
+        dockerfile = (REPOSITORY / "deploy" / "images" / f"Dockerfile.{name}").read_text()
+        words = " ".join([*container.get("command", []), *container.get("args", [])])
+        for app in re.findall(r"/samestep/scripts/run_(\w+)\.sh|/samestep/apps/(\w+)/", words):
+            assert f"COPY apps/{app[0] or app[1]} /samestep/apps/" in dockerfile
+        for path in re.findall(r"/etc/ssh/\S+", words):
+            assert path in dockerfile
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: Render) -> None:
+    """2 is a mistake in the call; 128 + a signal is a job that saved its step, in whichever pod the signal came."""
+    jobs = [each["spec"] for each in by_name(render(overlay), "Job").values()]
+    for runtime in by_name(render(overlay), "TrainingRuntime").values():
+        jobs += [job["template"]["spec"] for job in jobs_of_runtime(runtime)]
+    assert len(jobs) == {"cpu": 3, "gpu": 2}[overlay]
+    for job in jobs:
+        assert job["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy wants it
+        assert job["backoffLimit"] > 0
+        rules = job["podFailurePolicy"]["rules"]
+        containers = {each["name"] for each in job["template"]["spec"]["containers"]}
+        assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == containers
+        codes = {rule["action"]: set(rule["onExitCodes"]["values"]) for rule in rules if "onExitCodes" in rule}
+        assert codes == {"FailJob": {2}, "Ignore": STOPPED}
+        assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
+
+
+def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
+    """The command of every pod, with what its controller sets, is one that its launch script takes: by --dry-run."""
+    manifests = render("cpu")
+    seen = set()
+    for job in by_name(manifests, "Job").values():
+        spec, service = job["spec"], by_name(manifests, "Service")[job["spec"]["template"]["spec"]["subdomain"]]
+        name, container = job["metadata"]["name"], spec["template"]["spec"]["containers"][0]
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert spec["completionMode"] == "Indexed"
+        assert spec["parallelism"] == spec["completions"] == int(variables["NNODES"])
+        assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"  # pod 0, by the Service
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["publishNotReadyAddresses"]
+        assert service["spec"]["selector"] == {"job-name": name}
+        for index in range(spec["completions"]):
+            shown = dry_run(
+                [*container["command"], *container["args"]], {**variables, "JOB_COMPLETION_INDEX": str(index)}
+            )
+            assert re.search(rf"--(node_)?rank={index}\b", shown), shown
+            assert f"{variables['MASTER_ADDR']}" in shown
+            seen.add(name)
+    runtime = by_name(manifests, "TrainingRuntime")
+    for name, job in by_name(manifests, "TrainJob").items():
+        trainer, container = job["spec"]["trainer"], next(templates([runtime[job["spec"]["runtimeRef"]["name"]]]))[1]
+        variables = {each["name"]: each["value"] for each in container["spec"]["containers"][0]["env"]}
+        nodes = trainer["numNodes"]
+        for index in range(nodes):
+            sets = {  # Kubeflow Trainer
+                "PET_NNODES": str(nodes),
+                "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+                "PET_NODE_RANK": str(index),
+                "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+                "PET_MASTER_PORT": "29400",
+            }
+            shown = dry_run([*trainer["command"], *trainer["args"]], {**variables, **sets})
+            assert f"--nnodes={nodes} --node-rank={index} --nproc-per-node={trainer['numProcPerNode']}" in shown, shown
+            assert f"--master-addr={sets['PET_MASTER_ADDR'] if nodes > 1 else '127.0.0.1'}" in shown, shown
+            seen.add(name)
+    (horovod,) = by_name(manifests, "MPIJob").values()
+    spec = horovod["spec"]
+    (container,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    ranks = spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    train = container["args"].index("/samestep/apps/mnist_horovod/train.py")
+    assert container["args"][container["args"].index("--np") + 1] == str(ranks)
+    dry_run(["bash", "/samestep/scripts/run_mnist_horovod.sh", str(ranks), *container["args"][train + 1 :]], {})
+    seen.add("mnist-horovod")
+    assert seen == {path.name.replace("_", "-") for path in REPOSITORY.glob("apps/*") if (path / "options.py").exists()}
+
+
+def dry_run(command: list[str], variables: dict[str, str]) -> str:
+    """The launcher's command, as the launch script shows it in an environment that has nothing else of ours."""
+    words = [word.replace("/samestep", str(REPOSITORY)) for word in command]
+    with socket.socket() as probe:  # port of machine 0: here any that is free
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ports = {name: port for name in variables if name.endswith("MASTER_PORT")}
+    environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **variables, **ports}
+    done = subprocess.run([*words, "--dry-run"], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), (shlex.join(words), done.stderr)
+    return done.stdout

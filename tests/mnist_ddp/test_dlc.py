@@ -1,0 +1,39 @@
+"""The job of deploy/dlc in two processes that stand for its two pods, with what DLC sets in each of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from harness import ROOT, Harness, free_port
+
+
+def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """RANK and WORLD_SIZE count pods. Both write to one run dir, as on NAS; the weights are those of one machine."""
+    expected = undisturbed(2)
+    job_file = dict(
+        line.split("=", 1) for line in (ROOT / "deploy" / "dlc" / "mnist_ddp.params").read_text().splitlines()
+    )
+    command = job_file["command"].replace("/samestep", str(ROOT)).replace("/mnt", str(harness.folder))
+    pods = int(job_file["workers"])
+    run_dir = harness.folder / "runs" / "mnist_ddp"
+    port = free_port()
+    jobs = [
+        harness.start_command(
+            [*shlex.split(command), f"--device={harness.device}", *harness.app.small],
+            run_dir,
+            RANK=str(rank),
+            WORLD_SIZE=str(pods),
+            NPROC_PER_NODE=job_file["worker_gpu"],
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(pods)
+    ]
+    first, second = (job.finish() for job in jobs)
+    result = harness.checked(first, 2)
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert (result["node_count"], result["restarts"]) == (2, 0)
+    assert (second.code, second.stdout) == (0, "")  # the result is said once
+    assert {path.name for path in (run_dir / "log").glob("rank-*.log")} == {"rank-0.log", "rank-1.log"}
