@@ -59,6 +59,16 @@ def soak(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--soak"))
 
 
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines of what a soak has shown, printed at its end: app, ranks, what was done, runs, and those that ended well."""
+    lines: list[str] = []
+    yield lines
+    if request.config.getoption("--soak") and lines:
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print("\n".join(["\n", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *lines]))
+
+
 @pytest.fixture
 def ddp(harness: Harness) -> Iterator[Harness]:
     """Runs mnist_ddp beside the app under test, in the same Python."""

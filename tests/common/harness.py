@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,12 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
     """Run a command of one's own instead of the launch script; its run dir is ``run`` in the test's folder."""
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
+
+
+def faulty(fault: Mapping[str, Any], folder: Path = Path(__file__).parent / "faults") -> dict[str, str]:
+    """The environment in which ranks do what ``folder``'s sitecustomize.py makes of ``fault``."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"SAMESTEP_FAULT": json.dumps(fault), "PYTHONPATH": path}
 
 
 def told_by(app: str, program: str) -> Any:

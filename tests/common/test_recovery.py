@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -18,22 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import App, Harness, Job, last_step, losses, relative_difference
+from harness import App, Harness, Job, faulty, last_step, losses, relative_difference
 from processes import parent
 from samestep import checkpoint, signals
 from samestep.sharding import GlobalBatches
-
-_table: list[str] = []  # printed at the end of a soak
-
-
-@pytest.fixture(scope="module", autouse=True)
-def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    """At the end of a soak, one line for each kind of fault."""
-    yield
-    if request.config.getoption("--soak"):
-        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print("\n\n| app | ranks | fault | runs | equal hash |\n|---|---|---|---|---|")
-            print("\n".join(_table))
 
 
 def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +39,7 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_is_killed_at_a_random_step(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int, table: list[str]
 ) -> None:
     reference = undisturbed(n)
     chance = random.Random(n)
@@ -63,7 +50,7 @@ def test_a_rank_is_killed_at_a_random_step(
         os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
         result = check_same_end(harness, job.finish(), n, reference)
         assert result["restarts"] == 1, f"killed at step {landed}"
-    _table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
+    table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +62,7 @@ def test_a_rank_is_killed_at_a_random_step(
     ],
 )
 def test_what_started_the_ranks_is_killed(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str, table: list[str]
 ) -> None:
     reference = undisturbed(2)
     chance = random.Random(victim)
@@ -96,7 +83,7 @@ def test_what_started_the_ranks_is_killed(
         # Ranks that lost their script take note within a second, and may have come to the end by then.
         result = check_same_end(harness, job.finish(), 2, reference)
         assert (result["resumed_from_step"] or 1) < result["steps"] + (victim == "the script")
-    _table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
+    table.append(f"| {harness.app.name} | 2 | SIGKILL of {victim} at a random step | {runs} | {runs} |")
 
 
 # --- kills at exact moments ----------------------------------------------------------------------------------------
@@ -139,16 +126,15 @@ MOMENTS = [
     [pytest.param(moment, id=moment.name, marks=getattr(pytest.mark, moment.mark)) for moment in MOMENTS],
 )
 def test_a_rank_is_killed_at_an_exact_moment(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment, table: list[str]
 ) -> None:
     reference = undisturbed(2)
-    fault = json.dumps({"rank": moment.rank, **moment.fault(harness.app), "signal": signal.SIGKILL})
-    path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
-    outcome = harness.run(2, *harness.app.small, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+    fault = {"rank": moment.rank, **moment.fault(harness.app), "signal": signal.SIGKILL}
+    outcome = harness.run(2, *harness.app.small, **faulty(fault))
     result = check_same_end(harness, outcome, 2, reference)
     assert result["restarts"] == 1
     assert not [path for path in (harness.folder / "run").rglob("*.tmp") if path.parent.name != "log"]
-    _table.append(f"| {harness.app.name} | 2 | SIGKILL {moment.name} | 1 | 1 |")
+    table.append(f"| {harness.app.name} | 2 | SIGKILL {moment.name} | 1 | 1 |")
 
 
 # --- stops ---------------------------------------------------------------------------------------------------------
@@ -225,7 +211,9 @@ def test_a_signal_costs_no_step(harness: Harness, undisturbed: Callable[..., dic
 
 
 @pytest.mark.soak
-def test_signals_at_random_moments(harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool) -> None:
+def test_signals_at_random_moments(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
+) -> None:
     """To the script, to a rank, and to the launcher as far as that lets its ranks live; at N = 2 and 3."""
     chance = random.Random(1)
     runs = (8 if "slow" in harness.app.left_out else 20) if soak else 2
@@ -254,26 +242,27 @@ def test_signals_at_random_moments(harness: Harness, undisturbed: Callable[..., 
         count = counts.setdefault((f"{stop.number.name} to {stop.to}", n), [0, 0])
         count[0] += 1
         count[1] += saved > 0
-    _table.extend(
+    table.extend(
         f"| {harness.app.name} | {n} | {what} at a random moment; {saved} saved a step | {runs} | {runs} |"
         for (what, n), (runs, saved) in counts.items()
     )
 
 
 @pytest.mark.once
-def test_a_signal_at_an_exact_moment(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def test_a_signal_at_an_exact_moment(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
+) -> None:
     """In the first step, in an evaluation, and while a checkpoint is written."""
     reference, saved = undisturbed(2), 0
-    path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
     checkpoint_files = {"audit": "open", "match": r"/\.step-\d+\.tmp/optimizer"}
     for rank, moment in ((1, {"step": 0}), (1, {"evaluating": 1}), (0, checkpoint_files)):
-        fault = json.dumps({"rank": rank, **moment, "signal": signal.SIGTERM})
-        job = harness.start(2, *harness.app.small, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+        fault = {"rank": rank, **moment, "signal": signal.SIGTERM}
+        job = harness.start(2, *harness.app.small, **faulty(fault))
         before, saved = saved, check_stopped(harness, job, Stop(signal.SIGTERM, "a rank"))
         assert saved == 1 if moment == {"step": 0} else saved > before
     result = check_same_end(harness, harness.run(2, *harness.app.small), 2, reference)
     assert result["resumed_from_step"] == saved
-    _table.append(f"| {harness.app.name} | 2 | SIGTERM in the first step, an evaluation, a checkpoint | 3 | 3 |")
+    table.append(f"| {harness.app.name} | 2 | SIGTERM in the first step, an evaluation, a checkpoint | 3 | 3 |")
 
 
 @pytest.mark.soak
@@ -420,7 +409,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "damage", [pytest.param(damage, marks=pytest.mark.soak if i else ()) for i, damage in enumerate(DAMAGES)]
 )
 def test_a_damaged_checkpoint_is_skipped(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str, table: list[str]
 ) -> None:
     template = Path(undisturbed(2)["run_dir"])
     _, before, newest = sorted(path.name for path in (template / "checkpoints").iterdir())
@@ -438,7 +427,7 @@ def test_a_damaged_checkpoint_is_skipped(
         assert newest in outcome.stderr
         assert "skipped" in outcome.stderr
         assert (run_dir / "checkpoints" / f"damaged-{newest}").is_dir()
-    _table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
+    table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
 
 
 @pytest.mark.once

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Harness, Outcome, metrics
+from harness import Harness, Outcome, faulty, metrics
 
 PHASES = ("input", "computing", "optimizer")
 # Steps so short that 60 ms more are many times as much, on a busy machine too; and hardly an epoch ends.
 SHORT = ("--global-batch-size=12", "--epochs=100", "--checkpoint-every=0", "--log-every=10")
 WITHIN = 50 + 10  # steps; ranks talk each 10, and what they then judge is to have been slow for 50
 
-_table: list[str] = []  # printed at the end of a soak
-
-
-@pytest.fixture(scope="module", autouse=True)
-def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if request.config.getoption("--soak"):
-        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print("\n\n| app | ranks | case | runs | good |\n|---|---|---|---|---|")
-            print("\n".join(_table))
-
 
 def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, str, int, int]], ms: int) -> Outcome:
     """A job whose ranks sleep in the phases of steps that ``slow`` lists: rank, phase, from and to a step."""
-    fault = json.dumps({"slow": slow, "seconds": ms / 1000})
-    path = os.pathsep.join([str(Path(__file__).parent / "faults"), os.environ.get("PYTHONPATH", "")])
+    fault = {"slow": slow, "seconds": ms / 1000}
     options = [*harness.app.small, *SHORT, f"--max-steps={slow[-1][-1]}"]
-    outcome = harness.run(n, *options, run_dir=harness.folder / name, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+    outcome = harness.run(n, *options, run_dir=harness.folder / name, **faulty(fault))
     harness.checked(outcome, n)
     return outcome
 
@@ -66,7 +52,7 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bool) -> None:
+def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bool, table: list[str]) -> None:
     chance, runs = random.Random(harness.app.name), 10 if soak else 1
     for i in range(runs):
         n, phase, first = 2 + i % 2, PHASES[i % 3], chance.randrange(2, 30)
@@ -76,18 +62,16 @@ def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bo
         assert (found["rank"], found["phase"]) == (rank, phase), outcome
         assert step <= first + WITHIN
         assert len(said(outcome)) == 1
-    _table.append(
-        f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |"
-    )
+    table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool) -> None:
+def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table: list[str]) -> None:
     runs = 50 if soak else 1
     for i in range(runs):
         options = [*harness.app.small, "--epochs=100", "--max-steps=200", "--log-every=10", "--checkpoint-every=50"]
         outcome = harness.run(2 + i % 2, *options, run_dir=harness.folder / str(i))
         harness.checked(outcome, 2 + i % 2)
         assert not said(outcome), (i, said(outcome))
-    _table.append(f"| {harness.app.name} | 2, 3 | undisturbed: nobody named | {runs} | {runs} |")
+    table.append(f"| {harness.app.name} | 2, 3 | undisturbed: nobody named | {runs} | {runs} |")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, Job, bare, free_port, last_step, losses, relative_difference, write_fashion
+from harness import ROOT, Harness, Job, bare, faulty, free_port, last_step, losses, relative_difference, write_fashion
 from layouts import TORCHVISION, digest
 from samestep import UserError, checkpoint, datasets
 from samestep.sharding import GlobalBatches
@@ -104,11 +104,9 @@ def test_local_rank_says_nothing_about_the_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None:
     """The key in the run dir's name is for launchers that start ranks again by themselves."""
-    fault = json.dumps({"rank": 0, "updates": 5, "signal": 9})
-    path = str(ROOT / "tests" / "common" / "faults")
     command = [*TORCHRUN, "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=localhost:0", TRAIN, *SMALL, "--checkpoint-every=2"]
-    environ = {"SAMESTEP_FAULT": fault, "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environ = {**faulty({"rank": 0, "updates": 5, "signal": 9}), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     result = harness.checked(bare(harness, command, **environ), 1)
     assert result["restarts"] == 1
     assert result["resumed_from_step"] == 4
@@ -222,10 +220,8 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     """One weight of rank 1 is changed from outside, two steps before a checkpoint."""
-    fault = json.dumps({"rank": 1, "differ": 18, "signal": 0})
-    path = str(ROOT / "tests" / "common" / "faults")
-    path = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
-    outcome = harness.run(2, *harness.app.small, "--max-restarts=0", SAMESTEP_FAULT=fault, PYTHONPATH=path)
+    fault = {"rank": 1, "differ": 18, "signal": 0}
+    outcome = harness.run(2, *harness.app.small, "--max-restarts=0", **faulty(fault))
     assert outcome.code == 1, outcome
     assert outcome.errors[0].startswith(
         "error: ranks 0 and 1 differ at step 20, first in model conv1.weight: not saved"
@@ -250,10 +246,9 @@ def test_a_flipped_bit_is_named_and_undone(
     for i in range(20 if soak else 1):
         told = harness.folder / f"addresses-{i}"
         rank, after = chance.randrange(n), chance.randrange(1, reference["steps"] - harness.app.every - 1)
-        fault = json.dumps({"rank": rank, "tell": str(told), "signal": 0})
-        path = os.pathsep.join([str(ROOT / "tests" / "common" / "faults"), os.environ.get("PYTHONPATH", "")])
+        fault = {"rank": rank, "tell": str(told), "signal": 0}
         run_dir = harness.folder / str(i)
-        job = harness.start(n, *harness.app.small, run_dir=run_dir, SAMESTEP_FAULT=fault, PYTHONPATH=path)
+        job = harness.start(n, *harness.app.small, run_dir=run_dir, **faulty(fault))
         job.wait_for_step(after)
         # The first of a soak makes a weight huge: no number comes of it.
         address, bit = flip_a_bit(

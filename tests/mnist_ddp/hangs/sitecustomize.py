@@ -6,7 +6,6 @@ SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``:
 - ``skip``: it leaves out the all_gather by which ranks compare before the next checkpoint;
 - ``order``: it calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast;
 - ``shapes``: it gives the next log line's all_reduce one number more than the others;
-- ``sleep``: its loader sleeps;
 - ``write``: it is stopped while it writes its first checkpoint, with one file open.
 
 Nothing of the program is replaced but this.
@@ -74,7 +73,7 @@ def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 if _hang and _is_rank and (_rank == _hang["rank"] or _hang["kind"] == "order"):
-    kinds = {"skip": _skip, "order": _order, "shapes": _shapes, "sleep": lambda: time.sleep(600)}
+    kinds = {"skip": _skip, "order": _order, "shapes": _shapes}
     if _hang["kind"] == "never":
         time.sleep(600)
     elif _hang["kind"] == "write":
