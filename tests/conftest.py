@@ -61,7 +61,7 @@ def soak(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines of what a soak has shown, printed at its end: app, ranks, what was done, runs, and those that ended well."""
+    """Lines of what a soak has shown, printed at its end: app, ranks, what was done, runs, and how many were good."""
     lines: list[str] = []
     yield lines
     if request.config.getoption("--soak") and lines:

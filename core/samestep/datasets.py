@@ -257,6 +257,8 @@ def _cache(name: str) -> Path:
     spare = Path(os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
     caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
     caches += [] if spare.exists() and spare.stat().st_uid != os.getuid() else [spare]
+    if not caches:
+        raise UserError(f"no home folder to keep data in, and {spare} is someone else's: set XDG_CACHE_HOME")
     full = (cache for cache in caches if os.path.isdir(cache / name) and not missing(cache / name, name))
     writable = (cache for cache in caches if os.access(next(filter(os.path.exists, (cache, *cache.parents))), os.W_OK))
     return (next(full, None) or next(writable, caches[0])) / name

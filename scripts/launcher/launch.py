@@ -79,7 +79,8 @@ signal, or --grace seconds, end them at once
 
 # Options of which each machine may have its own.
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")
-MEETING_SECONDS = 300.0  # within which machines meet, for an app without --timeout
+# Seconds for which a machine that will not start again tells the others; and one that was stopped, or is done.
+PARTING, STOPPED = 60.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -312,24 +313,28 @@ def _resolve(job: Job, module: Any) -> dict[str, Any]:
         rundir.make_folder(job.options.run_dir / "log")
         return {}
     given: Path | None = job.options.run_dir
-    made = None if given else rundir.new(job.app)
-    job.options.run_dir = (made or given or Path()).resolve()
-    plan: dict[str, Any] = {"run_dir": str(made or given)}
-    try:
-        if job.trains:
-            found = rundir.resolve(job.app, job.options, verify=False)
-            lock = found.lock
-            if hasattr(module, "check_start"):
-                module.check_start(job.options, found.dataset, found.checkpoint.step if found.checkpoint else 0)
-            plan |= {"dataset": found.dataset, "fingerprint": found.fingerprint, "requested": found.requested_dataset}
-        else:
-            _, lock = rundir.claim(job.app, job.options.run_dir)
-    except BaseException:
-        if made:  # nothing has begun: leave nothing
-            shutil.rmtree(made, ignore_errors=True)
-        raise
+    run_dir = given or rundir.new(job.app)
+    job.options.run_dir = run_dir.resolve()
+    plan: dict[str, Any] = {"run_dir": str(run_dir)}
+    if job.trains:
+        found = rundir.resolve(job.app, job.options, verify=False)
+        lock = found.lock
+        if hasattr(module, "check_start"):
+            module.check_start(job.options, found.dataset, found.checkpoint.step if found.checkpoint else 0)
+        plan |= {"dataset": found.dataset, "fingerprint": found.fingerprint, "requested": found.requested_dataset}
+    else:
+        _, lock = rundir.claim(job.app, job.options.run_dir)
+    _check_log(job)
     lock.release(rundir.WRITER_BYTE)  # rank 0's from here on; the launcher's byte is held until this process ends
     return plan
+
+
+def _check_log(job: Job) -> None:
+    """Raises UserError where this machine cannot write to the run dir: all are to hear of it before anything starts."""
+    try:
+        (job.options.run_dir / "log" / "launcher.log").open("ab").close()
+    except OSError as problem:
+        raise UserError(f"cannot write to {job.options.run_dir}: {problem.strerror}: name another place") from None
 
 
 def _card(job: Job, module: Any) -> Card:
@@ -363,6 +368,7 @@ def _meet(job: Job, module: Any, card: Card, resolve: Callable[[], Mapping[str, 
     def prepare(plan: Mapping[str, Any]) -> None:
         job.options.run_dir = Path(job.options.run_dir or plan["run_dir"]).resolve()
         rundir.make_folder(job.options.run_dir / "log")
+        _check_log(job)
         if "dataset" in plan:
             here = datasets.resolve(plan["dataset"], job.options.data_dir, fallback=False)
             if here.fingerprint != plan["fingerprint"]:
@@ -377,25 +383,63 @@ def _meet(job: Job, module: Any, card: Card, resolve: Callable[[], Mapping[str, 
         card,
         job.nodes.master_addr,
         job.nodes.master_port,
-        getattr(job.options, "timeout", MEETING_SECONDS),
+        job.options.timeout,
         lambda: {**resolve(), "job": uuid.uuid4().hex},
         prepare,
         equal_ranks=getattr(module, "LAUNCHER", {}).get("equal_ranks", False),
     )
 
 
+@dataclass
+class Started:
+    """What came of a job so far: its name at the last start, "" before the first; its ranks' verdict there."""
+
+    job: str = ""
+    verdict: int | None = None
+
+
 def _resolve_and_run(job: Job, module: Any) -> int:
+    """Run the job. On several machines the others hear of its end here, or they would wait for this one."""
+    card = _card(job, module) if job.nodes.meet else None
+    started, words, seconds, new = Started(), "", PARTING, job.options.run_dir is None
+    try:
+        code = _start(job, module, card, started)
+        if code == 0:
+            words, seconds = "has finished", STOPPED
+        elif code < 128:  # and at a signal all ranks have heard of it
+            words = f"has ended with code {code}: see what it says there"
+        return code
+    except supervise.Stopped as stopped:
+        if started.verdict is None:
+            words, seconds = f"was stopped by signal {stopped.number}", STOPPED
+        raise
+    except (UserError, FatalError):  # of a meeting, which has told all
+        raise
+    except BaseException:
+        words = "has failed: see what it says there"
+        raise
+    finally:
+        if new and not started.job and job.options.run_dir:  # nothing has begun: leave nothing
+            shutil.rmtree(job.options.run_dir, ignore_errors=True)
+        if card and started.job and words:
+            from launcher import meeting
+
+            with contextlib.suppress(supervise.Stopped):
+                address, port = str(job.nodes.master_addr), int(job.nodes.master_port or 0)
+                meeting.part(replace(card, after=started.job), address, port, words, seconds)
+
+
+def _start(job: Job, module: Any, card: Card | None, started: Started) -> int:
     """Start the launcher on what has been resolved, and again after a failure; return the script's exit code."""
     line_prefix = getattr(module, "LAUNCHER", {}).get("line_prefix", "")
     max_restarts = job.options.max_restarts if job.trains else 0
     grace = job.options.grace if job.trains else supervise.STOP_SECONDS
     resolve = functools.cache(lambda: _resolve(job, module))  # at the first start
-    card = _card(job, module) if job.nodes.meet else None
     stepped = False  # did any start do an update?
     for attempt in range(max_restarts + 1):
-        met = _meet(job, module, card, resolve) if card else None
+        met = _meet(job, module, replace(card, after=started.job), resolve) if card else None
         plan = met.plan if met else resolve()
-        job_id = plan.get("job") or uuid.uuid4().hex
+        started.job = plan.get("job") or uuid.uuid4().hex
         resolved = []
         if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 tells the others
             resolved = ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
@@ -405,29 +449,24 @@ def _resolve_and_run(job: Job, module: Any) -> int:
         if job.nodes.rank == 0:  # machines may share the run dir
             for name in ("no-restart", "stalled", "stack-0.txt"):  # what an earlier start left
                 (logs / name).unlink(missing_ok=True)
-        environ = supervise.environment(job_id, job.nproc, job.nodes.count, attempt, met.address if met else None)
+        environ = supervise.environment(started.job, job.nproc, job.nodes.count, attempt, met.address if met else None)
         try:
             with supervise.reserved_port(job.nodes.master_port) as port:
                 command = job.command(sys.executable, port, logs, f"--run-dir={run_dir}", *resolved, met=met)
                 code = supervise.run_once(command, environ, logs, line_prefix, stop_hint, grace)
-        except supervise.Stopped as stopped:
-            if card and _verdict(logs, job_id) is None:  # the other machines' ranks have not heard of it
-                _part(job, replace(card, after=job_id), f"was stopped by signal {stopped.number}")
-            raise
+        finally:
+            started.verdict = _verdict(logs, started.job)
         # msrun says 0 when it has killed its ranks at a Ctrl-C. A rank that ends well takes its stacks away.
         if code == 0 and not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").exists()):
             return 0
-        card = replace(card, after=job_id) if card else None
-        if (verdict := _verdict(logs, job_id)) is not None:
-            if card and verdict < 128:
-                _part(job, card, f"has ended with code {verdict}: see what it says there")
-            return verdict
+        if started.verdict is not None:
+            return started.verdict
         if -code in supervise.STOPS:  # its launcher was stopped: no failure
             return 128 - code
         from samestep import hang  # not before something has failed
 
-        ended = f"the job ended with code {code}" + hang.crashes(logs, job_id, ROOT / "apps" / job.app)
-        stepped = stepped or _made_a_step(logs, job_id)
+        ended = f"the job ended with code {code}" + hang.crashes(logs, started.job, ROOT / "apps" / job.app)
+        stepped = stepped or _made_a_step(logs, started.job)
         if attempt == 1 and not stepped:  # one such failure may be chance; what fails so twice fails each time
             say(f"error: the job failed twice before its first step: {see}")
             return 1
@@ -437,14 +476,6 @@ def _resolve_and_run(job: Job, module: Any) -> int:
     after = f" after {max_restarts} restarts" if max_restarts else ""
     say(f"error: {ended}{after}: {see}")
     return 1
-
-
-def _part(job: Job, card: Card, words: str) -> None:
-    """Let the other machines know that this one will not start again with them: else they would wait for it."""
-    from launcher import meeting
-
-    if job.nodes.master_addr and job.nodes.master_port:
-        meeting.part(card, job.nodes.master_addr, job.nodes.master_port, words)
 
 
 def _verdict(logs: Path, job: str) -> int | None:

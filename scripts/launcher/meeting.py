@@ -7,6 +7,8 @@ names may resolve late. Each says who it is and what it would run; machine 0 com
 decided. They look whether they can do that (``prepare``), and all start together. What does not fit is told by one
 line, the same on all machines. They meet anew for each start after a failure.
 
+A machine that will not come to the next meeting says so there as well (`part`), or the others would wait for it.
+
 By these connections each machine also learns its own address among the others, which its host name may not lead to.
 
 One JSON object a line. Nothing secret is said, and nothing that comes in is run; whoever else connects is ignored.
@@ -23,8 +25,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +37,7 @@ from launcher.supervise import Stopped, say
 PROTOCOL = "samestep meeting 1"
 PATIENCE = 5.0  # seconds of waiting after which the console is told for whom
 RETRY = 0.5  # seconds between attempts to connect
-PARTING = 10.0  # seconds for which a machine that has ended for good says so to those that want to start again
+ANSWER = 5.0  # seconds in which a launch script answers; what does not is another program
 MOST = 2**20  # bytes of one line
 
 
@@ -120,44 +122,56 @@ def meet(
     prepare: Callable[[Mapping[str, Any]], None],
     equal_ranks: bool = False,
 ) -> Met:
-    """Meet the other machines of the job within ``limit`` seconds.
+    """Meet the other machines of the job, which may be ``limit`` seconds apart, and may take as long to prepare.
 
     When all are here, machine 0 makes its ``plan`` and the others ``prepare`` for it: what they raise ends all. Raises
     UserError where something does not fit, FatalError where a machine does not come or fails; the same on all machines.
     """
-    card = Card(**{**asdict(card), "host": card.host or socket.gethostname(), "nonce": uuid.uuid4().hex})
-    where = Place(address, port, time.monotonic() + limit, limit)
+    card, where = _own(card), Place(address, port, time.monotonic() + limit, limit)
     if card.machine == 0:
         return _Host(card, where, equal_ranks).run(plan)
     return _join(card, where, prepare)
 
 
-def part(card: Card, address: str, port: int, words: str) -> None:
-    """Tell machines that meet again after the start ``card.after`` that this one will not; ``words`` say why."""
-    host = card.host or socket.gethostname()
-    card = Card(**{**asdict(card), "host": host, "nonce": uuid.uuid4().hex})
-    where = Place(address, port, time.monotonic() + PARTING, PARTING)
-    farewell = {"problem": f"{card.name} {words}", "fatal": True}
-    with contextlib.suppress(OSError, UserError), contextlib.ExitStack() as stack:
-        listener = _listen(port) if card.machine == 0 else None
-        stack.callback(listener.close) if listener else None
-        while where.left > 0:
-            line, hello = None, {"after": card.after}
-            with contextlib.suppress(TimeoutError):
-                if listener:
-                    listener.settimeout(where.left)
-                    line = Line(listener.accept()[0])
-                    hello = line.hear(1.0)
-                else:
-                    line, _ = _connect(where)
-            if line and hello.get("after") == card.after:
-                line.say(**asdict(card), **farewell)
+def part(card: Card, address: str, port: int, words: str, limit: float) -> None:
+    """Tell all that take part in the job ``card.after`` that this machine will not start again with them, and why.
+
+    It takes until each has been told, or says the same of itself, and at most ``limit`` seconds.
+    """
+    card, where = _own(card), Place(address, port, time.monotonic() + limit, limit)
+    farewell = {**asdict(card), "problem": f"{card.name} {words}", "fatal": True}
+    with contextlib.suppress(OSError, UserError):
+        if card.machine == 0:
+            _receive(card, where, farewell)
+            return
+        while where.left > 0:  # what listens there may still be machine 0's launcher
+            line, _ = _connect(where)
             if line:
+                line.say(**farewell)
+                with contextlib.suppress(TimeoutError):
+                    if "problem" in line.hear(ANSWER):
+                        return
                 line.close()
-            if not listener:
-                if line:
-                    return
-                time.sleep(RETRY)
+            time.sleep(RETRY)
+
+
+def _receive(card: Card, where: Place, farewell: Mapping[str, Any]) -> None:
+    told: set[int] = set()
+    listener = _listen(where)
+    with listener:
+        while len(told) < card.machines - 1 and where.left > 0:
+            listener.settimeout(where.left)
+            with contextlib.suppress(OSError):  # a TimeoutError too
+                line = Line(listener.accept()[0])
+                hello = line.hear(1.0)
+                if hello.get("protocol") == PROTOCOL and hello.get("after") == card.after:
+                    line.say(**farewell)
+                    told.add(hello.get("machine", 0))
+                line.close()
+
+
+def _own(card: Card) -> Card:
+    return replace(card, host=card.host or socket.gethostname(), nonce=uuid.uuid4().hex)
 
 
 @dataclass(frozen=True)
@@ -178,21 +192,26 @@ class Place:
 
 
 class Line:
-    """A connection that carries one JSON object a line."""
+    """A connection that carries one JSON object a line. Raises OSError where the other end is gone already."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._reader: IO[bytes] = connection.makefile("rb")
         self.here, self.there = (_plain(each[0]) for each in (connection.getsockname(), connection.getpeername()))
+        # A host that has lost its power or its cable says nothing more: known after 9 s.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def say(self, **values: Any) -> None:
         with contextlib.suppress(OSError):  # the other end will be missed when it has to answer
             self._connection.sendall(json.dumps(values).encode() + b"\n")
 
-    def hear(self, seconds: float) -> dict[str, Any]:
+    def hear(self, seconds: float | None = None) -> dict[str, Any]:
         """What comes next; {} where the connection ends or says what no launch script would. Raises TimeoutError."""
         try:
-            self._connection.settimeout(max(0.01, seconds))
+            self._connection.settimeout(seconds if seconds is None else max(0.01, seconds))
             found = json.loads(self._reader.readline(MOST) or "{}")
         except TimeoutError:
             raise
@@ -214,26 +233,27 @@ class _Host:
         self._card, self._where, self._equal_ranks = card, where, equal_ranks
         self._heard: queue.Queue[tuple[Line, dict[str, Any]]] = queue.Queue()
         self._guests: dict[int, tuple[Card, Line]] = {}  # by their machine's number
+        self._over = threading.Event()
 
     def run(self, make_plan: Callable[[], Mapping[str, Any]]) -> Met:
-        listener = _listen(self._where.port)
+        listener = _listen(self._where)
         for target, arguments in ((self._accept, (listener,)), (self._call_myself, ())):
             threading.Thread(target=target, args=arguments, daemon=True).start()
         try:
-            self._wait_for("did not come", lambda said: True, may_come_again=True)
+            self._wait_for("did not come", lambda said: True, self._where.deadline, may_come_again=True)
             _close(listener)  # before any launcher looks for ours
-            plan = make_plan()
+            with _named(self._card):
+                plan = make_plan()
             self._tell(plan=plan)
-            self._wait_for("did not get ready", lambda said: said.get("ready") is True)
+            until = time.monotonic() + self._where.limit
+            self._wait_for("did not get ready", lambda said: said.get("ready") is True, until)
             ranks = [self._card.ranks] + [self._guests[number][0].ranks for number in sorted(self._guests)]
             self._tell(start=ranks)
-        except (UserError, FatalError) as problem:
-            self._tell(problem=str(problem), fatal=isinstance(problem, FatalError))
-            raise
-        except Stopped as stopped:
-            self._tell(problem=f"{self._card.name} was stopped by signal {stopped.number}", fatal=True)
+        except BaseException as problem:
+            self._tell(**_told(self._card, problem))
             raise
         finally:
+            self._over.set()
             _close(listener)
             self._see_off()
         here = next(iter(self._guests.values()))[1].here
@@ -251,29 +271,28 @@ class _Host:
     def _listen_to(self, line: Line) -> None:
         said: dict[str, Any] = {"": ""}
         while said:
-            try:
-                said = line.hear(self._where.left + 5.0)
-            except TimeoutError:
-                said = {}
+            said = line.hear()
             self._heard.put((line, said))
 
     def _call_myself(self) -> None:
         """Is MASTER_ADDR this machine? Where another one that takes itself for machine 0 answers, both are told."""
-        while self._where.left > 0:
-            line, _ = _connect(self._where)  # the other may come later, and names may resolve late
-            if line:
+        while not self._over.wait(RETRY):  # the other may come later, and names may resolve late
+            line, _ = _connect(self._where)
+            if line and not self._over.is_set():
                 line.say(**asdict(self._card))
                 with contextlib.suppress(TimeoutError):
-                    if "problem" in (said := line.hear(self._where.left)):
+                    if "problem" in (said := line.hear(ANSWER)):
                         self._heard.put((line, {**asdict(self._card), **said}))
+                line.close()
                 return
-            time.sleep(RETRY)
 
-    def _wait_for(self, failed: str, counts: Callable[[dict[str, Any]], bool], may_come_again: bool = False) -> None:
+    def _wait_for(
+        self, failed: str, counts: Callable[[dict[str, Any]], bool], deadline: float, may_come_again: bool = False
+    ) -> None:
         """Until each other machine has said something that ``counts``. Raises UserError, FatalError."""
         missing, told = set(range(1, self._card.machines)), time.monotonic() + PATIENCE
         while missing:
-            if self._where.left <= 0:
+            if time.monotonic() > deadline:
                 names, within = ", ".join(map(self._name, sorted(missing))), f"within {self._where.limit:g} s"
                 raise FatalError(f"{names} of {self._card.machines} {failed} {within}{self._hint(missing)}")
             if time.monotonic() > told:
@@ -296,7 +315,8 @@ class _Host:
         number = next((number for number, (_, its) in self._guests.items() if its is line), None)
         parts = said.get("protocol") == PROTOCOL and said.get("after") == self._card.after
         if "problem" in said and (number is not None or parts):
-            raise (FatalError if said.get("fatal") else UserError)(str(said["problem"]))
+            line.say(problem=said["problem"], fatal=said.get("fatal"))  # it waits for that, where it is no guest
+            raise _problem(said)
         if number is not None:
             return number
         try:
@@ -313,6 +333,7 @@ class _Host:
                 line.say(problem=problem)
                 raise UserError(problem)
         self._guests[guest.machine] = guest, line
+        line.say(here=True)
         return guest.machine
 
     def _see_off(self) -> None:
@@ -346,13 +367,15 @@ def _join(card: Card, where: Place, prepare: Callable[[Mapping[str, Any]], None]
     while True:
         line, trouble = _connect(where)
         if line:
+            line.say(**asdict(card))
             try:
-                line.say(**asdict(card))
-                if said := _answer(line, where):
-                    return _take_part(card, where, line, said, prepare)
-                trouble = "it closed the connection"  # it ended, or is busy with something else: it may come again
-            except Stopped as stopped:
-                line.say(problem=f"{card.name} was stopped by signal {stopped.number}", fatal=True)
+                if met := _take_part(card, where, line, prepare):
+                    return met
+                trouble = "what listens there ended the connection: it may be another program"
+            except TimeoutError:
+                trouble = "what listens there does not answer: it may be another program"
+            except BaseException as problem:
+                line.say(**_told(card, problem))
                 raise
             finally:
                 line.close()
@@ -364,38 +387,61 @@ def _join(card: Card, where: Place, prepare: Callable[[Mapping[str, Any]], None]
         time.sleep(RETRY)
 
 
-def _take_part(
-    card: Card, where: Place, line: Line, said: dict[str, Any], prepare: Callable[[Mapping[str, Any]], None]
-) -> Met:
-    try:
+def _take_part(card: Card, where: Place, line: Line, prepare: Callable[[Mapping[str, Any]], None]) -> Met | None:
+    """None where it was not machine 0, or that ended before all had come. Once it is, it says for how long to wait."""
+    said = _heard(line, ANSWER)
+    if "here" not in said or not (said := _heard(line)):
+        return None
+    with _named(card):
         prepare(said["plan"])
-    except (UserError, FatalError) as problem:  # all are to say the same
-        line.say(problem=f"{card.name}: {problem}", fatal=isinstance(problem, FatalError))
-        raise type(problem)(f"{card.name}: {problem}") from None
     line.say(ready=True)
-    ready = _answer(line, where)
-    if "start" not in ready:
+    if "start" not in (ready := _heard(line)):
         raise FatalError(f"machine 0 at {where} was lost before the start: see what it says there")
     return Met(tuple(ready["start"]), line.here, line.there, said["plan"])
 
 
-def _answer(line: Line, where: Place) -> dict[str, Any]:
-    """What machine 0 says; {} where it goes away. Raises what it says does not fit."""
-    try:
-        said = line.hear(where.left + 5.0)  # machine 0 gives up first, and says for whom it waited
-    except TimeoutError:
-        return {}
+def _heard(line: Line, seconds: float | None = None) -> dict[str, Any]:
+    """What machine 0 says; {} where it goes away. Raises what it says does not fit, and TimeoutError."""
+    said = line.hear(seconds)
     if "problem" in said:
-        raise (FatalError if said.get("fatal") else UserError)(str(said["problem"]))
+        raise _problem(said)
     return said
+
+
+def _problem(said: Mapping[str, Any]) -> UserError | FatalError:
+    return FatalError(str(said["problem"])) if said.get("fatal") else UserError(str(said["problem"]))
+
+
+@contextlib.contextmanager
+def _named(card: Card) -> Iterator[None]:
+    """What goes wrong on one machine is told on all: with its name."""
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(f"{card.name}: {problem}") from problem
+    except (UserError, FatalError) as problem:
+        raise type(problem)(f"{card.name}: {problem}") from None
+
+
+def _told(card: Card, problem: BaseException) -> dict[str, Any]:
+    """What the other machines are to hear of it."""
+    words = str(problem)
+    if isinstance(problem, Stopped):
+        words = f"{card.name} was stopped by signal {problem.number}"
+    elif not isinstance(problem, (UserError, FatalError)):
+        words = f"{card.name}: {type(problem).__name__}: {problem}"
+    return {"problem": words, "fatal": not isinstance(problem, UserError)}
 
 
 def _connect(where: Place) -> tuple[Line | None, str]:
     """A connection to machine 0, or why there is none."""
+    patience = max(0.1, min(ANSWER, where.left))
     try:
-        return Line(socket.create_connection((where.address, where.port), timeout=max(0.1, min(10.0, where.left)))), ""
-    except socket.gaierror as problem:
-        return None, f"the name does not resolve ({problem.strerror})"
+        found = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)
+        found.sort(key=lambda each: each[0] != socket.AF_INET)  # not every launcher understands another address
+        return Line(socket.create_connection((str(found[0][4][0]), where.port), timeout=patience)), ""
+    except (socket.gaierror, UnicodeError) as problem:  # a label that is empty, or too long
+        return None, f"the name does not resolve ({getattr(problem, 'strerror', None) or problem})"
     except TimeoutError:
         return None, "nothing answers there: a firewall, or the wrong address"
     except OSError as problem:
@@ -405,16 +451,19 @@ def _connect(where: Place) -> tuple[Line | None, str]:
         return None, f"{reason}: is the script running on machine 0?"
 
 
-def _listen(port: int) -> socket.socket:
-    """On all addresses. Raises UserError where another program listens there."""
-    try:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=both)
-    except OSError as problem:
-        raise UserError(
-            f"MASTER_PORT={port}: {str(problem.strerror).lower()} on this machine: choose another"
-        ) from None
+def _listen(where: Place) -> socket.socket:
+    """On all addresses; as the launcher of the start before may still be ending, for some time. Raises UserError."""
+    until = time.monotonic() + min(ANSWER, where.left)
+    while True:
+        try:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(("", where.port), family=family, backlog=128, dualstack_ipv6=both)
+        except OSError as problem:
+            if time.monotonic() > until:
+                reason = str(problem.strerror).lower()
+                raise UserError(f"MASTER_PORT={where.port}: {reason} on this machine: choose another") from None
+        time.sleep(RETRY)
 
 
 def _close(listener: socket.socket) -> None:
@@ -430,6 +479,6 @@ def _plain(address: str) -> str:
 def _is_loopback(address: str) -> bool:
     try:
         found = {_plain(str(each[4][0])) for each in socket.getaddrinfo(address, None)}
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return all(each == "::1" or each.startswith("127.") for each in found)

@@ -36,7 +36,6 @@ def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("scripts/launcher/supervise.py", "STOP_SECONDS", "1.5"),
         ("core/samestep/rundir.py", "LOCK_SECONDS", "0.5"),
         ("scripts/launcher/meeting.py", "PATIENCE", "1.5"),
-        ("scripts/launcher/meeting.py", "PARTING", "4.0"),
     ):
         path = root / name
         text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)
