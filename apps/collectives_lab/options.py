@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
@@ -175,6 +176,16 @@ def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 def _numbers(least: int) -> Callable[[str], list[int]]:
     """An option's type: whole numbers of at least ``least``, separated by commas."""
     return lambda text: sorted({whole(least)(each) for each in text.split(",")})
+
+
+def check_ranks(options: Options, ranks: int) -> None:
+    """For the launch script: raises UserError on several machines."""
+    for name in ("NNODES", "PET_NNODES", "WORLD_SIZE"):
+        if os.environ.get(name, "1") not in ("", "1"):
+            raise UserError(
+                f"{name}={os.environ[name]}, but the lab's bench is one machine: unset it, or start torchrun by hand "
+                "(see README.md)"
+            )
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:

@@ -79,8 +79,8 @@ signal, or --grace seconds, end them at once
 
 # Options of which each machine may have its own.
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")
-# Seconds for which a machine that will not start again tells the others; and one that was stopped, or is done.
-PARTING, STOPPED = 60.0, 10.0
+# Seconds in which a machine that will not start again tells the others; LONG where they may not yet have noticed.
+SHORT, LONG = 10.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -401,17 +401,17 @@ class Started:
 def _resolve_and_run(job: Job, module: Any) -> int:
     """Run the job. On several machines the others hear of its end here, or they would wait for this one."""
     card = _card(job, module) if job.nodes.meet else None
-    started, words, seconds, new = Started(), "", PARTING, job.options.run_dir is None
+    started, words, new = Started(), "", job.options.run_dir is None
     try:
         code = _start(job, module, card, started)
         if code == 0:
-            words, seconds = "has finished", STOPPED
+            words = "has finished"
         elif code < 128:  # and at a signal all ranks have heard of it
             words = f"has ended with code {code}: see what it says there"
         return code
     except supervise.Stopped as stopped:
         if started.verdict is None:
-            words, seconds = f"was stopped by signal {stopped.number}", STOPPED
+            words = f"was stopped by signal {stopped.number}"
         raise
     except (UserError, FatalError):  # of a meeting, which has told all
         raise
@@ -426,7 +426,8 @@ def _resolve_and_run(job: Job, module: Any) -> int:
 
             with contextlib.suppress(supervise.Stopped):
                 address, port = str(job.nodes.master_addr), int(job.nodes.master_port or 0)
-                meeting.part(replace(card, after=started.job), address, port, words, seconds)
+                knows_alone = started.verdict is not None  # else the others have seen what this one has seen
+                meeting.part(replace(card, after=started.job), address, port, words, LONG if knows_alone else SHORT)
 
 
 def _start(job: Job, module: Any, card: Card | None, started: Started) -> int:

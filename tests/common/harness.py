@@ -267,7 +267,7 @@ def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 
-def faulty(fault: Mapping[str, Any], folder: Path = Path(__file__).parent / "faults") -> dict[str, str]:
+def faulty(fault: Mapping[str, Any], folder: Path = Path(__file__).parent / "faults") -> dict[str, Any]:
     """The environment in which ranks do what ``folder``'s sitecustomize.py makes of ``fault``."""
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"SAMESTEP_FAULT": json.dumps(fault), "PYTHONPATH": path}

@@ -265,6 +265,10 @@ def test_a_folder_of_someone_else_among_temporary_files_is_not_trusted(
     os.chown(tmp_path / f"samestep-{os.getuid()}", 12345, -1)
     with pytest.raises(UserError, match="cannot write the data cache /proc/nowhere"):
         resolve("mnist", tmp_path / "data")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "nowhere")
+    with pytest.raises(UserError, match="no home folder .* is someone else's: set XDG_CACHE_HOME"):
+        resolve("mnist", tmp_path / "data")
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

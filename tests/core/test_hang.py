@@ -238,12 +238,32 @@ def left(folder: Path, rank: int, at: tuple[str, int, str, str], **more: Any) ->
 
 WAITS = ("/a/train.py", 105, "train", "dist.all_reduce(sums)  # ranks talk")
 SLEEPS = ("/a/data.py", 31, "batch", "time.sleep(1000)")
-NOW = {"job": "j", "time": 1001.0, "rank": 0, "pid": 100}
+NOW = {"job": "j", "time": 1001.0, "rank": 0, "pid": 100, "host": "h"}
 
 
 def judged(folder: Path, world_size: int = 64) -> str:
     found = [view for rank in range(world_size) if (view := hang.look(folder / "log", rank, NOW))]
     return hang.verdict(found, world_size, {})
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_another_hosts_clock_is_not_compared_with_this_ones(tmp_path: Path, ahead: float) -> None:
+    """On a shared disk: what a rank there left is taken, and how long it has been silent the disk's times tell."""
+    left(tmp_path, 0, WAITS)
+    left(tmp_path, 1, SLEEPS, host="other", time=1000.0 + ahead)
+    assert judged(tmp_path, 2).startswith("rank 1 (other, pid 101) last alive at step 57 stands at")
+
+    (tmp_path / "log" / "hang-1.json").unlink()
+    for rank, host, clock in ((0, "h", 0.0), (1, "other", ahead)):
+        its = {"rank": rank, "pid": 100 + rank, "host": host, "job": "j", "step": 57, "time": 1000.0 + clock}
+        (tmp_path / "log" / f"alive-{rank}").write_text(json.dumps({**its, "at": WAITS[:3]}))
+    view = hang.look(tmp_path / "log", 1, NOW)
+    assert view is not None
+    assert view.trouble == ""
+    os.utime(tmp_path / "log" / "alive-1", (0, (tmp_path / "log" / "alive-0").stat().st_mtime - 40))
+    view = hang.look(tmp_path / "log", 1, NOW)
+    assert view is not None
+    assert view.trouble == "silent for 40 s"
 
 
 def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: Path) -> None:

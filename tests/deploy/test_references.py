@@ -14,6 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = sorted(path for path in (REPOSITORY / "deploy").rglob("*") if path.is_file())
+FILES += [REPOSITORY / "docs" / name for name in ("scale-out.md", "slurm.md")]
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 OURS = re.compile(
     r"\b(?:NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|PET_\w+|JOB_COMPLETION_INDEX|HOROVOD_\w+|SAMESTEP_\w+"

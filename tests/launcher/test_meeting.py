@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import House, end_of
+from house import REPOSITORY, House, end_of
 from launcher import meeting
 from launcher.meeting import Card, Met
 from samestep import FatalError, UserError
@@ -94,6 +94,23 @@ def test_what_differs_between_machines_is_told_alike_on_both(changes: dict[str, 
     assert [type(each) for each in both] == [UserError, UserError]
     assert str(both[0]) == str(both[1])
     assert str(both[0]).startswith(said)
+
+
+def test_the_page_shows_the_lines_as_they_are() -> None:
+    page = (REPOSITORY / "docs" / "scale-out.md").read_text()
+    files = {"apps/mnist_ddp/train.py": "ab"}
+    first = replace(card(0), host="a", ranks=1, options={"epochs": 2}, files=files)
+    other = replace(first, machine=1, host="b")
+    for unlike in (
+        replace(other, options={"epochs": 3}),
+        replace(other, files={"apps/mnist_ddp/train.py": "cd"}),
+        replace(other, versions={**CARD.versions, "torch": "2.12.1"}),
+        replace(other, ranks=2),
+    ):
+        line = meeting.difference(first, unlike, equal_ranks=True)
+        assert f"`{line}`" in page, line
+    both = meeting.difference(replace(other, host="a"), other)
+    assert f"`{both}`" in page, both
 
 
 def test_another_number_of_ranks_is_a_matter_of_the_apps_launcher() -> None:
