@@ -267,7 +267,7 @@ def test_a_folder_of_someone_else_among_temporary_files_is_not_trusted(
         resolve("mnist", tmp_path / "data")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "nowhere")
-    with pytest.raises(UserError, match="no home folder .* is someone else's: set XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"no home folder .* is someone else's: set XDG_CACHE_HOME"):
         resolve("mnist", tmp_path / "data")
 
 
