@@ -440,6 +440,7 @@ def test_broken_transfer_leaves_nothing(
         resolve("mnist", tmp_path)
     assert cached() == []
     server.trouble = ""
+    monkeypatch.setattr(download, "TIMEOUT", 30.0)
     assert resolve("mnist", tmp_path).name == "mnist"
 
 
