@@ -116,8 +116,10 @@ def main() -> None:
         for name, times in taken.items():
             low, median, high = statistics.quantiles([a / b for a, b in zip(times, taken["neither"])], n=4)
             say(f"| {name} | {statistics.median(times):.2f} | {median:.3f} ({low:.3f} to {high:.3f}) |")
-        shutil.rmtree(options.run_dir)
-    dist.barrier()
+    run.watchdog.stop()
+    dist.barrier()  # no rank leaves a heartbeat any more
+    if world.rank == 0:
+        shutil.rmtree(options.run_dir, ignore_errors=True)
     os._exit(0)  # gloo's threads may abort an orderly end
 
 
