@@ -14,7 +14,7 @@ from typing import Any
 import cluster
 import pytest
 from cluster import Cluster
-from harness import ROOT, Harness, Outcome, last_step, losses, row
+from harness import ROOT, Harness, Outcome, faulty, last_step, losses, row
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 LONGER = ["--epochs=12"]  # 192 steps: time enough to be stopped in their midst
@@ -153,12 +153,12 @@ def test_a_preempted_job_goes_on_where_it_was(
 @pytest.mark.soak
 def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Slurm counts minutes, and looks at them once in a minute: the signal comes between 25 and 85 s from the start."""
-    longest = ["--epochs=160"]
-    expected = undisturbed(2, *longest)
-    job = slurm.train("mnist_ddp", *longest, sbatch=("--time=2", "--signal=B:USR1@35"))
+    expected = undisturbed(2, *LONGER)
+    slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))  # for two minutes
+    job = slurm.train("mnist_ddp", *LONGER, sbatch=("--time=2", "--signal=B:USR1@35"))
     slurm.wait_for(job, lambda told: told["Restarts"] == "1")
     slurm.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
-    slurm.finish(job, limit=900)
+    slurm.finish(job)
     check_resumed(slurm, "mnist_ddp", job, expected)
 
 
