@@ -1,8 +1,9 @@
-"""Processes as tests find them: by /proc, whoever their parent is by now."""
+"""Processes as tests find them, by /proc, whoever their parent is by now; and ports for them to listen on."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from pathlib import Path
 
 
@@ -30,3 +31,10 @@ def is_running(pid: int) -> bool:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def free_port(address: str = "127.0.0.1") -> str:
+    """A port on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return str(probe.getsockname()[1])

@@ -388,7 +388,7 @@ def _join(card: Card, where: Place, prepare: Callable[[Mapping[str, Any]], None]
 
 
 def _take_part(card: Card, where: Place, line: Line, prepare: Callable[[Mapping[str, Any]], None]) -> Met | None:
-    """None where it was not machine 0, or that ended before all had come. Once it is, it says for how long to wait."""
+    """None where it was not machine 0, or that ended before all had come."""
     said = _heard(line, ANSWER)
     if "here" not in said or not (said := _heard(line)):
         return None

@@ -153,9 +153,8 @@ def check_requirements(app: str) -> None:
     A pin in a comment is of what the app's setup.sh builds. ``name==pin  # or other`` may be satisfied by ``other``,
     the same package built for other hardware.
     """
-    setup, requirements = ROOT / "apps" / app / "setup.sh", (ROOT / "apps" / app / "requirements.txt").read_text()
-    pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", requirements, re.MULTILINE)
-    for name, pin, other in pins:
+    setup = ROOT / "apps" / app / "setup.sh"
+    for name, pin, other in _pins(app):
         names = [name, other] if other else [name]
         found = next(((each, version) for each in names if (version := _installed(each))), None)
         if found is None:
@@ -168,10 +167,15 @@ def check_requirements(app: str) -> None:
             say(f"warning: {found[0]} {found[1]} is installed; this app was tested with {pin}")
 
 
+def _pins(app: str) -> list[tuple[str, str, str]]:
+    """Each pinned package of an app: name, version, and what else may stand for it, or ""."""
+    requirements = (ROOT / "apps" / app / "requirements.txt").read_text()
+    return re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", requirements, re.MULTILINE)
+
+
 def versions(app: str) -> dict[str, str]:
     """Python's version, and those of the pinned packages that are installed: what machines of one job must share."""
-    requirements = (ROOT / "apps" / app / "requirements.txt").read_text()
-    found = {name: _installed(name) for name in re.findall(r"^(?:# )?([\w.-]+)==", requirements, re.MULTILINE)}
+    found = {name: _installed(name) for name, _, _ in _pins(app)}
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, **{name: version for name, version in found.items() if version}}
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, App, Harness, Job, Outcome, free_port
+from harness import ROOT, App, Harness, Job, Outcome
+from processes import free_port
 
 APP = ROOT / "apps" / "collectives_lab"
 PRIMITIVES = (

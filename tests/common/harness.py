@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -267,18 +266,21 @@ def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
     return harness.start_command(command, harness.folder / "run", **environ).finish(limit=120)
 
 
-def faulty(fault: Mapping[str, Any], folder: Path = Path(__file__).parent / "faults") -> dict[str, Any]:
-    """The environment in which ranks do what ``folder``'s sitecustomize.py makes of ``fault``."""
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"SAMESTEP_FAULT": json.dumps(fault), "PYTHONPATH": path}
+def faulty(fault: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment in which ranks do what faults/sitecustomize.py makes of ``fault``."""
+    return {"SAMESTEP_FAULT": json.dumps(fault), "PYTHONPATH": python_path(Path(__file__).parent / "faults")}
+
+
+def python_path(folder: Path) -> str:
+    """PYTHONPATH with a folder before what is there."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def told_by(app: str, program: str) -> Any:
     """What a program that imports the app's own files says in JSON, last: in a process, as apps share file names."""
-    path = os.pathsep.join([str(ROOT / "apps" / app), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT / "apps" / app), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -286,12 +288,6 @@ def told_by(app: str, program: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def write_fashion(folder: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DLC = REPOSITORY / "deploy" / "dlc"
@@ -32,9 +33,7 @@ def job_file(path: Path) -> dict[str, str]:
 def test_job_files_have_known_parameters_and_commands_that_are_taken() -> None:
     paths = sorted(DLC.glob("*.params"))
     assert paths
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     for path in paths:
         job = job_file(path)
         assert job.keys() <= PARAMETERS, path

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 from kubeflow_trainer_api import models
+from processes import free_port
 from samestep.options import Parser, add_common
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -274,9 +274,7 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
 def dry_run(command: list[str], variables: dict[str, str]) -> str:
     """The launcher's command, as the launch script shows it in an environment that has nothing else of ours."""
     words = [word.replace("/samestep", str(REPOSITORY)) for word in command]
-    with socket.socket() as probe:  # port of machine 0: here any that is free
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()  # of machine 0: here any
     ports = {name: port for name in variables if name.endswith("MASTER_PORT")}
     environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **variables, **ports}
     done = subprocess.run([*words, "--dry-run"], env=environ, capture_output=True, text=True, timeout=60, check=False)

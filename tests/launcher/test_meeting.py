@@ -18,6 +18,7 @@ import pytest
 from house import REPOSITORY, House, end_of
 from launcher import meeting
 from launcher.meeting import Card, Met
+from processes import free_port
 from samestep import FatalError, UserError
 
 CARD = Card(
@@ -31,11 +32,6 @@ CARD = Card(
     host="alpha",
 )
 HOSTS = ("alpha", "beta", "gamma")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def card(machine: int, machines: int = 2, **changes: Any) -> Card:
@@ -53,7 +49,7 @@ def together(
     **settings: Any,
 ) -> list[Met | Exception]:
     """What each machine's `meet` gives or raises; a number is how many seconds it comes late."""
-    port = free_port()
+    port = int(free_port())
 
     def one(its: Card, late: float) -> Met:
         time.sleep(late)
@@ -166,7 +162,7 @@ def test_who_waits_is_told_for_whom(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
     """Its connection alone says so."""
-    port = free_port()
+    port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(meeting.meet, card(0), "127.0.0.1", port, 20.0, dict, nothing)
         line = meeting.Line(connect(port))
@@ -178,7 +174,7 @@ def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
 
 
 def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
-    port = free_port()
+    port = int(free_port())
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(meeting.meet, card(0, 3), "127.0.0.1", port, 20.0, dict, nothing)
         said = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
@@ -216,7 +212,7 @@ def test_machines_that_come_at_different_times_are_told_the_same(monkeypatch: py
 
 
 def test_what_takes_long_once_all_are_here_is_not_the_others_fault() -> None:
-    port = free_port()
+    port = int(free_port())
 
     def resolve() -> dict[str, str]:
         time.sleep(2.0)
@@ -236,7 +232,7 @@ def test_what_takes_long_once_all_are_here_is_not_the_others_fault() -> None:
     ],
 )
 def test_what_machine_0_cannot_resolve_is_told_with_its_name(problem: Exception, kind: type, said: str) -> None:
-    port = free_port()
+    port = int(free_port())
 
     def resolve() -> dict[str, str]:
         raise problem
@@ -269,7 +265,7 @@ def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
 ) -> None:
     """Machine 0's launcher may still listen there for a while; and who has been told holds nobody up."""
     monkeypatch.setattr(meeting, "ANSWER", 0.3)
-    port, leaves, stays = free_port(), card(leaver, after="job"), card(1 - leaver, after="job")
+    port, leaves, stays = int(free_port()), card(leaver, after="job"), card(1 - leaver, after="job")
     launcher = socket.create_server(("127.0.0.1", port)) if leaver else None
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(meeting.part, leaves, "127.0.0.1", port, "has ended with code 1", 60.0)
@@ -283,7 +279,7 @@ def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
 
 
 def test_machines_that_all_leave_do_not_wait_for_each_other() -> None:
-    port = free_port()
+    port = int(free_port())
     with ThreadPoolExecutor(3) as pool:
         leaving = [
             pool.submit(meeting.part, card(number, 3, after="job"), "127.0.0.1", port, "has finished", 60.0)
@@ -294,7 +290,7 @@ def test_machines_that_all_leave_do_not_wait_for_each_other() -> None:
 
 
 def test_who_leaves_is_no_business_of_another_job() -> None:
-    port = free_port()
+    port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         gone = pool.submit(meeting.part, card(0, after="job"), "127.0.0.1", port, "has finished", 2.0)
         with pytest.raises(FatalError, match="did not reach machine 0"):
@@ -307,7 +303,7 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 
 def machines(house: House, *each: tuple[str, ...], code: str, **environ: str) -> list[subprocess.Popen[str]]:
     """A launch script for each machine, with a run dir of its own unless its words name one."""
-    several = {"NNODES": str(len(each)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
+    several = {"NNODES": str(len(each)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environ}
     started = []
     for number, words in enumerate(each):
         words = words if any(word.startswith("--run-dir") for word in words) else (*words, f"--run-dir=run-{number}")
@@ -337,7 +333,7 @@ def test_the_machines_of_a_job_share_its_name_and_know_their_interface(house: Ho
 
 def test_the_second_machine_takes_the_run_dir_that_the_first_chose(house: House) -> None:
     template = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist-5k"]
-    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     both = [house.script("toy", *template, environ={**several, "NODE_RANK": str(number)}) for number in (0, 1)]
     assert [end_of(process).returncode for process in both] == [0, 0]
     assert len(list((house.work / "runs" / "toy").iterdir())) == 1
@@ -369,7 +365,7 @@ def test_other_data_on_the_second_machine_are_refused(house: House) -> None:
             (folder / f"{kind}-labels-idx1-ubyte").write_bytes(
                 b"\0\0\x08\x01" + count.to_bytes(4, "big") + bytes(count)
             )
-    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     both = []
     for number, name in enumerate(("one", "other")):
         words = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist", f"--data-dir={name}"]

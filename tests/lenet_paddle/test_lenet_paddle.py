@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, Outcome, bare, free_port, losses, metrics, relative_difference, write_fashion
+from harness import ROOT, Harness, Outcome, bare, losses, metrics, relative_difference, write_fashion
+from processes import free_port
 from samestep import checkpoint
 
 APP = ROOT / "apps" / "lenet_paddle"

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from harness import ROOT, Harness, free_port
+from harness import ROOT, Harness
+from processes import free_port
 
 
 def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:

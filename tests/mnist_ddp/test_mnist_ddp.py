@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, Job, bare, faulty, free_port, last_step, losses, relative_difference, write_fashion
+from harness import ROOT, Harness, Job, bare, faulty, last_step, losses, relative_difference, write_fashion
 from layouts import TORCHVISION, digest
+from processes import free_port
 from samestep import UserError, checkpoint, datasets
 from samestep.sharding import GlobalBatches
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, bare, free_port, losses, metrics, relative_difference, told_by
+from harness import ROOT, Harness, bare, losses, metrics, relative_difference, told_by
+from processes import free_port
 from samestep import UserError, checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")

@@ -71,30 +71,29 @@ def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
     outcomes = [job.finish() for job in jobs]
     assert [outcome.code for outcome in outcomes] == [0] * len(jobs), outcomes
     assert [outcome.stdout for outcome in outcomes[1:]] == [""] * (len(jobs) - 1)
-    result = harness.checked(outcomes[0], n)
-    return result
+    return harness.checked(outcomes[0], n)
 
 
 # --- the losses of one host --------------------------------------------------------------------------------------
 
 
-def options_of(harness: Harness, steps: int) -> list[str]:
+def options_of(harness: Harness) -> list[str]:
     app = harness.app
-    return [*app.exact, *app.variants[0], f"--global-batch-size={app.batches[0]}", f"--max-steps={steps}"]
+    return [*app.exact, *app.variants[0], f"--global-batch-size={app.batches[0]}", f"--max-steps={STEPS}"]
 
 
-def check_losses(harness: Harness, folder: Path, steps: int) -> None:
-    harness.train(1, *options_of(harness, steps), run_dir=harness.folder / "alone")
+def check_losses(harness: Harness, folder: Path) -> None:
+    harness.train(1, *options_of(harness), run_dir=harness.folder / "alone")
     alone = losses(harness.folder / "alone")
-    assert len(alone) == steps
+    assert len(alone) == STEPS
     assert relative_difference(alone, losses(folder)) < harness.app.tolerance
 
 
 @pytest.mark.parametrize("app", [app for app in APPS if app != "mnist_horovod"])
 def test_two_hosts_take_the_steps_of_one(app: str, of: Callable[[str], Harness], hosts: list[Host]) -> None:
     harness = of(app)
-    finish(harness, start(harness, hosts[:2], (1, 1), *options_of(harness, STEPS)), 2)
-    check_losses(harness, harness.folder / "node0" / "run", STEPS)
+    finish(harness, start(harness, hosts[:2], (1, 1), *options_of(harness)), 2)
+    check_losses(harness, harness.folder / "node0" / "run")
 
 
 def test_horovod_starts_both_hosts_from_one_by_ssh(
@@ -102,8 +101,8 @@ def test_horovod_starts_both_hosts_from_one_by_ssh(
 ) -> None:
     harness = of("mnist_horovod")
     with ssh_between(hosts[:2], tmp_path, harness.environ()) as command:
-        result = finish(harness, start_horovod(harness, hosts, command, *options_of(harness, STEPS)), 2)
-    check_losses(harness, Path(result["run_dir"]), STEPS)
+        result = finish(harness, start_horovod(harness, hosts, command, *options_of(harness)), 2)
+    check_losses(harness, Path(result["run_dir"]))
 
 
 def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str], Harness], hosts: list[Host]) -> None:
@@ -125,7 +124,7 @@ def test_three_hosts_that_come_late_and_by_late_names(
     harness = of("mnist_ddp")
     for run in range(20 if soak else 1):
         late, folder = (60.0 if run == 0 else run * 1.5) if soak else 4.0, f"run-{run}"
-        options = [*options_of(harness, STEPS)]
+        options = options_of(harness)
         hosts[0].network.write_names([])
         jobs = [start_on(harness, hosts, number, 1 + number, *options, folder=folder) for number in (0, 1)]
         time.sleep(late / 2)
@@ -135,7 +134,7 @@ def test_three_hosts_that_come_late_and_by_late_names(
         result = finish(harness, jobs, 4)
         assert result["node_count"] == 3
         if run == 0:
-            check_losses(harness, harness.folder / "node0" / folder, STEPS)
+            check_losses(harness, harness.folder / "node0" / folder)
 
 
 # --- a cable is pulled -------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, Outcome, free_port, losses, metrics, relative_difference
+from harness import ROOT, Harness, Outcome, losses, metrics, relative_difference
 from layouts import TORCHVISION, digest
+from processes import free_port
 from samestep import UserError, checkpoint, datasets
 from samestep.sharding import GlobalBatches
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import debian
+from processes import free_port
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "slurmstepd", "squeue", "srun"]
@@ -97,10 +98,10 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
     values = {
         "host": host,
         "user": pwd.getpwuid(os.getuid()).pw_name,
-        "port": _free_port("127.0.0.1"),
+        "port": free_port("127.0.0.1"),
         "folder": folder,
         "plugins": libraries / "slurm-wlm",
-        "nodes": "\n".join(f"NodeName={at} NodeHostname={host} Port={_free_port(at)} CPUs=4" for at in addresses),
+        "nodes": "\n".join(f"NodeName={at} NodeHostname={host} Port={free_port(at)} CPUs=4" for at in addresses),
         "settings": settings,
     }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, listen=""))
@@ -206,9 +207,3 @@ def _stop(daemons: Sequence[subprocess.Popen[bytes]], environ: Mapping[str, str]
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
