@@ -84,5 +84,6 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
         model: nn.Module = VGG(options.dropout, norm)
     else:
         model = ResNet(options.model, options.stem, options.dropout, norm)
-    # Channels last in memory, as the images are: what follows the first convolution takes it over.
-    return model.to(dtype).to(memory_format=torch.channels_last)
+    model.to(dtype)
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # in memory, as the images are
+    return model

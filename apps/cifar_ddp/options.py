@@ -17,8 +17,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel and all that a "
-        "step usually has: the same at any number of ranks, exact evaluation, and a run that can be killed and resumed.",
+        description="Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel and all that "
+        "a step has: the same at any number of ranks, exact evaluation, and a run that can be killed and resumed.",
     )
     add_common(
         parser,

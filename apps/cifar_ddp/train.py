@@ -149,7 +149,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     # Buffers are the same on all ranks, as their statistics are: they need not be broadcast before each pass.
     gpu = [device] if device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=gpu, broadcast_buffers=False)  # ranks talk
+    ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
     ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
