@@ -27,6 +27,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.1 with sgd, 0.003 with adamw",
         datasets=("cifar10", "fashion-mnist", "synthetic-cifar10"),
         devices=("auto", "cpu", "cuda"),
+        may_change_at_resume=("input", "workers"),
     )
     default = "(default: %(default)s)"
     add = parser.add_argument_group("model").add_argument
@@ -55,6 +56,10 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--warmup-steps", type=whole(0), default=0, metavar="S", help=f"linear, before the schedule {default}")
     average = "evaluate the weights' moving average with this decay, such as 0.999 (default: the weights)"
     add("--ema", type=real(0.0, below=1.0), metavar="D", help=average)
+    add = parser.add_argument_group("input").add_argument
+    ways = "memory: whole batches of a tensor (the default); loader: a DataLoader, for what does not fit; equal losses"
+    add("--input", choices=("memory", "loader"), default="memory", help=ways)
+    add("--workers", type=whole(0), default=2, metavar="W", help=f"processes of the loader, for each rank {default}")
     # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import weights
-from data import Split, load
+from data import Split, count_of, feed, load
 from model import build_model
 from options import parse
 from samestep import checkpoint, env, log, schedules
@@ -81,38 +81,38 @@ def train_step(
     options: Options,
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    training: Split,
+    shards: Iterator[tuple[Tensor, Tensor]],
     batches: GlobalBatches,
     step: int,
     phases: Phases,
 ) -> Tensor:
-    """One update with this rank's shard of a global batch; returns the shard's summed loss.
+    """One update with this rank's shard of a global batch, the next ``shards``; returns the shard's summed loss.
 
     The gradient must be the mean over the global batch's *samples*, although shards and micro-batches may differ in
     size. DDP averages over ranks, so each summed loss is scaled by world_size / rows.global_size, and micro-batches
     simply add up. A rank without samples takes part with a gradient of zeros.
     """
-    dtype, device = getattr(torch, options.dtype), training.labels.device
-    loss_sum = torch.zeros((), dtype=dtype, device=device)
+    losses = []
     optimizer.zero_grad()
-    count = min(options.accumulate, batches.size(step))  # so that none is empty on all ranks
+    count = count_of(options, batches, step)
     for k in range(count):
+        images, labels = next(shards)
         rows = batches.rows(step, (k, count))
-        augment = (options.seed, batches.epoch(step)) if options.augment else None
-        images, labels = training.batch(batches.indices(step, (k, count)), dtype, augment)
         phases.end("input")
         # Before each: dropout draws for the whole global batch and takes these rows of it.
         torch.manual_seed(step_seed(options.seed, step))
         with nullcontext() if k == count - 1 else model.no_sync():  # the gradients are added up once
-            with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
                 scores = model(images, rows)  # ranks talk: batch normalisation adds up its statistics
-            loss = F.cross_entropy(scores.to(dtype), labels, reduction="sum", label_smoothing=options.label_smoothing)
+            loss = F.cross_entropy(
+                scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing
+            )
             (loss * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: DDP adds up the gradients
-        loss_sum += loss.detach()
+        losses.append(loss.detach())
     if options.clip_norm:
         nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, as DDP left them
     optimizer.step()
-    return loss_sum
+    return torch.stack(losses).sum()
 
 
 @torch.inference_mode()
@@ -152,12 +152,13 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
     ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
+    shards = feed(options, training, batches, range(run.start, run.stop), dtype)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
     for step in range(run.start, run.stop):
         run.phases.begin()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        loss_sum = train_step(options, ddp, optimizer, training, batches, step, run.phases)  # ranks talk
+        loss_sum = train_step(options, ddp, optimizer, shards, batches, step, run.phases)  # ranks talk
         if average:
             average.update(model, step)
         sum_since += loss_sum

@@ -14,4 +14,7 @@ except RuntimeError:  # operator torchvision::nms does not exist
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision import models
 
-__all__ = ["models"]
+from torchvision.datasets import VisionDataset
+from torchvision.transforms.v2 import functional
+
+__all__ = ["VisionDataset", "functional", "models"]

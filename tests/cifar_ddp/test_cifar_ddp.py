@@ -187,15 +187,20 @@ def curve(*arguments, batch=20, steps=5):
     model = build_model(options, torch.float64)
     ddp, optimizer = DistributedDataParallel(model, forward_sync_buffers=False), train.build_optimizer(options, model)
     batches = GlobalBatches(1_024, batch, options.seed)
-    return [
-        train.train_step(options, ddp, optimizer, training, batches, step, Phases()).item() for step in range(steps)
-    ]
+    shards = data.feed(options, training, batches, range(steps), torch.float64)
+    return [train.train_step(options, ddp, optimizer, shards, batches, step, Phases()).item() for step in range(steps)]
 
 
 def gap(one, other):
     return max(abs(a - b) / abs(a) for a, b in zip(one, other))
 
 
+# The same shards by both inputs, of one rank of three, from a step in mid-epoch to after its last batch of one sample.
+batches = GlobalBatches(1_024, 341, 1, rank=2, world_size=3)
+both = [parse(["--accumulate=2", f"--input={way}"]) for way in ("memory", "loader")]
+fed = [list(data.feed(options, training, batches, range(2, 5), torch.float32)) for options in both]
+told["inputs"] = [[len(labels) for _, labels in shards] for shards in fed]
+told["equal"] = all(torch.equal(a, b) for one, other in zip(*fed) for a, b in zip(one, other))
 for norm in ("group", "batch"):
     whole = curve(f"--norm={norm}")
     told[norm] = {k: gap(whole, curve(f"--norm={norm}", f"--accumulate={k}")) for k in (4, 7)}
@@ -206,8 +211,13 @@ print(json.dumps(told))
 
 
 def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
-    """Dropout, augmentation and the mean over samples do not rest on them. Batch statistics are a micro-batch's."""
+    """Dropout, augmentation and the mean over samples do not rest on them. Batch statistics are a micro-batch's.
+
+    And a DataLoader's workers make the same batches as one index into memory.
+    """
     told = told_by("cifar_ddp", ALONE + STEPS)
+    assert told["inputs"] == [[57, 56, 0, 57, 56]] * 2
+    assert told["equal"]
     assert max(told["group"].values()) < 1e-9
     assert told["frozen"] < 1e-9
     assert told["more than samples"] < 1e-9
