@@ -114,7 +114,9 @@ def _load(
     keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(options, batches, steps))
     held = Split(*(tensor.cpu() for tensor in (training.images, training.labels, training.mean, training.std)))
     samples = Samples(options, held)
-    loader = DataLoader(samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate)
+    loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+        samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate
+    )
     for images, labels in loader:
         yield training.normalise(images.to(device), dtype), labels.to(device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
         assert max(np.abs(average[name] - array).max() for name, array in averages[0].items()) < 1e-9
 
 
-@pytest.mark.parametrize(("n", "autocast"), [(2, "bfloat16"), (3, "none")])
-def test_everything_on_survives_a_kill(harness: Harness, soak: bool, n: int, autocast: str) -> None:
-    """The launch script starts the job again from its last checkpoint, between two of them as here."""
+@pytest.mark.parametrize(
+    ("n", "autocast", "way"), [(2, "bfloat16", ("--input=loader", "--workers=1")), (3, "none", ("--input=memory",))]
+)
+def test_everything_on_survives_a_kill(harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str]) -> None:
+    """The launch script starts the job again from its last checkpoint; a killed rank's workers end, too."""
     options = [*SMALL, *EVERYTHING, "--global-batch-size=100", f"--autocast={autocast}", "--checkpoint-every=5"]
     options += ["--max-steps=24"]
     expected = ends_of(harness.train(n, *options, run_dir=harness.folder / "undisturbed"))
     for i in range(20 if soak else 1):
-        job = harness.start(n, *options, run_dir=harness.folder / str(i))
+        job = harness.start(n, *options, *way, run_dir=harness.folder / str(i))
         job.wait_for_step(7 + i % 12)
         os.kill(job.ranks()[n - 1], signal.SIGKILL)
         result = harness.checked(job.finish(), n)
@@ -222,6 +225,14 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     assert told["frozen"] < 1e-9
     assert told["more than samples"] < 1e-9
     assert min(told["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
+
+
+def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
+    """The README's figures: each way by itself, and none of them."""
+    told = told_by("cifar_ddp", "import wrong_ways; wrong_ways.main()")
+    assert told.pop("none") < 1e-12
+    assert told.keys() == {"batch norm", "augmentation", "dropout", "mean over ranks"}
+    assert all(gap > 1e-4 for gap in told.values()), told
 
 
 MISTAKES = """
