@@ -31,7 +31,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     )
     default = "(default: %(default)s)"
     add = parser.add_argument_group("model").add_argument
-    models = "a VGG of 242,442 parameters (the default), or torchvision's"
+    models = "a VGG of 242,474 parameters (the default), or torchvision's"
     add("--model", choices=("small", "resnet18", "resnet50"), default="small", help=models)
     add(
         "--stem", choices=("cifar", "imagenet"), help="of a ResNet: 3 x 3 (the default), or 7 x 7 and stride 2 and pool"

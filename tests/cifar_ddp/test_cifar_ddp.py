@@ -227,6 +227,36 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     assert min(told["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
 
 
+RESNETS = """
+from model import build_model
+from options import parse
+from samestep.sharding import Rows
+from vision import models
+
+images = torch.randn(2, 3, 64, 64)
+for name in ("resnet18", "resnet50"):
+    ours = build_model(parse([f"--model={name}", "--stem=imagenet"]), torch.float32).eval()
+    theirs = getattr(models, name)(num_classes=10)
+    theirs.load_state_dict(ours.state_dict())  # strictly: all names and shapes
+    with torch.inference_mode():
+        told[name] = (ours(images, Rows(0, 2)) - theirs.eval()(images)).abs().max().item()
+small = build_model(parse([]), torch.float32)
+told["small"] = sum(parameter.numel() for parameter in small.parameters())
+for words in ("--model=resnet18", "--model=resnet18 --norm=group", "--model=resnet18 --freeze-bn --stem=imagenet"):
+    model = build_model(parse(words.split()), torch.float64)
+    model(images[:, :, :32, :32].double(), Rows(0, 2)).sum().backward()
+    told[words] = all(parameter.grad.isfinite().all().item() for parameter in model.parameters())
+print(json.dumps(told))
+"""
+
+
+def test_the_resnets_are_torchvisions() -> None:
+    told = told_by("cifar_ddp", ALONE + RESNETS)
+    assert max(told.pop("resnet18"), told.pop("resnet50")) < 1e-4
+    assert told.pop("small") == 242_474
+    assert all(told.values())
+
+
 def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
     """The README's figures: each way by itself, and none of them."""
     told = told_by("cifar_ddp", "import wrong_ways; wrong_ways.main()")
