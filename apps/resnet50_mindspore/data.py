@@ -15,7 +15,7 @@ from mindspore.dataset import vision
 from numpy.typing import NDArray
 from samestep import datasets
 from samestep.phases import Phases
-from samestep.sharding import GlobalBatches, step_seed
+from samestep.sharding import GlobalBatches, sample_bits
 
 # Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -96,11 +96,7 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
 
     A function of (seed, epoch, index) alone, whatever rank or batch an image is in: a resumed run sees the same.
     """
-    # SplitMix64, as samestep.sharding explains it, seeded by the epoch and run to the sample's place.
-    z = np.uint64(step_seed(seed, epoch)) + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    z = sample_bits(seed, epoch, indices)
     choices = np.uint64(2 * PADDING + 1)
     top, left = (z % choices).astype(np.int64), ((z >> np.uint64(20)) % choices).astype(np.int64)
     flipped = (z >> np.uint64(40)) % np.uint64(2) == 1

@@ -25,9 +25,10 @@ MAY_CHANGE_AT_RESUME = frozenset(
 class Options(argparse.Namespace):
     """Parsed options; beside them, and not among them, what the parser knows of them."""
 
-    __slots__ = ("default_dataset", "may_change_at_resume")
+    __slots__ = ("default_dataset", "may_change_at_resume", "must_stay_at_resume")
     default_dataset: str | None  # when neither the user nor a checkpoint names one
     may_change_at_resume: Sequence[str]  # the app's own options that do not alter a step
+    must_stay_at_resume: Sequence[str]  # of those every app has, what this run's steps rest on: a schedule's --epochs
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +57,7 @@ class Parser(argparse.ArgumentParser):
         """The options of a command line. Raises UserError; for an unknown one it names the nearest."""
         options, unknown = self.parse_known_args(argv, Options())
         options.default_dataset, options.may_change_at_resume = self.default_dataset, self.may_change_at_resume
+        options.must_stay_at_resume = ()
         if unknown:
             parsers = [self, *self.commands().values()]
             known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
@@ -168,7 +170,7 @@ def add_common(
 
 def arithmetic(options: Options) -> dict[str, Any]:
     """The options that decide a run's numbers, as JSON values: those a resume must repeat."""
-    free = MAY_CHANGE_AT_RESUME.union(options.may_change_at_resume)
+    free = MAY_CHANGE_AT_RESUME.union(options.may_change_at_resume).difference(options.must_stay_at_resume)
     return {name: value for name, value in sorted(vars(options).items()) if name not in free}
 
 

@@ -40,7 +40,7 @@ TINY = 1024  # data sets below this many samples get ROUNDS_TINY
 _BLOCK = 8192  # positions at a time, so that the four work arrays (256 KiB) stay in a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
-_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # SplitMix64's first multiplier
+_MULTIPLIER, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # SplitMix64's multipliers
 _SHIFT = np.uint64(32)
 
 
@@ -212,10 +212,16 @@ class GlobalBatches:
         """The epoch this step belongs to, from 0."""
         return self._locate(step)[0]
 
-    def rows(self, step: int) -> Rows:
+    def _shard(self, size: int, k: int, count: int) -> tuple[int, int]:
+        """[first, stop) of a global batch's rows: this rank's shard of its k-th of ``count`` micro-batches, from 0."""
+        first, stop = shard(size, k, count)
+        begin, end = shard(stop - first, self.rank, self.world_size)
+        return first + begin, first + end
+
+    def rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> Rows:
         """Which rows of this step's global batch `indices` gives."""
         size = self.size(step)
-        return Rows(shard(size, self.rank, self.world_size)[0], size)
+        return Rows(self._shard(size, *micro_batch)[0], size)
 
     def size(self, step: int) -> int:
         """Samples in this step's global batch, over all ranks; at least 1."""
@@ -227,17 +233,25 @@ class GlobalBatches:
         epoch, start, _ = self._locate(step)
         return epoch * min(self.n, self.steps_per_epoch * self.global_batch_size) + start
 
-    def indices(self, step: int) -> NDArray[np.int64]:
-        """This rank's shard of this step's global batch: int64 [m], sample indices; m = 0 where ranks outnumber it."""
+    def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
+        """This rank's shard of this step's global batch, or of ``micro_batch`` (k, count), the k-th of the parts into
+        which it is cut before ranks are: int64 [m], sample indices; m = 0 where ranks outnumber them."""
         epoch, start, stop = self._locate(step)
-        first, last = shard(stop - start, self.rank, self.world_size)
+        first, last = self._shard(stop - start, *micro_batch)
         return permute(np.arange(start + first, start + last, dtype=np.int64), self.n, self.seed, epoch)
 
 
 def step_seed(seed: int, step: int) -> int:
     """The seed, in [0, 2**64), of the random numbers (dropout) of one step, the same on every rank.
 
-    Derived, so that no random state has to be saved: a resumed run draws what an undisturbed one would have drawn.
-    A rank that draws for the whole global batch and takes its own rows drops the same units at any world size.
+    Derived, so never saved. A rank that draws for the whole global batch and takes its rows drops alike at any size.
     """
     return _mix((_mix((seed + _GAMMA) & _MASK) ^ step) & _MASK)
+
+
+def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """64 random bits, uint64 [m], for each of an epoch's samples ``indices`` [m], whatever rank or batch it is in."""
+    z = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
+    z = (z ^ (z >> np.uint64(30))) * _MULTIPLIER  # as `_mix`, of the epoch's stream at the samples' places
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))

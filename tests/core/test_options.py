@@ -217,3 +217,11 @@ def test_options_become_json_and_come_back_the_same() -> None:
     assert as_json(given).keys() == vars(given).keys()
     assert as_json(given)["run_dir"] == "runs/x"
     assert as_json(given)["init_from"] == "m.safetensors"
+
+
+def test_a_schedule_makes_a_resume_keep_its_horizon() -> None:
+    options = parse("--epochs=5")
+    assert "epochs" not in arithmetic(options)
+    options.must_stay_at_resume = ("epochs",)
+    assert arithmetic(options)["epochs"] == 5
+    assert "must_stay_at_resume" not in as_json(options)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from samestep import sharding
-from samestep.sharding import GlobalBatches, Rows, permute, shard
+from samestep.sharding import GlobalBatches, Rows, permute, sample_bits, shard, step_seed
 
 SEEDS = st.integers(0, 2**64 - 1)
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.sampled_from([1023, 1024, 1025, 2**11, 2**11 + 1]))
@@ -128,6 +128,40 @@ def test_mixer_is_splitmix64() -> None:
     """First outputs of the published generator for seed 1234567."""
     outputs = [sharding._mix((1234567 + i * sharding._GAMMA) % 2**64) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+# Random bits of samples
+
+
+@quick
+@given(SEEDS, st.integers(0, 1000), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20))
+def test_the_bits_of_samples_are_a_splitmix64_stream_at_their_places(seed: int, epoch: int, indices: list[int]) -> None:
+    start = step_seed(seed, epoch)
+    expected = [sharding._mix((start + (index + 1) * sharding._GAMMA) % 2**64) for index in indices]
+    bits = sample_bits(seed, epoch, np.array(indices, np.int64))
+    assert bits.dtype == np.uint64
+    assert bits.tolist() == expected
+
+
+def test_the_bits_of_samples_stay_for_ever() -> None:
+    """Crops and flips of runs that go on from a checkpoint rest on them."""
+    assert sample_bits(1, 3, np.array([0, 1, 49_999])).tolist() == [
+        13625505645108458277,
+        8269527995984263926,
+        12528728800330394656,
+    ]
+    assert sample_bits(1, 3, np.empty(0, np.int64)).shape == (0,)
+
+
+def test_the_bits_of_samples_are_even_and_those_of_epochs_and_seeds_unrelated() -> None:
+    everything = np.arange(50_000)
+    one = sample_bits(1, 0, everything)
+    assert len(set(one.tolist())) == 50_000
+    for bit in range(64):
+        assert abs(int((one >> np.uint64(bit) & np.uint64(1)).sum()) - 25_000) < 5 * math.sqrt(12_500)
+    for other in (sample_bits(1, 1, everything), sample_bits(2, 0, everything), np.roll(one, 1)):
+        differing = np.bitwise_count(one ^ other).sum()
+        assert abs(int(differing) - 32 * 50_000) < 5 * math.sqrt(16 * 50_000)
 
 
 # Its quality
@@ -249,6 +283,27 @@ def test_rows_say_where_a_ranks_indices_stand_in_the_global_batch(
         assert batches.rows(step) == Rows(first, global_size)
         assert global_size == len(whole)
         assert np.array_equal(whole[first : first + len(indices)], indices)
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 400), SEEDS, WORLDS, st.integers(0, 50), st.integers(1, 9))
+def test_micro_batches_hold_the_same_samples_at_any_world_size(
+    n: int, batch: int, seed: int, world_size: int, step: int, count: int
+) -> None:
+    whole = GlobalBatches(n, batch, seed)
+    ranks = [GlobalBatches(n, batch, seed, rank, world_size) for rank in range(world_size)]
+    parts = [whole.indices(step, (k, count)) for k in range(count)]
+    assert np.array_equal(np.concatenate(parts), whole.indices(step))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)  # those that are empty everywhere come last
+    for k, part in enumerate(parts):
+        shards = [rank.indices(step, (k, count)) for rank in ranks]
+        assert np.array_equal(np.concatenate(shards), part)
+        for rank, indices in zip(ranks, shards):
+            first, size = rank.rows(step, (k, count))
+            assert size == whole.size(step)
+            assert np.array_equal(whole.indices(step)[first : first + len(indices)], indices)
 
 
 @quick

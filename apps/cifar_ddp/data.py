@@ -1,0 +1,136 @@
+"""The data, by two ways to the same batches: one index into a uint8 tensor in memory, or a DataLoader with workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from augment import PADDING, choices, crop_and_flip
+from numpy.typing import NDArray
+from samestep import datasets
+from samestep.options import Options
+from samestep.sharding import GlobalBatches
+from torch import Tensor
+from torch.utils.data import DataLoader
+from vision import VisionDataset, functional
+
+# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. CIFAR-10's second are those that
+# most programs have, resnet50_mindspore among them: the mean over images of each one's own.
+STATISTICS = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "fashion-mnist": ((0.2860,) * 3, (0.3530,) * 3),
+}
+SIDE = 32
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images uint8 [n, 32, 32, 3] and labels int64 [n], on the device that trains; ``mean`` and ``std`` [3]."""
+
+    images: Tensor
+    labels: Tensor
+    mean: Tensor
+    std: Tensor
+
+    def batch(
+        self, indices: NDArray[np.int64], dtype: torch.dtype, augment: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Samples ``indices`` [m]: normalised images [m, 3, 32, 32] of ``dtype`` and labels int64 [m]; m may be 0.
+
+        With ``augment``, a seed and an epoch, cropped and flipped. The images are channels last in memory, as stored.
+        """
+        chosen = torch.from_numpy(indices).to(self.images.device)
+        images = self.images[chosen]
+        if augment:
+            images = crop_and_flip(images, indices, *augment)
+        return self.normalise(images, dtype), self.labels[chosen]
+
+    def normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """Images uint8 [m, 32, 32, 3] to [m, 3, 32, 32] of ``dtype``."""
+        images = images.to(dtype).div_(255).sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
+        return images.permute(0, 3, 1, 2)
+
+
+def count_of(options: Options, batches: GlobalBatches, step: int) -> int:
+    """Micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
+    return min(int(options.accumulate), batches.size(step))
+
+
+def feed(
+    options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's shard of each micro-batch of ``steps``, as `Split.batch` gives them."""
+    if options.input == "loader":
+        yield from _load(options, training, batches, steps, dtype)
+        return
+    for step, indices in _indices(options, batches, steps):
+        yield training.batch(indices, dtype, (options.seed, batches.epoch(step)) if options.augment else None)
+
+
+def _indices(options: Options, batches: GlobalBatches, steps: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    for step in steps:
+        count = count_of(options, batches, step)
+        for k in range(count):
+            yield step, batches.indices(step, (k, count))
+
+
+Key = tuple[int, int]  # an epoch, and the index of a sample
+
+
+class Samples(VisionDataset):  # type: ignore[misc]  # its types are not at hand where this is checked
+    """One sample at a time: what a data set that does not fit into memory replaces by reading a file."""
+
+    def __init__(self, options: Options, training: Split) -> None:
+        super().__init__()
+        self._seed, self._augment, self._training = options.seed, options.augment, training
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+        """Image uint8 [3, 32, 32] and label; crop and flip are of (seed, epoch, index), whatever worker has it."""
+        epoch, index = key
+        image = self._training.images[index].permute(2, 0, 1)
+        if self._augment:
+            top, left, flipped = (each.item() for each in choices(np.array([index]), self._seed, epoch))
+            image = functional.crop(functional.pad(image, [PADDING]), top, left, SIDE, SIDE)
+            image = functional.horizontal_flip(image) if flipped else image
+        return image, self._training.labels[index]
+
+
+def _collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Images uint8 [m, 32, 32, 3] and labels int64 [m]; m may be 0, which torch's own collate refuses."""
+    if not samples:
+        return torch.empty(0, SIDE, SIDE, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+    images, labels = zip(*samples)
+    return torch.stack(images).permute(0, 2, 3, 1), torch.stack(labels)
+
+
+def _load(
+    options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """By workers, which are told what to read and have no order of their own: a resume is where the keys begin."""
+    device = training.labels.device
+    keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(options, batches, steps))
+    held = Split(*(tensor.cpu() for tensor in (training.images, training.labels, training.mean, training.std)))
+    samples = Samples(options, held)
+    loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+        samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate
+    )
+    for images, labels in loader:
+        yield training.normalise(images.to(device), dtype), labels.to(device)
+
+
+def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
+    """The training and the test set. Raises UserError for a missing or damaged file."""
+    found = datasets.load(name, data_dir)
+    mean, std = (torch.tensor(each, dtype=torch.float64) for each in STATISTICS[name.removeprefix("synthetic-")])
+
+    def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
+        if images.ndim == 3:  # gray: the same in three channels, with an edge of background
+            edge = (SIDE - images.shape[1]) // 2
+            images = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))[..., None].repeat(3, axis=3)
+        arrays = torch.from_numpy(images), torch.from_numpy(labels).long()
+        return Split(*(tensor.to(device) for tensor in (*arrays, mean, std)))
+
+    return split(found.train_images, found.train_labels), split(found.test_images, found.test_labels)

@@ -1,0 +1,43 @@
+"""What the common cases need to know of cifar_ddp."""
+
+from __future__ import annotations
+
+from harness import App
+
+EVERYTHING = (
+    *("--optimizer=adamw", "--schedule=cosine", "--warmup-steps=5", "--clip-norm=1", "--accumulate=3"),
+    *("--dropout=0.2", "--label-smoothing=0.1", "--ema=0.99"),
+)
+
+ROW = App(
+    accuracy=0.9,
+    dataset="synthetic-cifar10",
+    test_examples=256,
+    # 1,024 samples by 64: 16 steps an epoch.
+    small=(
+        "--dataset=synthetic-cifar10",
+        "--epochs=3",
+        "--global-batch-size=64",
+        "--checkpoint-every=5",
+        "--log-every=1",
+    ),
+    exact=("--dataset=synthetic-cifar10", "--dtype=float64", "--log-every=1", "--epochs=100"),
+    variants=[EVERYTHING, ("--norm=group", "--optimizer=sgd")],
+    arithmetic=[
+        ("--model=resnet18", "--model small", "resnet18"),
+        ("--global-batch-size=65", "--global-batch-size 64", "65"),
+        ("--seed=7", "--seed 1", "7"),
+        ("--optimizer=adamw", "--optimizer sgd", "adamw"),
+        ("--dtype=float64", "--dtype float32", "float64"),
+        ("--lr=0.5", "--lr 0.1", "0.5"),
+        ("--epochs=4", "--epochs 3", "4"),
+        ("--accumulate=2", "--accumulate 1", "2"),
+        ("--ema=0.9", "--ema None", "0.9"),
+        ("--dataset=fashion-mnist", "--dataset synthetic-cifar10", "fashion-mnist"),
+    ],
+    defaults=("--log-every=1",),
+    batches=(25, 341),  # the second leaves a last batch of one sample
+    exact_steps=(50, 6),
+    relay=(64, ((2, 7), (3, 21), (1, 30), (4, 40))),
+    left_out=("once", "curves", "stall"),
+)
