@@ -35,7 +35,7 @@ import weights
 from data import Split, count_of, feed, load
 from model import build_model
 from options import parse
-from samestep import checkpoint, env, log, schedules
+from samestep import env, log, schedules
 from samestep.options import Options
 from samestep.phases import Phases
 from samestep.run import Run
@@ -140,7 +140,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     model = build_model(options, dtype).to(device)
     optimizer = build_optimizer(options, model)
     average = ema.Average(model, options.ema) if options.ema else None
-    evaluated = average.model if average else model
+    evaluated, run.evaluates = (average.model, "ema") if average else (model, "model")
     run.restore(ranks, partial(ema.load, model, optimizer, average))  # ranks talk: rank 0 reads, all load the same
     training, test = load(options.dataset, options.data_dir, device)
     n = len(training.labels)
@@ -175,9 +175,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             run.save(ranks, ema.groups(model, optimizer, average))  # ranks talk: they compare, then rank 0 writes
 
     tested = run.tested or evaluate(evaluated, test, dtype, run.watchdog)  # ranks talk
-    if average and dist.get_rank() == 0:
-        checkpoint.save_weights(options.run_dir / "model-ema.safetensors", weights.model_arrays(average.model))
-    run.finish(ranks, weights.model_arrays(model), tested)  # ranks talk: all must hold the same weights
+    averaged = {"ema": weights.model_arrays(average.model)} if average else {}
+    run.finish(ranks, weights.model_arrays(model), tested, averaged)  # ranks talk: all must hold the same weights
 
 
 def main() -> None:
