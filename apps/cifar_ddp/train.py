@@ -152,14 +152,18 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
     ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
-    trained = torch.compile(ddp, dynamic=True) if options.compile else ddp  # dynamic: shards differ in size
+    compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp  # dynamic: shards differ in size
     shards = feed(options, training, batches, range(run.start, run.stop), dtype)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
     for step in range(run.start, run.stop):
         run.phases.begin()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        loss_sum = train_step(options, trained, optimizer, shards, batches, step, run.phases)  # ranks talk
+        # What torch 2.13 compiles fails on a rank without samples: then no rank uses it.
+        each_has_some = batches.size(step) // count_of(options, batches, step) >= dist.get_world_size()
+        loss_sum = train_step(
+            options, compiled if each_has_some else ddp, optimizer, shards, batches, step, run.phases
+        )  # ranks talk
         if average:
             average.update(model, step)
         sum_since += loss_sum

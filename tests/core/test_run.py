@@ -466,7 +466,9 @@ CADENCES: list[tuple[list[str], list[int], list[int], list[int]]] = [  # options
     (["--log-every=5", "--checkpoint-every=0", "--keep-best", "--max-steps=6"], [4, 5, 6], [4, 6], [4, 6]),
     (
         ["--log-every=100", "--checkpoint-every=0", "--keep-best", "--evaluate-every=3", "--max-steps=7"],
-        *[[3, 4, 6, 7]] * 3,
+        [3, 4, 6, 7],
+        [3, 4, 6, 7],
+        [3, 4, 6, 7],
     ),
     (["--log-every=1", "--checkpoint-every=1", "--epochs=0"], [], [], []),
     (["--log-every=1", "--checkpoint-every=1", "--max-steps=0"], [], [], []),
