@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,21 +40,37 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
         assert max(np.abs(average[name] - array).max() for name, array in averages[0].items()) < 1e-9
 
 
+MEMORY, LOADER = ("--input=memory",), ("--input=loader", "--workers=1")
+
+
 @pytest.mark.parametrize(
-    ("n", "autocast", "way"), [(2, "bfloat16", ("--input=loader", "--workers=1")), (3, "none", ("--input=memory",))]
+    ("n", "autocast", "way"),
+    [
+        (2, "bfloat16", LOADER),
+        (3, "none", MEMORY),
+        pytest.param(2, "none", LOADER, marks=pytest.mark.soak),
+        pytest.param(3, "bfloat16", MEMORY, marks=pytest.mark.soak),
+    ],
 )
-def test_everything_on_survives_a_kill(harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str]) -> None:
+def test_everything_on_survives_kills(
+    harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str], table: list[str]
+) -> None:
     """The launch script starts the job again from its last checkpoint; a killed rank's workers end, too."""
+    runs, kills, chance = (5, 4, random.Random(n)) if soak else (1, 1, random.Random(0))
     options = [*SMALL, *EVERYTHING, "--global-batch-size=100", f"--autocast={autocast}", "--checkpoint-every=5"]
-    options += ["--max-steps=24"]
+    options += [f"--max-steps={14 + 10 * kills}", f"--max-restarts={kills}"]
     expected = ends_of(harness.train(n, *options, run_dir=harness.folder / "undisturbed"))
-    for i in range(20 if soak else 1):
+    for i in range(runs):
         job = harness.start(n, *options, *way, run_dir=harness.folder / str(i))
-        job.wait_for_step(7 + i % 12)
-        os.kill(job.ranks()[n - 1], signal.SIGKILL)
+        for kill in range(kills):
+            job.wait_for_step(10 * kill + chance.randrange(1, 11))
+            os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
+            time.sleep(1)  # the dead rank is still listed
         result = harness.checked(job.finish(), n)
-        assert result["restarts"] == 1
+        assert result["restarts"] == kills
         assert ends_of(result) == expected
+    what = f"SIGKILL of a random rank, everything on, {autocast}, {way[0][2:]}"
+    table.append(f"| {harness.app.name} | {n} | {what} | {runs * kills} | {runs * kills} |")
 
 
 @pytest.mark.soak

@@ -663,6 +663,7 @@ assert write(run_dir.rename("elsewhere")) == [before]
     assert outcome.code == 0, outcome
 
 
+@pytest.mark.soak
 def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
     write_fashion(harness.folder / "data" / "fashion-mnist")
     options = ["--dataset=fashion-mnist", "--epochs=1", "--global-batch-size=500", "--api=highlevel"]

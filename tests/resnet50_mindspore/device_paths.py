@@ -7,7 +7,11 @@ PATHS = [
     ("cpu", "mccl", "the launch script (msrun), 1 to 4 ranks", "run", "tests/common"),
     ("cpu", "mccl", "msrun alone", "run", f"{OWN}::test_msrun_alone_takes_the_same_steps"),
     (
-        *("cpu", "mccl", "ResNet-50 at 32 and 224 pixels: torchvision's logits, and its step", "run"),
+        *("cpu", "mccl", "ResNet-50's losses and weights beside cifar_ddp's", "run"),
+        "tests/conformance/test_mindspore_and_torch.py::test_the_same_losses_and_each_evaluates_the_others_weights",
+    ),
+    (
+        *("cpu", "mccl", "ResNet-50 at 32 and 224 pixels: torchvision's logits, and its step (soak)", "run"),
         "tests/resnet50_mindspore/test_depth_50.py::test_it_is_torchvisions_resnet50",
     ),
     ("cpu", "mccl", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),

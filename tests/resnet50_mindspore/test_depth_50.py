@@ -1,6 +1,7 @@
 """ResNet-50 itself, trained, resumed, at 32 and at 224 pixels, and beside torchvision's: same logits, same step.
 
-MindSpore and torch are asked in processes of their own: mindspore_side.py and torchvision_side.py.
+MindSpore and torch are asked in processes of their own: mindspore_side.py and torchvision_side.py. In the matrix
+tests/conformance has ResNet-50 trained beside cifar_ddp's, and depth 18 resumed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from harness import Harness, losses
 from samestep import checkpoint
+
+pytestmark = pytest.mark.soak
 
 # Each rank's four images are one pixel each in the last layers: at the default rate the weights would soon explode.
 TRAINED = ["--depth=50", "--image-size=32", "--global-batch-size=8", "--lr=1e-3", "--max-steps=2"]
