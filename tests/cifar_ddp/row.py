@@ -38,5 +38,6 @@ ROW = App(
     defaults=("--log-every=1",),
     parts=(40, 3),
     exact_steps=(50, 6),
-    left_out=("once", "curves", "stall", "torchrun"),
+    delay=200,
+    left_out=("once", "curves", "stall", "stragglers", "torchrun"),
 )

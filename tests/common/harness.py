@@ -47,10 +47,12 @@ class App:
     first_tolerance: float = 1e-5  # ... but for rounding in float32
     diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
     patience: int = 20  # a --timeout, in seconds, that only a stopped rank exceeds
+    delay: int = 60  # ms that are much more than a step of few samples takes
     kills: int = 20  # of each kind at random steps, in a soak
     launcher: str = "torchrun"  # what its launch script starts
     # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
-    # ``stall``, ``curves`` and ``torchrun`` where one of the same framework does, ``slow`` where a start takes long.
+    # ``stall``, ``stragglers``, ``curves`` and ``torchrun`` where one of the same framework does, ``slow`` where a start
+    # takes long.
     left_out: Sequence[str] = ()
     name: str = ""
 
