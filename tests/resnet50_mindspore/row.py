@@ -11,7 +11,7 @@ ROW = App(
     # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.
     small=(
         *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--epochs=2", "--max-steps=8"),
-        *"--global-batch-size=256",
+        *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
     ),
     # MindSpore on CPU knows float32 alone, so rounding must be kept from growing.
     exact=(
