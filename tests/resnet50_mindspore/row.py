@@ -34,7 +34,7 @@ ROW = App(
         "--loss=builtin",
         "--dataset=cifar10",
     ],
-    defaults="--depth=18",
+    defaults=("--depth=18", "--epochs=3", "--log-every=1"),
     exact_steps=(6, 4),
     first_steps=("--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
     first_tolerance=1e-4,
