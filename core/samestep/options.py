@@ -170,7 +170,7 @@ def add_common(
     add("--evaluate-every", type=whole(0), default=0, metavar="S", help=between)
     best = "a checkpoint at each evaluation; that of the best is kept, and becomes model-best.safetensors"
     add("--keep-best", action="store_true", help=best)
-    only = "train nothing: evaluate the run dir's newest checkpoint, or --init-from; leaves evaluation.json alone"
+    only = "take no step: evaluate the run dir's newest checkpoint, or --init-from, and write evaluation.json"
     add("--evaluate-only", action="store_true", help=only)
     add("--log-every", type=whole(1), default=10, metavar="S", help=f"steps between lines of metrics.jsonl {default}")
     add("--device", choices=devices, default="auto", help="auto: a GPU where each rank has one it can use")
