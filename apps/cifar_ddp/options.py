@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Sequence
 
 from samestep import UserError
@@ -87,6 +88,9 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise UserError(f"--freeze-bn, but --norm {options.norm} has no stored statistics: leave one of them out")
     if options.autocast != "none" and options.dtype == "float64":
         raise UserError(f"--autocast {options.autocast} computes in less than --dtype float64: leave one of them out")
+    compilers = (os.environ.get("CXX"), "g++", "clang++")
+    if options.compile and not any(shutil.which(name) for name in compilers if name):
+        raise UserError("--compile needs a C++ compiler, and there is neither g++ nor clang++: install one, or set CXX")
     if options.model != "small":
         options.stem = options.stem or "cifar"
     if options.schedule != "constant":

@@ -305,6 +305,8 @@ def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
 
 
 MISTAKES = """
+import os
+
 from options import parse
 from samestep import UserError
 from samestep.options import arithmetic
@@ -315,7 +317,10 @@ for words in (
     "--dtype=float64 --autocast=bfloat16",
     "--accumulate=0",
     "--clip-norm=0",
+    "--compile",
 ):
+    if words == "--compile":
+        os.environ.update(PATH="/nowhere", CXX="")
     try:
         parse(words.split())
     except UserError as mistake:
@@ -328,7 +333,7 @@ print(json.dumps(told))
 def test_a_mistake_is_one_line_and_a_schedules_horizon_stays() -> None:
     told = told_by("cifar_ddp", "import json; told = {}" + MISTAKES)
     assert told.pop("horizon") == [True, False]
-    assert len(told) == 5
+    assert len(told) == 6
     for words, text in told.items():
         assert "\n" not in text
         assert words.split()[-1].partition("=")[0] in text
