@@ -1,0 +1,289 @@
+"""Is a training the same at another number of ranks? Accelerate and Lightning, as their guides write it, and cifar_ddp.
+
+    bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere: about 6 minutes
+
+Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024, and
+256 for the test), with the same seed and global batch, in two micro-batches, as many updates: batch normalisation,
+dropout, crops and flips, label smoothing, clipping, SGD, cosine. Theirs divide the batch by the number of ranks, which
+is what their guides ask for. Each program is then compared with itself at 1 rank: the losses of its updates (the mean
+over the samples of all ranks, before the update), the samples of each update, the learning rates, and the accuracy that
+it says it has.
+
+elsewhere/*_loop.py are the programs, in float64, so that rounding is not what differs. "Switches" are those by which a
+library comes closer; "plain" is without batch normalisation, dropout and augmentation: what then differs is not the
+model's. ``--output NAME`` writes the table into NAME.md, between its two marks if it is there, and NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOOPS = ROOT / "benchmarks" / "elsewhere"
+LIMIT = 600  # seconds for any one run
+EXAMPLES, SEED, LR, EPOCHS, BATCH, ACCUMULATE = 1024, 1, 0.02, 2, 48, 2
+MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of what was measured -->")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row: what is started with which options; ``drawn`` are in the picture's panels of losses."""
+
+    name: str
+    kind: str
+    options: tuple[str, ...] = ()
+    drawn: bool = False
+
+
+PROGRAMS = (
+    Program("Accelerate, its guide", "accelerate", (), drawn=True),
+    Program("Accelerate, switches", "accelerate", ("--switches",)),
+    Program("Accelerate, switches, plain", "accelerate", ("--switches", "--plain")),
+    Program("Lightning, its guide", "lightning", (), drawn=True),
+    Program("Lightning, switches", "lightning", ("--switches",)),
+    Program("Lightning, switches, plain", "lightning", ("--switches", "--plain")),
+    Program("cifar_ddp", "cifar_ddp", ("--dtype=float64",), drawn=True),
+    Program("cifar_ddp, float32", "cifar_ddp", ("--dtype=float32",)),
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of all ranks: the mean loss of its samples, which they were, and its learning rate, if it was told."""
+
+    loss: float
+    samples: list[int]  # sorted; one that was there twice is so here
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one program did at one number of ranks, and the examples that it counted in its test."""
+
+    updates: list[Update]
+    accuracy: float
+    examples: int
+
+
+def start(command: list[str], folder: Path, n: int) -> None:
+    """Run to the end, or exit with what it said; nothing of it is left behind."""
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch scripts would choose
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(str(each) for each in (ROOT / "core", ROOT / "benchmarks" / "loops", LOOPS)),
+    }
+    with (folder / "output.txt").open("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(LIMIT)
+        except BaseException as error:  # Ctrl-C, too
+            os.killpg(process.pid, signal.SIGTERM)  # which torchrun and our script hand on to their ranks
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        if process.returncode:
+            output.seek(0)
+            sys.exit(f"error: {' '.join(command)} ended with {process.returncode}: {output.read()[-3000:]}")
+
+
+def theirs(program: Program, n: int, folder: Path) -> Training:
+    """Accelerate by torchrun, as its own launcher starts several ranks on CPU by MPI alone; Lightning by itself."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={n}"]
+    command = [sys.executable, *(launcher if program.kind == "accelerate" else ())]
+    setting = [f"--batch={BATCH}", f"--accumulate={ACCUMULATE}", f"--epochs={EPOCHS}", f"--lr={LR}", f"--seed={SEED}"]
+    loop = str(LOOPS / f"{program.kind}_loop.py")
+    start([*command, loop, f"--ranks={n}", *setting, f"--out={folder}", *program.options], folder, n)
+    return merge([json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)])
+
+
+def merge(records: list[dict[str, Any]]) -> Training:
+    """The ranks' micro-batches, put together to updates."""
+    parts: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        for part in record["trained"]:
+            parts.setdefault(part["update"], []).append(part)
+    updates = []
+    for _, those in sorted(parts.items()):
+        samples = sorted(index for part in those for index in part["indices"])
+        loss = sum(part["loss"] * len(part["indices"]) for part in those) / len(samples)
+        updates.append(Update(loss, samples, those[0]["lr"]))
+    return Training(updates, records[0]["accuracy"], records[0]["examples"])
+
+
+def ours(program: Program, n: int, folder: Path) -> Training:
+    """cifar_ddp by its launch script, with the others' initial weights."""
+    from samestep.sharding import GlobalBatches
+
+    dtype = program.options[0].removeprefix("--dtype=")
+    weights = folder / "initial.safetensors"
+    start([sys.executable, str(LOOPS / "initial_weights.py"), str(SEED), dtype, str(weights)], folder, n)
+    setting = [f"--global-batch-size={BATCH}", f"--accumulate={ACCUMULATE}", f"--epochs={EPOCHS}", f"--lr={LR}"]
+    setting += [f"--seed={SEED}", "--dropout=0.1", "--label-smoothing=0.1", "--clip-norm=1", "--device=cpu"]
+    setting += ["--dataset=synthetic-cifar10", f"--init-from={weights}", "--log-every=1", "--checkpoint-every=0"]
+    script = ["bash", str(ROOT / "scripts" / "run_cifar_ddp.sh"), str(n), f"--run-dir={folder / 'run'}", "--quiet"]
+    start([*script, *setting, *program.options], folder, n)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    shards = [GlobalBatches(EXAMPLES, BATCH, SEED, rank, n) for rank in range(n)]
+    samples = [sorted(int(i) for each in shards for i in each.indices(step)) for step in range(len(losses))]
+    result = json.loads((folder / "run" / "result.json").read_text())
+    # Its learning rate is a function of the step, in which the number of ranks does not occur.
+    updates = [Update(*pair) for pair in zip(losses, samples)]
+    return Training(updates, result["test_accuracy"], result["test_examples"])
+
+
+def differences(one: Training, other: Training) -> list[float]:
+    """How far the loss of each update is from that at 1 rank, relative to it."""
+    if len(one.updates) != len(other.updates):
+        raise ValueError(f"{len(one.updates)} updates at 1 rank, but {len(other.updates)}")
+    return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]
+
+
+def rate_difference(one: Training, other: Training) -> float:
+    """The largest difference of the learning rates of one update, relative to the largest rate at 1 rank."""
+    pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return max(abs(a - b) for a, b in known) / max(a for a, _ in known) if known else 0.0
+
+
+def same_samples(one: Training, other: Training) -> int:
+    """How many updates had the samples that they had at 1 rank, each as often."""
+    return sum(a.samples == b.samples for a, b in zip(one.updates, other.updates))
+
+
+def repeated(training: Training) -> int:
+    """Samples that an epoch trained on more than once, over all epochs."""
+    length = len(training.updates) // EPOCHS
+    epochs = [training.updates[k * length : (k + 1) * length] for k in range(EPOCHS)]
+    return sum(sum(Counter(i for u in epoch for i in u.samples).values()) - EXAMPLES for epoch in epochs)
+
+
+def row(name: str, found: dict[int, Training]) -> str:
+    """A line of the table; ``found`` by number of ranks, 1 among them."""
+    one, others = found[1], [found[n] for n in sorted(found) if n > 1]
+    every = [found[n] for n in sorted(found)]
+    cells = [
+        name,
+        ", ".join(f"{max(differences(one, each)):.1e}" for each in others),
+        ", ".join(f"{same_samples(one, each)}" for each in others) + f" of {len(one.updates)}",
+        ", ".join(f"{repeated(each)}" for each in others),
+        ", ".join(f"{rate_difference(one, each):.1%}" if rate_difference(one, each) else "same" for each in others),
+        ", ".join(f"{each.accuracy:.3f}" for each in every),
+        ", ".join(f"{each.examples}" for each in every),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(measured: dict[str, dict[int, Training]]) -> str:
+    ranks = sorted(next(iter(measured.values())))
+    those, every = (" and ".join(str(n) for n in each) for each in (ranks[1:], ranks))
+    head = ["program", f"losses at {those} ranks differ by", "updates with the same samples", "repeated in training"]
+    head += ["learning rate differs by", f"test accuracy at {every}", "test examples counted"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(row(*each) for each in measured.items())]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("accelerate", "lightning", "torch", "torchvision"))
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores, gloo; Python {platform.python_version()}, {packages}"
+
+
+def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
+    """Losses of those that are drawn, and how far the largest number of ranks is from one. Needs matplotlib."""
+    import matplotlib.pyplot as plt
+
+    panels = [program for program in PROGRAMS if program.drawn]
+    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(13, 3.4), constrained_layout=True)
+    top = max(update.loss for found in measured.values() for each in found.values() for update in each.updates)
+    for panel, program in zip(axes, panels):
+        for k, (n, training) in enumerate(sorted(measured[program.name].items())):
+            steps, losses = range(1, len(training.updates) + 1), [update.loss for update in training.updates]
+            panel.plot(steps, losses, label=f"{n} rank{'s' * (n > 1)}", color=f"C{k}", linewidth=4 - 1.4 * k)
+        panel.set(title=program.name, xlabel="update", ylim=(0.4, top * 1.05))
+        panel.legend(fontsize=8)
+    axes[0].set_ylabel("loss of the global batch")
+    most = max(next(iter(measured.values())))
+    for k, (name, found) in enumerate(measured.items()):
+        shown = [max(each, 1e-17) for each in differences(found[1], found[most])]
+        style = "-" if any(program.name == name and program.drawn for program in PROGRAMS) else ":"
+        axes[-1].plot(range(1, len(shown) + 1), shown, style, label=name, color=f"C{k}", linewidth=1.2)
+    axes[-1].set(title=f"{most} ranks: relative difference from 1", xlabel="update", yscale="log")
+    axes[-1].set_ylim(1e-17, 10)
+    figure.legend(*axes[-1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
+    figure.savefig(path, dpi=90)
+
+
+def write_page(path: Path, measured: str) -> None:
+    """Put ``measured`` between the marks of a page that has them, or make a page of it alone."""
+    page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
+    before, found, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (found and end):
+        sys.exit(f"error: {path} lacks the lines {MARKS[0]} and {MARKS[1]}: put them back, or name another --output")
+    path.write_text(f"{before}{MARKS[0]}\n{measured}\n{MARKS[1]}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="3,4", help="beside 1 (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, metavar="NAME", help="write NAME.md, NAME.png (default: print the table)"
+    )
+    parser.add_argument("--json", type=Path, help="write all that was measured here")
+    parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing: an earlier run's --json")
+    options = parser.parse_args()
+    ranks = sorted({1, *(int(each) for each in options.ranks.split(","))})
+    if len(ranks) < 2 or any(BATCH // ACCUMULATE % n for n in ranks):
+        sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE}, such as 3,4")
+    begun = time.monotonic()
+    measured: dict[str, dict[int, Training]] = {}
+    if options.from_json:
+        stored = json.loads(options.from_json.read_text())
+        about = stored["machine"]
+        for name, runs in stored["programs"].items():
+            measured[name] = {
+                int(n): Training([Update(**each) for each in run["updates"]], run["accuracy"], run["examples"])
+                for n, run in runs.items()
+            }
+    else:
+        about = machine()
+        for program in PROGRAMS:
+            measured[program.name] = {}
+            for n in ranks:
+                with tempfile.TemporaryDirectory() as folder:
+                    run = ours if program.kind == "cifar_ddp" else theirs
+                    measured[program.name][n] = run(program, n, Path(folder))
+            print(row(program.name, measured[program.name]), file=sys.stderr, flush=True)
+    if options.json:
+        programs = {name: {n: asdict(run) for n, run in runs.items()} for name, runs in measured.items()}
+        options.json.write_text(json.dumps({"machine": about, "programs": programs}))
+    print(table(measured))
+    if options.output:
+        write_page(options.output.with_suffix(".md"), f"{table(measured)}\n\n{about}.")
+        draw(measured, options.output.with_suffix(".png"))
+    print(f"\n{time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
