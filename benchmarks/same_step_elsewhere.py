@@ -159,6 +159,12 @@ def differences(one: Training, other: Training) -> list[float]:
     return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]
 
 
+def alike(one: Training, other: Training) -> int:
+    """How many updates there were before the first whose loss was not that at 1 rank, but for a millionth."""
+    found = differences(one, other)
+    return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
+
+
 def rate_difference(one: Training, other: Training) -> float:
     """The largest difference of the learning rates of one update, relative to the largest rate at 1 rank."""
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
@@ -185,6 +191,7 @@ def row(name: str, found: dict[int, Training]) -> str:
     cells = [
         name,
         ", ".join(f"{max(differences(one, each)):.1e}" for each in others),
+        ", ".join(f"{alike(one, each)}" for each in others) + f" of {len(one.updates)}",
         ", ".join(f"{same_samples(one, each)}" for each in others) + f" of {len(one.updates)}",
         ", ".join(f"{repeated(each)}" for each in others),
         ", ".join(f"{rate_difference(one, each):.1%}" if rate_difference(one, each) else "same" for each in others),
@@ -197,8 +204,9 @@ def row(name: str, found: dict[int, Training]) -> str:
 def table(measured: dict[str, dict[int, Training]]) -> str:
     ranks = sorted(next(iter(measured.values())))
     those, every = (" and ".join(str(n) for n in each) for each in (ranks[1:], ranks))
-    head = ["program", f"losses at {those} ranks differ by", "updates with the same samples", "repeated in training"]
-    head += ["learning rate differs by", f"test accuracy at {every}", "test examples counted"]
+    head = ["program", f"losses at {those} ranks differ by", "first updates with the same loss, to 1e-6"]
+    head += ["updates with the same samples", "samples repeated in training", "learning rate differs by"]
+    head += [f"test accuracy at {every}", "test examples counted"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(row(*each) for each in measured.items())]
     return "\n".join(lines)
 

@@ -42,10 +42,20 @@ def test_the_table_tells_what_differs_from_one_rank_and_what_is_the_same() -> No
     }
     head, _, alike, apart, rateless = SCRIPT["table"](found).splitlines()
     assert "losses at 4 ranks differ by" in head
-    assert alike == f"| alike | 0.0e+00 | {EPOCHS} of {EPOCHS} | 0 | same | 0.500, 0.500 | 256, 256 |"
+    assert (
+        alike
+        == f"| alike | 0.0e+00 | {EPOCHS} of {EPOCHS} | {EPOCHS} of {EPOCHS} | 0 | same | 0.500, 0.500 | 256, 256 |"
+    )
     repeats = 2 * EPOCHS
-    assert apart == f"| apart | 2.5e-01 | 0 of {EPOCHS} | {repeats} | 10.0% | 0.500, 0.500 | 256, 258 |"
+    assert apart == f"| apart | 2.5e-01 | 0 of {EPOCHS} | 0 of {EPOCHS} | {repeats} | 10.0% | 0.500, 0.500 | 256, 258 |"
     assert rateless == alike.replace("alike", "no rates")
+
+
+def test_losses_are_alike_until_the_first_that_is_not() -> None:
+    losses = {1: [2.0, 1.5, 1.0, 0.5], 4: [2.0 + 1e-9, 1.5, 1.1, 0.5]}
+    one, four = (SCRIPT["Training"]([SCRIPT["Update"](each, []) for each in losses[n]], 0.5, 256) for n in losses)
+    assert (SCRIPT["alike"](one, four), SCRIPT["alike"](one, one)) == (2, 4)
+    assert max(SCRIPT["differences"](one, four)) == pytest.approx(0.1)
 
 
 def test_programs_that_made_unlike_numbers_of_updates_are_not_compared() -> None:
@@ -60,6 +70,6 @@ def test_the_page_keeps_what_is_written_around_the_table(tmp_path: Path) -> None
     SCRIPT["write_page"](page, "new")
     assert page.read_text() == f"before\n{marks[0]}\nnew\n{marks[1]}\nafter\n"
     page.write_text("no marks\n")
-    with pytest.raises(SystemExit, match="error: .*page.md lacks the lines"):
+    with pytest.raises(SystemExit, match=r"error: .*page\.md lacks the lines"):
         SCRIPT["write_page"](page, "new")
     assert page.read_text() == "no marks\n"
