@@ -152,6 +152,31 @@ def ours(program: Program, n: int, folder: Path) -> Training:
     return Training(updates, result["test_accuracy"], result["test_examples"])
 
 
+def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
+    """A program at each number of ranks."""
+    found = {}
+    for n in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            found[n] = (ours if program.kind == "cifar_ddp" else theirs)(program, n, Path(folder))
+    return found
+
+
+def write(path: Path, about: str, measured: dict[str, dict[int, Training]]) -> None:
+    programs = {name: {n: asdict(each) for n, each in found.items()} for name, found in measured.items()}
+    path.write_text(json.dumps({"machine": about, "programs": programs}))
+
+
+def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
+    """The reverse of `write`."""
+    stored = json.loads(path.read_text())
+
+    def training(run: dict[str, Any]) -> Training:
+        return Training([Update(**each) for each in run["updates"]], run["accuracy"], run["examples"])
+
+    programs = {name: {int(n): training(run) for n, run in runs.items()} for name, runs in stored["programs"].items()}
+    return stored["machine"], programs
+
+
 def differences(one: Training, other: Training) -> list[float]:
     """How far the loss of each update is from that at 1 rank, relative to it."""
     if len(one.updates) != len(other.updates):
@@ -258,34 +283,22 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, metavar="NAME", help="write NAME.md, NAME.png (default: print the table)"
     )
-    parser.add_argument("--json", type=Path, help="write all that was measured here")
-    parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing: an earlier run's --json")
+    parser.add_argument("--json", type=Path, help="write all that was measured here, after each program")
+    parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
     options = parser.parse_args()
-    ranks = sorted({1, *(int(each) for each in options.ranks.split(","))})
-    if len(ranks) < 2 or any(BATCH // ACCUMULATE % n for n in ranks):
-        sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE}, such as 3,4")
+    counts = [int(each) if each.isdecimal() else 0 for each in options.ranks.split(",")]
+    if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
+        sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
     begun = time.monotonic()
-    measured: dict[str, dict[int, Training]] = {}
     if options.from_json:
-        stored = json.loads(options.from_json.read_text())
-        about = stored["machine"]
-        for name, runs in stored["programs"].items():
-            measured[name] = {
-                int(n): Training([Update(**each) for each in run["updates"]], run["accuracy"], run["examples"])
-                for n, run in runs.items()
-            }
+        about, measured = read(options.from_json)
     else:
-        about = machine()
+        about, measured = machine(), {}
         for program in PROGRAMS:
-            measured[program.name] = {}
-            for n in ranks:
-                with tempfile.TemporaryDirectory() as folder:
-                    run = ours if program.kind == "cifar_ddp" else theirs
-                    measured[program.name][n] = run(program, n, Path(folder))
+            measured[program.name] = measure(program, sorted({1, *counts}))
             print(row(program.name, measured[program.name]), file=sys.stderr, flush=True)
-    if options.json:
-        programs = {name: {n: asdict(run) for n, run in runs.items()} for name, runs in measured.items()}
-        options.json.write_text(json.dumps({"machine": about, "programs": programs}))
+            if options.json:
+                write(options.json, about, measured)
     print(table(measured))
     if options.output:
         write_page(options.output.with_suffix(".md"), f"{table(measured)}\n\n{about}.")

@@ -33,7 +33,7 @@ def test_the_loss_of_an_update_is_the_mean_over_the_samples_of_all_ranks_and_mic
     assert (merged.accuracy, merged.examples) == (0.75, 4)
 
 
-def test_the_table_tells_what_differs_from_one_rank_and_what_is_the_same() -> None:
+def test_the_table_tells_what_differs_from_one_rank_and_what_is_the_same(tmp_path: Path) -> None:
     one = training(2.0, 0.1, [])
     found = {
         "alike": {1: one, 4: one},
@@ -49,6 +49,8 @@ def test_the_table_tells_what_differs_from_one_rank_and_what_is_the_same() -> No
     repeats = 2 * EPOCHS
     assert apart == f"| apart | 2.5e-01 | 0 of {EPOCHS} | 0 of {EPOCHS} | {repeats} | 10.0% | 0.500, 0.500 | 256, 258 |"
     assert rateless == alike.replace("alike", "no rates")
+    SCRIPT["write"](tmp_path / "found.json", "a machine", found)
+    assert SCRIPT["read"](tmp_path / "found.json") == ("a machine", found)
 
 
 def test_losses_are_alike_until_the_first_that_is_not() -> None:
