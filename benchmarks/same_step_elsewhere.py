@@ -147,7 +147,7 @@ def ours(program: Program, n: int, folder: Path) -> Training:
     shards = [GlobalBatches(EXAMPLES, BATCH, SEED, rank, n) for rank in range(n)]
     samples = [sorted(int(i) for each in shards for i in each.indices(step)) for step in range(len(losses))]
     result = json.loads((folder / "run" / "result.json").read_text())
-    # Its learning rate is a function of the step, in which the number of ranks does not occur.
+    # It does not tell its learning rate, which is a function of the step alone.
     updates = [Update(*pair) for pair in zip(losses, samples)]
     return Training(updates, result["test_accuracy"], result["test_examples"])
 
@@ -190,11 +190,14 @@ def alike(one: Training, other: Training) -> int:
     return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
 
 
-def rate_difference(one: Training, other: Training) -> float:
+def rate_difference(one: Training, other: Training) -> str:
     """The largest difference of the learning rates of one update, relative to the largest rate at 1 rank."""
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return max(abs(a - b) for a, b in known) / max(a for a, _ in known) if known else 0.0
+    if not known:
+        return "not told"
+    difference = max(abs(a - b) for a, b in known) / max(a for a, _ in known)
+    return f"{difference:.1%}" if difference > 1e-12 else "same"
 
 
 def same_samples(one: Training, other: Training) -> int:
@@ -219,7 +222,7 @@ def row(name: str, found: dict[int, Training]) -> str:
         ", ".join(f"{alike(one, each)}" for each in others) + f" of {len(one.updates)}",
         ", ".join(f"{same_samples(one, each)}" for each in others) + f" of {len(one.updates)}",
         ", ".join(f"{repeated(each)}" for each in others),
-        ", ".join(f"{rate_difference(one, each):.1%}" if rate_difference(one, each) else "same" for each in others),
+        ", ".join(rate_difference(one, each) for each in others),
         ", ".join(f"{each.accuracy:.3f}" for each in every),
         ", ".join(f"{each.examples}" for each in every),
     ]
@@ -228,7 +231,7 @@ def row(name: str, found: dict[int, Training]) -> str:
 
 def table(measured: dict[str, dict[int, Training]]) -> str:
     ranks = sorted(next(iter(measured.values())))
-    those, every = (" and ".join(str(n) for n in each) for each in (ranks[1:], ranks))
+    those, every = (", ".join(str(n) for n in each) for each in (ranks[1:], ranks))
     head = ["program", f"losses at {those} ranks differ by", "first updates with the same loss, to 1e-6"]
     head += ["updates with the same samples", "samples repeated in training", "learning rate differs by"]
     head += [f"test accuracy at {every}", "test examples counted"]
@@ -264,7 +267,7 @@ def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
     axes[-1].set(title=f"{most} ranks: relative difference from 1", xlabel="update", yscale="log")
     axes[-1].set_ylim(1e-17, 10)
     figure.legend(*axes[-1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
 
 
 def write_page(path: Path, measured: str) -> None:
@@ -290,6 +293,10 @@ def main() -> None:
     if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
         sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
     begun = time.monotonic()
+    if options.from_json and not options.from_json.is_file():
+        sys.exit(
+            f"error: --from-json {options.from_json}: no such file; leave it out to measure, or name one of --json"
+        )
     if options.from_json:
         about, measured = read(options.from_json)
     else:
