@@ -1,6 +1,6 @@
 """Is a training the same at another number of ranks? Accelerate and Lightning, as their guides write it, and cifar_ddp.
 
-    bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere: about 6 minutes
+    bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
 Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024, and
 256 for the test), with the same seed and global batch, in two micro-batches, as many updates: batch normalisation,
@@ -251,12 +251,13 @@ def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
 
     panels = [program for program in PROGRAMS if program.drawn]
     figure, axes = plt.subplots(1, len(panels) + 1, figsize=(13, 3.4), constrained_layout=True)
-    top = max(update.loss for found in measured.values() for each in found.values() for update in each.updates)
+    losses = [u.loss for program in panels for found in measured[program.name].values() for u in found.updates]
+    limits = min(losses) - 0.05, max(losses) + 0.05
     for panel, program in zip(axes, panels):
         for k, (n, training) in enumerate(sorted(measured[program.name].items())):
-            steps, losses = range(1, len(training.updates) + 1), [update.loss for update in training.updates]
-            panel.plot(steps, losses, label=f"{n} rank{'s' * (n > 1)}", color=f"C{k}", linewidth=4 - 1.4 * k)
-        panel.set(title=program.name, xlabel="update", ylim=(0.4, top * 1.05))
+            steps, curve = range(1, len(training.updates) + 1), [update.loss for update in training.updates]
+            panel.plot(steps, curve, label=f"{n} rank{'s' * (n > 1)}", color=f"C{k}", linewidth=4 - 1.4 * k)
+        panel.set(title=program.name, xlabel="update", ylim=limits)
         panel.legend(fontsize=8)
     axes[0].set_ylabel("loss of the global batch")
     most = max(next(iter(measured.values())))
