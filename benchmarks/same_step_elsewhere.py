@@ -268,7 +268,7 @@ def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
     axes[-1].set(title=f"{most} ranks: relative difference from 1", xlabel="update", yscale="log")
     axes[-1].set_ylim(1e-17, 10)
     figure.legend(*axes[-1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=76)
 
 
 def write_page(path: Path, measured: str) -> None:
@@ -294,6 +294,7 @@ def main() -> None:
     if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
         sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `start`, which ends its ranks
     if options.from_json and not options.from_json.is_file():
         sys.exit(
             f"error: --from-json {options.from_json}: no such file; leave it out to measure, or name one of --json"
