@@ -1,0 +1,16 @@
+"""Write the initial weights that the loops beside this one start from: what cifar_ddp's --init-from then takes.
+
+python benchmarks/elsewhere/initial_weights.py SEED DTYPE FILE.safetensors
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from safetensors.torch import save_file
+from setting import Net
+
+seed, dtype, path = sys.argv[1:]
+torch.manual_seed(int(seed))  # as Accelerate's set_seed and Lightning's seed_everything do
+save_file(Net(plain=False).to(getattr(torch, dtype)).state_dict(), path)

@@ -1,0 +1,319 @@
+"""Is a training the same at another number of ranks? Accelerate and Lightning, as their guides write it, and cifar_ddp.
+
+    bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
+
+Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024, and
+256 for the test), with the same seed and global batch, in two micro-batches, as many updates: batch normalisation,
+dropout, crops and flips, label smoothing, clipping, SGD, cosine. Theirs divide the batch by the number of ranks, which
+is what their guides ask for. Each program is then compared with itself at 1 rank: the losses of its updates (the mean
+over the samples of all ranks, before the update), the samples of each update, the learning rates, and the accuracy that
+it says it has.
+
+elsewhere/*_loop.py are the programs, in float64, so that rounding is not what differs. "Switches" are those by which a
+library comes closer; "plain" is without batch normalisation, dropout and augmentation: what then differs is not the
+model's. ``--output NAME`` writes the table into NAME.md, between its two marks if it is there, and NAME.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOOPS = ROOT / "benchmarks" / "elsewhere"
+LIMIT = 600  # seconds for any one run
+EXAMPLES, SEED, LR, EPOCHS, BATCH, ACCUMULATE = 1024, 1, 0.02, 2, 48, 2
+MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of what was measured -->")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row: what is started with which options; ``drawn`` are in the picture's panels of losses."""
+
+    name: str
+    kind: str
+    options: tuple[str, ...] = ()
+    drawn: bool = False
+
+
+PROGRAMS = (
+    Program("Accelerate, its guide", "accelerate", (), drawn=True),
+    Program("Accelerate, switches", "accelerate", ("--switches",)),
+    Program("Accelerate, switches, plain", "accelerate", ("--switches", "--plain")),
+    Program("Lightning, its guide", "lightning", (), drawn=True),
+    Program("Lightning, switches", "lightning", ("--switches",)),
+    Program("Lightning, switches, plain", "lightning", ("--switches", "--plain")),
+    Program("cifar_ddp", "cifar_ddp", ("--dtype=float64",), drawn=True),
+    Program("cifar_ddp, float32", "cifar_ddp", ("--dtype=float32",)),
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of all ranks: the mean loss of its samples, which they were, and its learning rate, if it was told."""
+
+    loss: float
+    samples: list[int]  # sorted; one that was there twice is so here
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one program did at one number of ranks, and the examples that it counted in its test."""
+
+    updates: list[Update]
+    accuracy: float
+    examples: int
+
+
+def start(command: list[str], folder: Path, n: int) -> None:
+    """Run to the end, or exit with what it said; nothing of it is left behind."""
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch scripts would choose
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(str(each) for each in (ROOT / "core", ROOT / "benchmarks" / "loops", LOOPS)),
+    }
+    with (folder / "output.txt").open("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(LIMIT)
+        except BaseException as error:  # Ctrl-C, too
+            os.killpg(process.pid, signal.SIGTERM)  # which torchrun and our script hand on to their ranks
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        if process.returncode:
+            output.seek(0)
+            sys.exit(f"error: {' '.join(command)} ended with {process.returncode}: {output.read()[-3000:]}")
+
+
+def theirs(program: Program, n: int, folder: Path) -> Training:
+    """Accelerate by torchrun, as its own launcher starts several ranks on CPU by MPI alone; Lightning by itself."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={n}"]
+    command = [sys.executable, *(launcher if program.kind == "accelerate" else ())]
+    setting = [f"--batch={BATCH}", f"--accumulate={ACCUMULATE}", f"--epochs={EPOCHS}", f"--lr={LR}", f"--seed={SEED}"]
+    loop = str(LOOPS / f"{program.kind}_loop.py")
+    start([*command, loop, f"--ranks={n}", *setting, f"--out={folder}", *program.options], folder, n)
+    return merge([json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)])
+
+
+def merge(records: list[dict[str, Any]]) -> Training:
+    """The ranks' micro-batches, put together to updates."""
+    parts: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        for part in record["trained"]:
+            parts.setdefault(part["update"], []).append(part)
+    updates = []
+    for _, those in sorted(parts.items()):
+        samples = sorted(index for part in those for index in part["indices"])
+        loss = sum(part["loss"] * len(part["indices"]) for part in those) / len(samples)
+        updates.append(Update(loss, samples, those[0]["lr"]))
+    return Training(updates, records[0]["accuracy"], records[0]["examples"])
+
+
+def ours(program: Program, n: int, folder: Path) -> Training:
+    """cifar_ddp by its launch script, with the others' initial weights."""
+    from samestep.sharding import GlobalBatches
+
+    dtype = program.options[0].removeprefix("--dtype=")
+    weights = folder / "initial.safetensors"
+    start([sys.executable, str(LOOPS / "initial_weights.py"), str(SEED), dtype, str(weights)], folder, n)
+    setting = [f"--global-batch-size={BATCH}", f"--accumulate={ACCUMULATE}", f"--epochs={EPOCHS}", f"--lr={LR}"]
+    setting += [f"--seed={SEED}", "--dropout=0.1", "--label-smoothing=0.1", "--clip-norm=1", "--device=cpu"]
+    setting += ["--dataset=synthetic-cifar10", f"--init-from={weights}", "--log-every=1", "--checkpoint-every=0"]
+    script = ["bash", str(ROOT / "scripts" / "run_cifar_ddp.sh"), str(n), f"--run-dir={folder / 'run'}", "--quiet"]
+    start([*script, *setting, *program.options], folder, n)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    shards = [GlobalBatches(EXAMPLES, BATCH, SEED, rank, n) for rank in range(n)]
+    samples = [sorted(int(i) for each in shards for i in each.indices(step)) for step in range(len(losses))]
+    result = json.loads((folder / "run" / "result.json").read_text())
+    # It does not tell its learning rate, which is a function of the step alone.
+    updates = [Update(*pair) for pair in zip(losses, samples)]
+    return Training(updates, result["test_accuracy"], result["test_examples"])
+
+
+def measure(program: Program, ranks: list[int]) -> dict[int, Training]:
+    """A program at each number of ranks."""
+    found = {}
+    for n in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            found[n] = (ours if program.kind == "cifar_ddp" else theirs)(program, n, Path(folder))
+    return found
+
+
+def write(path: Path, about: str, measured: dict[str, dict[int, Training]]) -> None:
+    programs = {name: {n: asdict(each) for n, each in found.items()} for name, found in measured.items()}
+    path.write_text(json.dumps({"machine": about, "programs": programs}))
+
+
+def read(path: Path) -> tuple[str, dict[str, dict[int, Training]]]:
+    """The reverse of `write`."""
+    stored = json.loads(path.read_text())
+
+    def training(run: dict[str, Any]) -> Training:
+        return Training([Update(**each) for each in run["updates"]], run["accuracy"], run["examples"])
+
+    programs = {name: {int(n): training(run) for n, run in runs.items()} for name, runs in stored["programs"].items()}
+    return stored["machine"], programs
+
+
+def differences(one: Training, other: Training) -> list[float]:
+    """How far the loss of each update is from that at 1 rank, relative to it."""
+    if len(one.updates) != len(other.updates):
+        raise ValueError(f"{len(one.updates)} updates at 1 rank, but {len(other.updates)}")
+    return [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(one.updates, other.updates)]
+
+
+def alike(one: Training, other: Training) -> int:
+    """How many updates there were before the first whose loss was not that at 1 rank, but for a millionth."""
+    found = differences(one, other)
+    return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
+
+
+def rate_difference(one: Training, other: Training) -> str:
+    """The largest difference of the learning rates of one update, relative to the largest rate at 1 rank."""
+    pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if not known:
+        return "not told"
+    difference = max(abs(a - b) for a, b in known) / max(a for a, _ in known)
+    return f"{difference:.1%}" if difference > 1e-12 else "same"
+
+
+def same_samples(one: Training, other: Training) -> int:
+    """How many updates had the samples that they had at 1 rank, each as often."""
+    return sum(a.samples == b.samples for a, b in zip(one.updates, other.updates))
+
+
+def repeated(training: Training) -> int:
+    """Samples that an epoch trained on more than once, over all epochs."""
+    length = len(training.updates) // EPOCHS
+    epochs = [training.updates[k * length : (k + 1) * length] for k in range(EPOCHS)]
+    return sum(sum(Counter(i for u in epoch for i in u.samples).values()) - EXAMPLES for epoch in epochs)
+
+
+def row(name: str, found: dict[int, Training]) -> str:
+    """A line of the table; ``found`` by number of ranks, 1 among them."""
+    one, others = found[1], [found[n] for n in sorted(found) if n > 1]
+    every = [found[n] for n in sorted(found)]
+    cells = [
+        name,
+        ", ".join(f"{max(differences(one, each)):.1e}" for each in others),
+        ", ".join(f"{alike(one, each)}" for each in others) + f" of {len(one.updates)}",
+        ", ".join(f"{same_samples(one, each)}" for each in others) + f" of {len(one.updates)}",
+        ", ".join(f"{repeated(each)}" for each in others),
+        ", ".join(rate_difference(one, each) for each in others),
+        ", ".join(f"{each.accuracy:.3f}" for each in every),
+        ", ".join(f"{each.examples}" for each in every),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(measured: dict[str, dict[int, Training]]) -> str:
+    ranks = sorted(next(iter(measured.values())))
+    those, every = (", ".join(str(n) for n in each) for each in (ranks[1:], ranks))
+    head = ["program", f"losses at {those} ranks differ by", "first updates with the same loss, to 1e-6"]
+    head += ["updates with the same samples", "samples repeated in training", "learning rate differs by"]
+    head += [f"test accuracy at {every}", "test examples counted"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(row(*each) for each in measured.items())]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("accelerate", "lightning", "torch", "torchvision"))
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores, gloo; Python {platform.python_version()}, {packages}"
+
+
+def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
+    """Losses of those that are drawn, and how far the largest number of ranks is from one. Needs matplotlib."""
+    import matplotlib.pyplot as plt
+
+    panels = [program for program in PROGRAMS if program.drawn]
+    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(13, 3.4), constrained_layout=True)
+    losses = [u.loss for program in panels for found in measured[program.name].values() for u in found.updates]
+    limits = min(losses) - 0.05, max(losses) + 0.05
+    for panel, program in zip(axes, panels):
+        for k, (n, training) in enumerate(sorted(measured[program.name].items())):
+            steps, curve = range(1, len(training.updates) + 1), [update.loss for update in training.updates]
+            panel.plot(steps, curve, label=f"{n} rank{'s' * (n > 1)}", color=f"C{k}", linewidth=4 - 1.4 * k)
+        panel.set(title=program.name, xlabel="update", ylim=limits)
+        panel.legend(fontsize=8)
+    axes[0].set_ylabel("loss of the global batch")
+    most = max(next(iter(measured.values())))
+    for k, (name, found) in enumerate(measured.items()):
+        shown = [max(each, 1e-17) for each in differences(found[1], found[most])]
+        style = "-" if any(program.name == name and program.drawn for program in PROGRAMS) else ":"
+        axes[-1].plot(range(1, len(shown) + 1), shown, style, label=name, color=f"C{k}", linewidth=1.2)
+    axes[-1].set(title=f"{most} ranks: relative difference from 1", xlabel="update", yscale="log")
+    axes[-1].set_ylim(1e-17, 10)
+    figure.legend(*axes[-1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
+    figure.savefig(path, dpi=76)
+
+
+def write_page(path: Path, measured: str) -> None:
+    """Put ``measured`` between the marks of a page that has them, or make a page of it alone."""
+    page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
+    before, found, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (found and end):
+        sys.exit(f"error: {path} lacks the lines {MARKS[0]} and {MARKS[1]}: put them back, or name another --output")
+    path.write_text(f"{before}{MARKS[0]}\n{measured}\n{MARKS[1]}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="3,4", help="beside 1 (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, metavar="NAME", help="write NAME.md, NAME.png (default: print the table)"
+    )
+    parser.add_argument("--json", type=Path, help="write all that was measured here, after each program")
+    parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
+    options = parser.parse_args()
+    counts = [int(each) if each.isdecimal() else 0 for each in options.ranks.split(",")]
+    if any(n < 2 or BATCH // ACCUMULATE % n for n in counts):
+        sys.exit(f"error: --ranks {options.ranks}: theirs need divisors of {BATCH // ACCUMULATE} above 1, such as 3,4")
+    begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `start`, which ends its ranks
+    if options.from_json and not options.from_json.is_file():
+        sys.exit(
+            f"error: --from-json {options.from_json}: no such file; leave it out to measure, or name one of --json"
+        )
+    if options.from_json:
+        about, measured = read(options.from_json)
+    else:
+        about, measured = machine(), {}
+        for program in PROGRAMS:
+            measured[program.name] = measure(program, sorted({1, *counts}))
+            print(row(program.name, measured[program.name]), file=sys.stderr, flush=True)
+            if options.json:
+                write(options.json, about, measured)
+    print(table(measured))
+    if options.output:
+        write_page(options.output.with_suffix(".md"), f"{table(measured)}\n\n{about}.")
+        draw(measured, options.output.with_suffix(".png"))
+    print(f"\n{time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
