@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "alone: of collectives_lab, runs while none of its other tests does",
         "soak: not in the matrix; runs with --soak or --every-case",
         "once: of core alone; the matrix shows it with one app, mnist_ddp",
+        "torchrun: of apps that torchrun starts; the matrix shows it with mnist_ddp",
         "curves, stall, slow: what an app's row may leave to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
@@ -39,11 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    app = row(config.getoption("--app"))
+    marks = [] if app.launcher == "torchrun" else ["torchrun"]
     if not config.getoption("--soak") and not config.getoption("--every-case"):
-        marks = ("soak", *row(config.getoption("--app")).left_out)
-        left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        marks += ["soak", *app.left_out]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

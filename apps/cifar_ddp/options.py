@@ -46,6 +46,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--clip-norm", type=real(0.0, above=True), metavar="C", help="of the global batch's gradient (default: none)")
     add("--autocast", choices=("none", "bfloat16"), default="none", help="weights and optimizer stay in float32")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add(
+        "--compile",
+        action="store_true",
+        help="torch.compile the step's forward and backward passes: needs a C++ compiler",
+    )
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help=default)
     add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help=f"of sgd: Nesterov's {default}")

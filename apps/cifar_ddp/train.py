@@ -35,7 +35,7 @@ import weights
 from data import Split, count_of, feed, load
 from model import build_model
 from options import parse
-from samestep import checkpoint, env, log, schedules
+from samestep import env, log, schedules
 from samestep.options import Options
 from samestep.phases import Phases
 from samestep.run import Run
@@ -140,7 +140,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     model = build_model(options, dtype).to(device)
     optimizer = build_optimizer(options, model)
     average = ema.Average(model, options.ema) if options.ema else None
-    evaluated = average.model if average else model
+    evaluated, run.evaluates = (average.model, "ema") if average else (model, "model")
     run.restore(ranks, partial(ema.load, model, optimizer, average))  # ranks talk: rank 0 reads, all load the same
     training, test = load(options.dataset, options.data_dir, device)
     n = len(training.labels)
@@ -152,13 +152,18 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
     ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
+    compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp  # dynamic: shards differ in size
     shards = feed(options, training, batches, range(run.start, run.stop), dtype)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
     for step in range(run.start, run.stop):
         run.phases.begin()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        loss_sum = train_step(options, ddp, optimizer, shards, batches, step, run.phases)  # ranks talk
+        # What torch 2.13 compiles fails on a rank without samples: then no rank uses it.
+        each_has_some = batches.size(step) // count_of(options, batches, step) >= dist.get_world_size()
+        loss_sum = train_step(
+            options, compiled if each_has_some else ddp, optimizer, shards, batches, step, run.phases
+        )  # ranks talk
         if average:
             average.update(model, step)
         sum_since += loss_sum
@@ -175,9 +180,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             run.save(ranks, ema.groups(model, optimizer, average))  # ranks talk: they compare, then rank 0 writes
 
     tested = run.tested or evaluate(evaluated, test, dtype, run.watchdog)  # ranks talk
-    if average and dist.get_rank() == 0:
-        checkpoint.save_weights(options.run_dir / "model-ema.safetensors", weights.model_arrays(average.model))
-    run.finish(ranks, weights.model_arrays(model), tested)  # ranks talk: all must hold the same weights
+    averaged = {"ema": weights.model_arrays(average.model)} if average else {}
+    run.finish(ranks, weights.model_arrays(model), tested, averaged)  # ranks talk: all must hold the same weights
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from samestep.sharding import Rows
 from torch import Tensor, nn
 
 
-def dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
+def channel_dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
     Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
@@ -35,9 +35,9 @@ class Net(nn.Module):
         p = self.dropout if self.training else 0.0
         x = F.relu(F.max_pool2d(self.conv1(images), 2))
         x = self.conv2(x)
-        x = F.relu(F.max_pool2d(dropout(x, p, rows) if p else x, 2))
+        x = F.relu(F.max_pool2d(channel_dropout(x, p, rows) if p else x, 2))
         x = F.relu(self.fc1(x.flatten(1)))
-        return F.log_softmax(self.fc2(dropout(x, p, rows) if p else x), dim=1)
+        return F.log_softmax(self.fc2(channel_dropout(x, p, rows) if p else x), dim=1)
 
 
 def build_model(dropout: float, dtype: torch.dtype, seed: int) -> Net:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -64,11 +65,13 @@ class RunCallback(pl.Callback):
             self.sums = torch.tensor(says, dtype=torch.float64, device=self.loss_sum.device)
             dist.all_reduce(self.sums)  # ranks talk
             self.due = self.run.heard(self.due, self.sums[2:].tolist())
+        # By this Lightning now decides whether to validate; at the end of what it has of an epoch it does anyway.
+        trainer.val_check_batch = 1 if self.due.test else math.inf
         if self.due.log and not self.due.test:
             self.record(trainer, pl_module, {})  # ranks talk
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Record the epoch's last step, with the validation that Lightning has made after it.
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Record the step after which Lightning has validated.
 
         Where --max-steps or a resume cuts an epoch, Lightning's ends too: it has validated for the result alone.
         """

@@ -61,7 +61,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         default=1,
         metavar="S",
         help="updates in a loop, between which nothing is due: on Ascend they run from data that wait on the device; "
-        "S must divide --log-every, --checkpoint-every and the steps of an epoch (default: %(default)s)",
+        "S must divide --log-every, --checkpoint-every, --evaluate-every and an epoch's steps (default: %(default)s)",
     )
     add(
         "--first-step-timeout",
@@ -123,7 +123,7 @@ def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None
     ``more`` is what else a loop must not go beyond, in steps from the start of training, by what it is called.
     """
     due = {"--log-every": options.log_every, "--checkpoint-every": options.checkpoint_every}
-    due |= {"--max-steps": options.max_steps or 0, **(more or {})}
+    due |= {"--evaluate-every": options.evaluate_every, "--max-steps": options.max_steps or 0, **(more or {})}
     for name, steps in due.items():
         if steps % options.sink_size:
             raise UserError(

@@ -76,8 +76,9 @@ def save(
     state: Mapping[str, Any],
     arithmetic: Mapping[str, Any],
     keep: int,
+    spare: int | None = None,
 ) -> Path:
-    """Write the checkpoint of ``step`` (updates done) and delete all but the ``keep`` newest.
+    """Write the checkpoint of ``step`` (updates done) and delete all but the ``keep`` newest, and that of ``spare``.
 
     Returns as soon as the operating system has the bytes, so the arrays may change. A thread waits for the disk, gives
     the checkpoint its name and deletes old ones: `finish` waits for that, and so does the next call.
@@ -85,7 +86,7 @@ def save(
     """
     global _pending
     finish()
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    folder = folder_of(run_dir, step)
     temporary = folder.with_name(f".{folder.name}.tmp")
     written: list[IO[bytes]] = []
     try:
@@ -112,7 +113,7 @@ def save(
         _write(written[-1], [b'{"manifest": %b,\n "sha256": "%b"}' % (body, _sha256(body).encode())])
     except OSError as error:
         raise _not_written(folder, temporary, written, error) from error
-    _pending = _disk.submit(_commit, run_dir, folder, temporary, written, keep)
+    _pending = _disk.submit(_commit, run_dir, folder, temporary, written, keep, spare)
     return folder
 
 
@@ -127,7 +128,9 @@ def finish() -> None:
         pending.result()
 
 
-def _commit(run_dir: Path, folder: Path, temporary: Path, written: Sequence[IO[bytes]], keep: int) -> None:
+def _commit(
+    run_dir: Path, folder: Path, temporary: Path, written: Sequence[IO[bytes]], keep: int, spare: int | None
+) -> None:
     """What of `save` takes the disk's time. A kill at any moment leaves whole checkpoints, the newest or the others."""
     try:
         for file in written:
@@ -140,7 +143,9 @@ def _commit(run_dir: Path, folder: Path, temporary: Path, written: Sequence[IO[b
         _sync_folder(folder.parent)
     except OSError as error:
         raise _not_written(folder, temporary, written, error) from error
-    for old in _folders(run_dir)[keep:]:
+    for old in folders(run_dir)[keep:]:
+        if int(old.name[5:]) == spare:
+            continue
         with contextlib.suppress(OSError):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
 
@@ -153,6 +158,16 @@ def _not_written(folder: Path, temporary: Path, written: Sequence[IO[bytes]], er
     return FatalError(f"cannot write checkpoint {folder}: {_reason(error)}")
 
 
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """The checkpoints' folders, newest first; half-written ones have other names."""
+    found = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
+    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
+
+
 def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> Checkpoint | None:
     """The newest good checkpoint; None when the run dir has none at all. Without ``verify``, by manifests alone.
 
@@ -161,7 +176,7 @@ def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> C
     """
     damaged = []
     retired = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
-    for folder in _folders(run_dir):
+    for folder in folders(run_dir):
         try:
             found = read(folder, verify)
         except Damaged as problem:
@@ -211,36 +226,8 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
         raise Damaged(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
 
 
-def check_same_run(found: Checkpoint, app: str, arithmetic: Mapping[str, Any]) -> None:
-    """Raise UserError, with both values, where resuming ``found`` would take other steps than it took so far."""
-    if found.app != app:
-        raise UserError(f"{found.folder.parents[1]} holds a run of {found.app}, not of {app}: choose another --run-dir")
-    differing = [
-        f"--{name.replace('_', '-')} {found.arithmetic.get(name)} in the checkpoint, {arithmetic.get(name)} now"
-        for name in sorted({*found.arithmetic, *arithmetic})
-        if found.arithmetic.get(name) != arithmetic.get(name)
-    ]
-    if differing:
-        raise UserError(
-            f"{found.folder.parents[1]} holds another run: {'; '.join(differing)}: "
-            "repeat its options, or choose another --run-dir"
-        )
-
-
-def retire_newer(used: Checkpoint) -> None:
-    """Rename the damaged checkpoints newer than ``used``, so that they are kept but no longer counted."""
-    for folder in _folders(used.folder.parents[1]):
-        if int(folder.name[5:]) > used.step:
-            _retire(folder, "damaged")
-
-
-def retire_unequal(run_dir: Path) -> None:
-    """Rename the newest checkpoint, in which ranks turned out to differ, so that no start goes on from it."""
-    for folder in _folders(run_dir)[:1]:
-        _retire(folder, "unequal")
-
-
-def _retire(folder: Path, why: str) -> None:
+def retire(folder: Path, why: str) -> None:
+    """Rename a checkpoint, "damaged" or "unequal", so that it is kept but no longer counted."""
     kept = folder.with_name(f"{why}-{folder.name}")
     shutil.rmtree(kept, ignore_errors=True)
     folder.rename(kept)
@@ -321,12 +308,6 @@ def _entries(run_dir: Path) -> list[str]:
         return os.listdir(run_dir / "checkpoints")
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _folders(run_dir: Path) -> list[Path]:
-    """The checkpoints' folders, newest first; half-written ones have other names."""
-    found = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
-    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
 def _write(file: IO[bytes], parts: Sequence[Part]) -> str:

@@ -1,14 +1,20 @@
-"""What was measured, and when? ``metrics.jsonl``, which rank 0 alone writes: the others import none of this."""
+"""What was measured, and when? metrics.jsonl and the result, by rank 0 alone: the others import none of this."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import socket
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from samestep import FatalError, checkpoint
+from samestep import FatalError, checkpoint, log
+from samestep.env import World
+from samestep.options import Options, as_json
 
 
 class Metrics:
@@ -54,3 +60,36 @@ class Metrics:
     def sync(self) -> None:
         """Make the lines so far survive the machine's crash; before each checkpoint, which vouches for them."""
         os.fsync(self._file.fileno())
+
+
+def header(app: str, options: Options, world: World, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The first line of metrics.jsonl; ``facts`` is what else made a run's numbers."""
+    return {
+        "app": app,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "host": socket.gethostname(),
+        **facts,
+        "world": asdict(world),
+        "options": as_json(options),
+    }
+
+
+def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
+    """Write and print the result, ``values`` being the app's part; with --evaluate-only the run's own stays."""
+    text = json.dumps(
+        {
+            "app": app,
+            "launcher": world.launcher,
+            "world_size": world.world_size,
+            "node_count": world.node_count,
+            "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
+            **{name: getattr(options, name) for name in options.REPORTED},
+            **values,
+            "run_dir": str(options.run_dir),
+        }
+    )
+    name = "evaluation.json" if options.evaluate_only else "result.json"
+    checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
+    log.result(text)

@@ -18,15 +18,17 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout grace straggler quiet requested_dataset".split()
+    "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best".split()
 )
 
 
 class Options(argparse.Namespace):
     """Parsed options; beside them, and not among them, what the parser knows of them."""
 
-    __slots__ = ("default_dataset", "may_change_at_resume", "must_stay_at_resume")
+    REPORTED = ("dataset", "epochs", "global_batch_size", "seed", "dtype")  # what every result repeats
+    __slots__ = ("default_dataset", "may_change_at_resume", "must_stay_at_resume", "resolve_dataset")
     default_dataset: str | None  # when neither the user nor a checkpoint names one
+    resolve_dataset: Callable[..., Any] | None  # the app's own, in place of `datasets.resolve`
     may_change_at_resume: Sequence[str]  # the app's own options that do not alter a step
     must_stay_at_resume: Sequence[str]  # of those every app has, what this run's steps rest on: a schedule's --epochs
 
@@ -36,6 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     default_dataset: str | None = None
     may_change_at_resume: Sequence[str] = ()
+    resolve_dataset: Callable[..., Any] | None = None
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -57,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         """The options of a command line. Raises UserError; for an unknown one it names the nearest."""
         options, unknown = self.parse_known_args(argv, Options())
         options.default_dataset, options.may_change_at_resume = self.default_dataset, self.may_change_at_resume
-        options.must_stay_at_resume = ()
+        options.must_stay_at_resume, options.resolve_dataset = (), self.resolve_dataset
         if unknown:
             parsers = [self, *self.commands().values()]
             known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
@@ -67,6 +70,10 @@ class Parser(argparse.ArgumentParser):
             if near == [unknown[0].split("=")[0]]:  # known to a command, but before its name, or of another one
                 hint = "options stand after the command that has them (see COMMAND --help)"
             raise UserError(f"unknown argument {unknown[0]}: {hint}")
+        if getattr(options, "evaluate_only", False) and not (options.run_dir or options.init_from):
+            raise UserError("--evaluate-only: of what? Name a run by --run-dir, or weights by --init-from")
+        if getattr(options, "evaluate_only", False) and not options.resume:
+            raise UserError("--evaluate-only takes no step, so --no-resume would clear the run dir for nothing")
         return options
 
 
@@ -112,10 +119,12 @@ def add_common(
     datasets: Sequence[str],
     devices: Sequence[str],
     may_change_at_resume: Sequence[str] = (),
+    resolve: Callable[..., Any] | None = None,
 ) -> None:
     """Add the options that every app has. ``lr`` says in words what the app chooses when none is given.
 
-    ``may_change_at_resume`` names options of the app's own that do not alter a step.
+    ``may_change_at_resume`` names options of the app's own that do not alter a step. ``resolve`` finds data sets of the
+    app's own: called as `samestep.datasets.resolve`, it returns and raises what that does.
     """
     default = "(default: %(default)s)"
     training = parser.add_argument_group("training (the same steps on every number of ranks)")
@@ -138,6 +147,7 @@ def add_common(
     # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
     parser.default_dataset, parser.may_change_at_resume = datasets[0], may_change_at_resume
+    parser.resolve_dataset = resolve
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"its files are looked at first {default}")
 
     add = parser.add_argument_group("the run").add_argument
@@ -156,6 +166,12 @@ def add_common(
         help=f"steps between checkpoints, besides one after each epoch and the last step; 0: only those {default}",
     )
     add("--keep-checkpoints", type=whole(1), default=3, metavar="K", help=f"the newest ones kept {default}")
+    between = f"steps between evaluations, besides one after each epoch; 0: only those {default}"
+    add("--evaluate-every", type=whole(0), default=0, metavar="S", help=between)
+    best = "a checkpoint at each evaluation; that of the best is kept, and becomes model-best.safetensors"
+    add("--keep-best", action="store_true", help=best)
+    only = "train nothing: evaluate the run dir's newest checkpoint, or --init-from; leaves evaluation.json alone"
+    add("--evaluate-only", action="store_true", help=only)
     add("--log-every", type=whole(1), default=10, metavar="S", help=f"steps between lines of metrics.jsonl {default}")
     add("--device", choices=devices, default="auto", help="auto: a GPU where each rank has one it can use")
     add("--max-restarts", type=whole(0), default=3, metavar="R", help=f"by the launch script, after failures {default}")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep import FatalError, RestartError
+from samestep import FatalError, RestartError, checkpoint
 from samestep.env import World
 from samestep.options import Options
 
@@ -34,6 +35,12 @@ def unequal_at_the_end(digests: NDArray[Any]) -> RestartError:
     """For `Run.finish`: who differs, by ``digests`` [world_size, k] of all weights."""
     who, proof = odd_ones(digests)
     return RestartError(f"{who} in the weights of the end: no result{proof}; {_AGAIN}")
+
+
+def retire_newest(run_dir: Path) -> None:
+    """Rename the newest checkpoint, in which ranks turned out to differ, so that no start goes on from it."""
+    for folder in checkpoint.folders(run_dir)[:1]:
+        checkpoint.retire(folder, "unequal")
 
 
 def odd_ones(rows: NDArray[Any]) -> tuple[str, str]:

@@ -15,10 +15,8 @@ import os
 import platform
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
@@ -29,17 +27,17 @@ from numpy.typing import NDArray
 from samestep import FatalError, RankZeroError, UserError, checkpoint, log, signals
 from samestep.checkpoint import Arrays
 from samestep.env import World
-from samestep.options import Options, arithmetic, as_json
+from samestep.options import Options, arithmetic
 from samestep.phases import PHASES, Phases
 from samestep.sharding import GlobalBatches
 from samestep.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from samestep.best import Best
     from samestep.metrics import Metrics
 
 Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
 TALKS_IN_GRACE = 6
-REPORTED = ("dataset", "epochs", "global_batch_size", "seed", "dtype")  # options that every result repeats
 
 
 class Ranks(Protocol):
@@ -57,7 +55,7 @@ class Due(NamedTuple):
 
     talk: bool  # ranks sum what they have to say; also where one of the others is due
     log: bool  # a line of metrics.jsonl; also where one of those that follow is due
-    test: bool  # an evaluation: an epoch ends
+    test: bool  # an evaluation: an epoch ends, or --evaluate-every
     save: bool  # a checkpoint
 
 
@@ -65,8 +63,11 @@ class Run:
     """`restore`, `begin`; after each update `done`, and where due `record` and `save`; then `finish` and `report`.
 
     After `restore` the options have the run dir and the data set. After `begin` the steps to train are those from
-    ``start`` to before ``stop``. ``tested`` is the last record's evaluation, {} where it had none.
+    ``start`` to before ``stop``. ``tested`` is the last record's evaluation, {} where it had none; ``evaluates`` is the
+    group of arrays that is evaluated, and that --keep-best keeps.
     """
+
+    evaluates = "model"
 
     def __init__(self, app: str, options: Options, world: World) -> None:
         """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
@@ -77,7 +78,7 @@ class Run:
         self.wish.listen()  # before the heartbeat by which the launch script finds whom to signal
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open()
-        if missing := [name for name in REPORTED if not hasattr(options, name)]:
+        if missing := [name for name in options.REPORTED if not hasattr(options, name)]:
             raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
         for things, came in (("ranks", world.world_size), ("machines", world.node_count)):
             asked_for = os.environ.get(f"SAMESTEP_{things.upper()}")
@@ -140,15 +141,19 @@ class Run:
         options, world = self.options, self.world
         total = options.epochs * batches.steps_per_epoch
         self.stop = max(self.start, total if options.max_steps is None else min(total, options.max_steps))
+        self.stop = self.start if options.evaluate_only else self.stop
         self._batches, self._step = batches, self.start  # updates done
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_sum: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
         self._metrics: Metrics | None = None
-        if world.rank == 0:
-            from samestep import metrics  # the others need none of it
+        self._best: Best | None = None
+        if world.rank == 0 and not options.evaluate_only:
+            from samestep import best, metrics  # the others need none of it
 
-            self._metrics = metrics.Metrics(options.run_dir, self._header(facts), self.resumed_from)
+            header = metrics.header(self.app, options, world, facts)
+            self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
+            self._best = best.Best(self._state.get("best")) if options.keep_best else None
         self._judge, self._stragglers = None, list[dict[str, Any]]()  # those named since the last line
         if world.rank == 0 and options.straggler > 0 and 1 < world.world_size <= options.global_batch_size:
             from samestep.straggler import Judge  # the others need none of it
@@ -165,19 +170,6 @@ class Run:
         self._recorded_at, self._recorded_samples = time.monotonic(), batches.samples_seen(self.start)
         self._bar = log.progress(self.stop, self.start)
 
-    def _header(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """The first line of metrics.jsonl."""
-        return {
-            "app": self.app,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}",
-            "host": socket.gethostname(),
-            **facts,
-            "world": asdict(self.world),
-            "options": as_json(self.options),
-        }
-
     # --- after an update -----------------------------------------------------------------------------------------
 
     def done(self, step: int) -> Due:
@@ -185,11 +177,12 @@ class Run:
         self._step = done = step + 1
         self.watchdog.beat(done)
         self._bar.update()
-        every = self.options.checkpoint_every
+        options, ends = self.options, done == self.stop
         epoch_ends = done % self._batches.steps_per_epoch == 0
-        save = epoch_ends or done == self.stop or (every > 0 and done % every == 0)
-        line = save or done % self.options.log_every == 0
-        return Due(line or done >= self._talks, line, epoch_ends, save)
+        test = epoch_ends or _is_due(done, options.evaluate_every) or (ends and options.keep_best)
+        save = epoch_ends or ends or _is_due(done, options.checkpoint_every) or (test and options.keep_best)
+        line = test or save or _is_due(done, options.log_every)
+        return Due(line or done >= self._talks, line, test, save)
 
     def says(self) -> list[float]:
         """What this rank adds to a sum over ranks, for `heard`: its wish to stop, of rank 0 the seconds a step, and in
@@ -227,6 +220,8 @@ class Run:
         since = samples - self._recorded_samples
         self._epoch_sum, self._epoch_correct = self._epoch_sum + sum_since, self._epoch_correct + (correct or 0.0)
         self._train_loss, self.tested = self._epoch_sum / in_epoch, tested
+        if self._best:
+            self._best.see(self._step, tested)
         if tested:
             accuracy = None if correct is None else self._epoch_correct / in_epoch
             shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **tested, "test_examples": None}
@@ -279,13 +274,16 @@ class Run:
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_sum, "epoch_correct": self._epoch_correct}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}
-        options, keep = self.options, self.options.keep_checkpoints
-        checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), keep)
+        state |= {"best": self._best.state} if self._best else {}
+        options, spare = self.options, self._best.step if self._best else None
+        kept = options.keep_checkpoints, spare
+        checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), *kept)
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
-    def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any]) -> None:
-        """Make sure that all ranks hold the same weights, and write them. Raises as `save` and `record` do."""
+    def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any], also: Groups | None = None) -> None:
+        """Make sure that all ranks hold the same weights, and write them, and what rank 0 has ``also``, such as "ema",
+        as model-ema.safetensors. Raises as `save` and `record` do."""
         self._bar.close()
         self._check_finite({"test loss": tested.get("test_loss", 0.0)})
         seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
@@ -296,16 +294,20 @@ class Run:
 
             if self.world.rank == 0:
                 checkpoint.finish()
-                checkpoint.retire_unequal(self.options.run_dir)
+                rollback.retire_newest(self.options.run_dir)
             ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
             raise rollback.unequal_at_the_end(everyones)
-        if self.world.rank == 0:
-            checkpoint.save_weights(self.options.run_dir / "model.safetensors", weights)
+        if self._metrics:
+            for name, arrays in {"": weights, **(also or {})}.items():
+                path = self.options.run_dir / f"model-{name}.safetensors"
+                checkpoint.save_weights(path if name else self.options.run_dir / "model.safetensors", arrays)
+        best = self._best.write(self.options.run_dir, self.evaluates) if self._best else {}
         self._result = {
             "train_examples": self._batches.n,
             "steps": self.stop,
             "train_loss": self._train_loss,
             **tested,
+            **best,
             "seconds": round(seconds, 3),
             "samples_per_second": round(samples / seconds, 1),
             "resumed_from_step": self.resumed_from,
@@ -315,27 +317,17 @@ class Run:
     def report(self, framework: str, framework_version: str, backend: str, device: str, **facts: Any) -> None:
         """Rank 0 writes result.json and, as the last line on stdout, ``RESULT {json}``."""
         self.watchdog.stop()
-        if self.world.rank != 0:
-            return
-        options, world = self.options, self.world
-        values = {
-            "app": self.app,
-            "launcher": world.launcher,
-            "world_size": world.world_size,
-            "node_count": world.node_count,
-            "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
-            **{name: getattr(options, name) for name in REPORTED},
-            "framework": framework,
-            "framework_version": framework_version,
-            "backend": backend,
-            "device": device,
-            **facts,
-            **self._result,
-            "run_dir": str(options.run_dir),
-        }
-        text = json.dumps(values)
-        checkpoint.write_atomic(options.run_dir / "result.json", (text + "\n").encode())
-        log.result(text)
+        if self.world.rank == 0:
+            from samestep import metrics  # the others need none of it
+
+            names = {"framework": framework, "framework_version": framework_version}
+            values = {**names, "backend": backend, "device": device, **facts, **self._result}
+            metrics.report(self.app, self.options, self.world, values)
+
+
+def _is_due(done: int, every: int) -> bool:
+    """After ``done`` steps; 0 is never."""
+    return every > 0 and done % every == 0
 
 
 def processor() -> str:

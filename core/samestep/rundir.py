@@ -48,6 +48,9 @@ def resolve(app: str, options: Options, fresh: bool = True, verify: bool = True)
     ``verify`` checkpoints are judged by their manifests, and neither renamed nor warned of: rank 0 will do so.
     Raises UserError when the run dir holds another run or other data, FatalError when none of its checkpoints is good.
     """
+    if options.evaluate_only and not (options.init_from or checkpoint.folders(options.run_dir)):
+        raise UserError(f"--evaluate-only: {options.run_dir} has no checkpoint: name a run that has, or --init-from")
+    resolve_dataset = options.resolve_dataset or datasets.resolve
     run_dir, lock = claim(app, options.run_dir or _of_this_job(app))
     found = None
     if options.resume or not fresh:
@@ -57,18 +60,18 @@ def resolve(app: str, options: Options, fresh: bool = True, verify: bool = True)
 
     asked = options.requested_dataset or options.dataset  # None: the user named none
     if found is None:
-        source = datasets.resolve(options.dataset or str(options.default_dataset), options.data_dir)
+        source = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
         if source.notice:
             log.warning(source.notice)
         return Resolved(run_dir, lock, source.name, source.fingerprint, asked or str(options.default_dataset), None)
     # A resumed run keeps its data set.
     recorded, asked_before = str(found.arithmetic.get("dataset")), found.state.get("requested_dataset")
     same = asked in (None, recorded, asked_before)
-    checkpoint.check_same_run(found, app, {**arithmetic(options), "dataset": recorded if same else asked})
-    source = datasets.resolve(recorded, options.data_dir, fallback=False)
+    check_same_run(found, app, {**arithmetic(options), "dataset": recorded if same else asked})
+    source = resolve_dataset(recorded, options.data_dir, fallback=False)
     _check_same_data(found, source, verify)
     if verify:
-        checkpoint.retire_newer(found)
+        retire_newer(found)
     return Resolved(run_dir, lock, source.name, source.fingerprint, asked_before or asked or source.name, found)
 
 
@@ -102,6 +105,29 @@ def open_run(
     state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.fingerprint}
     answer = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
     return {**answer, "step": found.step if found else None, "groups": list(contents)}, contents
+
+
+def check_same_run(found: checkpoint.Checkpoint, app: str, arithmetic: Mapping[str, Any]) -> None:
+    """Raise UserError, with both values, where resuming ``found`` would take other steps than it took so far."""
+    if found.app != app:
+        raise UserError(f"{found.folder.parents[1]} holds a run of {found.app}, not of {app}: choose another --run-dir")
+    differing = [
+        f"--{name.replace('_', '-')} {found.arithmetic.get(name)} in the checkpoint, {arithmetic.get(name)} now"
+        for name in sorted({*found.arithmetic, *arithmetic})
+        if found.arithmetic.get(name) != arithmetic.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"{found.folder.parents[1]} holds another run: {'; '.join(differing)}: "
+            "repeat its options, or choose another --run-dir"
+        )
+
+
+def retire_newer(used: checkpoint.Checkpoint) -> None:
+    """Rename the damaged checkpoints newer than ``used``, so that they are kept but no longer counted."""
+    for folder in checkpoint.folders(used.folder.parents[1]):
+        if int(folder.name[5:]) > used.step:
+            checkpoint.retire(folder, "damaged")
 
 
 def _check_same_data(found: checkpoint.Checkpoint, source: datasets.Found, warn: bool) -> None:

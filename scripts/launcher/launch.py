@@ -370,7 +370,8 @@ def _meet(job: Job, module: Any, card: Card, resolve: Callable[[], Mapping[str, 
         rundir.make_folder(job.options.run_dir / "log")
         _check_log(job)
         if "dataset" in plan:
-            here = datasets.resolve(plan["dataset"], job.options.data_dir, fallback=False)
+            resolve_dataset = job.options.resolve_dataset or datasets.resolve
+            here = resolve_dataset(plan["dataset"], job.options.data_dir, fallback=False)
             if here.fingerprint != plan["fingerprint"]:
                 raise UserError(
                     f"its {here.name} in {here.folder.resolve()} is not machine 0's (SHA-256 "

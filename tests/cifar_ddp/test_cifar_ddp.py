@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, losses, relative_difference, told_by
+from harness import Harness, last_step, losses, relative_difference, told_by
 from samestep import checkpoint
 
 SMALL = ("--dataset=synthetic-cifar10", "--epochs=100", "--log-every=1")
@@ -53,6 +53,24 @@ def test_everything_on_survives_a_kill(harness: Harness, soak: bool, n: int, aut
         result = harness.checked(job.finish(), n)
         assert result["restarts"] == 1
         assert ends_of(result) == expected
+
+
+@pytest.mark.soak
+def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
+    """A start that compiles for another first batch makes the same kernels: the same bits as undisturbed."""
+    options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5", "--timeout=900"]
+    whole = harness.start(2, *options, "--max-steps=14", run_dir=harness.folder / "undisturbed").finish(1200)
+    expected = ends_of(harness.checked(whole, 2))
+    job = harness.start(2, *options, "--max-steps=14", run_dir=harness.folder / "killed")
+    job.wait_for(lambda: last_step(job.run_dir) >= 7, limit=1200)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    result = harness.checked(job.finish(1200), 2)
+    assert (result["restarts"], ends_of(result)) == (1, expected)
+    # The first batch that the second start sees is the epoch's last, of one sample.
+    for stop in (11, 14):
+        parts = harness.start(2, *options, f"--max-steps={stop}", run_dir=harness.folder / "parts").finish(1200)
+    result = harness.checked(parts, 2)
+    assert (result["resumed_from_step"], ends_of(result)) == (11, expected)
 
 
 def ends_of(result: dict[str, Any]) -> tuple[Any, ...]:

@@ -32,30 +32,61 @@ LIMIT = 240  # seconds for any one run
 class App:
     """What the common cases need to know of an app: a row. An app has them all run for it by having one."""
 
-    accuracy: float  # the least that its defaults must reach on its embedded data set
     dataset: str  # the embedded one
     test_examples: int
-    small: Sequence[str]  # options of a run of some steps that takes seconds, --checkpoint-every=<every> among them
+    small: Sequence[str]  # options of a run of two epochs or more that takes seconds, with --log-every=1
     exact: Sequence[str]  # options under which losses are comparable to ``tolerance`` ...
     variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
+    accuracy: float | None = None  # the least that its defaults must reach on its embedded data set, where it has one
     tolerance: float = 1e-9
-    arithmetic: Sequence[Sequence[str]] = ()  # changes that a resume must refuse, and what it says of both values
-    epoch: int = 16  # steps in an epoch of a small run, which has two epochs or more
-    every: int = 5
+    arithmetic: Sequence[str] = ()  # changes of a small run's options, each of which a resume must refuse
     defaults: Sequence[str] = ()  # what a test changes of the defaults, so that they take minutes
-    batches: Sequence[int] = (125, 1333)  # no multiples of 2, 3, 4; the second leaves a last batch of one sample
+    parts: tuple[int, int] = (32, 3)  # of the training set, one of which is a batch that 2, 3 and 4 ranks cannot share
     exact_steps: Sequence[int] = (100, 6)  # of the first variant and of the others
     first_steps: Sequence[str] = ()  # options under which the first losses are the same at any number of ranks ...
     first_tolerance: float = 1e-5  # ... but for rounding in float32
-    # Batch size, and ranks and last step of each of the jobs of one run.
-    relay: tuple[int, Sequence[tuple[int, int]]] = (250, ((2, 7), (3, 21), (1, 30), (4, 40)))
     diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
     patience: int = 20  # a --timeout, in seconds, that only a stopped rank exceeds
     kills: int = 20  # of each kind at random steps, in a soak
+    launcher: str = "torchrun"  # what its launch script starts
     # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
-    # ``stall`` and ``curves`` where one of the same framework does, ``slow`` where each start takes long.
-    left_out: Sequence[str] = ("once",)
+    # ``stall``, ``curves`` and ``torchrun`` where one of the same framework does, ``slow`` where a start takes long.
+    left_out: Sequence[str] = ()
     name: str = ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """When something is due in a run, as it says itself."""
+
+    examples: int  # in the training set
+    batch: int
+    every: int  # steps between checkpoints
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Shape:
+        """That of the run with this result."""
+        header = json.loads((Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()[0])
+        return cls(result["train_examples"], result["global_batch_size"], header["options"]["checkpoint_every"])
+
+    @property
+    def epoch(self) -> int:
+        """Steps in an epoch."""
+        return -(-self.examples // self.batch)
+
+    def odd_batch(self, parts: int) -> int:
+        """A global batch of about one of so many parts of the training set, that neither 2 nor 3 divides."""
+        return next(size for size in range(self.examples // parts, 0, -1) if size % 2 and size % 3)
+
+
+def options_of(app: str) -> Any:
+    """The app's options.py; the launch script imports it in the same way."""
+    spec = importlib.util.spec_from_file_location(f"options_of_{app}", ROOT / "apps" / app / "options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def row(name: str) -> App:

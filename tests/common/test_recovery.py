@@ -17,17 +17,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import App, Harness, Job, faulty, last_step, losses, relative_difference
+from harness import Harness, Job, Shape, faulty, last_step, losses, options_of, relative_difference
 from processes import parent
 from samestep import checkpoint, signals
 from samestep.sharding import GlobalBatches
+
+TESTED = ("test_loss", "test_accuracy")  # as far as an app has them
 
 
 def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, Any]) -> dict[str, Any]:
     """The run ended well, with the same weights, and with every step once in its metrics."""
     result = harness.checked(outcome, n)
     assert result["weights_sha256"] == reference["weights_sha256"]
-    assert result["test_accuracy"] == reference["test_accuracy"]
+    assert [result.get(name) for name in TESTED] == [reference.get(name) for name in TESTED]
     assert result["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
     curve, expected = losses(Path(result["run_dir"])), losses(Path(reference["run_dir"]))
     assert relative_difference(curve, expected) < 1e-6
@@ -46,7 +48,7 @@ def test_a_rank_is_killed_at_a_random_step(
     runs = harness.app.kills if soak else 1
     for i in range(runs):
         job = harness.start(n, *harness.app.small, run_dir=harness.folder / str(i))
-        landed = job.wait_for_step(chance.randrange(1, reference["steps"] - harness.app.every - 1))
+        landed = job.wait_for_step(chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1))
         os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
         result = check_same_end(harness, job.finish(), n, reference)
         assert result["restarts"] == 1, f"killed at step {landed}"
@@ -70,7 +72,7 @@ def test_what_started_the_ranks_is_killed(
     for i in range(runs):
         run_dir = harness.folder / str(i)
         job = harness.start(2, *harness.app.small, run_dir=run_dir)
-        job.wait_for_step(chance.randrange(1, reference["steps"] - harness.app.every - 1))
+        job.wait_for_step(chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1))
         if victim == "the launcher":
             os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
         elif victim == "the script":
@@ -93,31 +95,31 @@ def test_what_started_the_ranks_is_killed(
 class Moment:
     name: str
     rank: int
-    fault: Callable[[App], dict[str, Any]]
+    fault: Callable[[Shape], dict[str, Any]]
     mark: str = "soak"
 
 
-def written(app: App, path: str = "") -> str:
+def written(run: Shape, path: str = "") -> str:
     """What a file or folder of the second epoch's first checkpoint is called while it is written."""
-    return rf"/\.step-{first_of_second_epoch(app):08d}\.tmp{path}"
+    return rf"/\.step-{first_of_second_epoch(run):08d}\.tmp{path}"
 
 
-def first_of_second_epoch(app: App) -> int:
-    return (app.epoch // app.every + 1) * app.every
+def first_of_second_epoch(run: Shape) -> int:
+    return (run.epoch // run.every + 1) * run.every
 
 
 MOMENTS = [
-    Moment("in the first step", 1, lambda app: {"step": 0}),
-    Moment("in mid-epoch, before any checkpoint of it", 0, lambda app: {"updates": first_of_second_epoch(app) - 1}),
-    Moment("exactly at an epoch's end", 0, lambda app: {"updates": app.epoch}, "once"),
-    Moment("in an evaluation", 1, lambda app: {"evaluating": 2}),
-    Moment("before a checkpoint's files", 0, lambda app: {"audit": "os.mkdir", "match": written(app)}),
-    Moment("between a checkpoint's files", 0, lambda app: {"audit": "open", "match": written(app, "/optimizer")}),
-    Moment("before its manifest", 0, lambda app: {"audit": "open", "match": written(app, "/manifest")}),
-    Moment("before its rename", 0, lambda app: {"audit": "os.rename", "match": written(app)}, "once"),
-    Moment("after its rename", 0, lambda app: {"updates": first_of_second_epoch(app) + 1}),
-    Moment("before the final weights", 0, lambda app: {"audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
-    Moment("before the result", 0, lambda app: {"audit": "open", "match": r"\.result\.json\.tmp$"}),
+    Moment("in the first step", 1, lambda run: {"step": 0}),
+    Moment("in mid-epoch, before any checkpoint of it", 0, lambda run: {"updates": first_of_second_epoch(run) - 1}),
+    Moment("exactly at an epoch's end", 0, lambda run: {"updates": run.epoch}, "once"),
+    Moment("in an evaluation", 1, lambda run: {"evaluating": 2}),
+    Moment("before a checkpoint's files", 0, lambda run: {"audit": "os.mkdir", "match": written(run)}),
+    Moment("between a checkpoint's files", 0, lambda run: {"audit": "open", "match": written(run, "/optimizer")}),
+    Moment("before its manifest", 0, lambda run: {"audit": "open", "match": written(run, "/manifest")}),
+    Moment("before its rename", 0, lambda run: {"audit": "os.rename", "match": written(run)}, "once"),
+    Moment("after its rename", 0, lambda run: {"updates": first_of_second_epoch(run) + 1}),
+    Moment("before the final weights", 0, lambda run: {"audit": "open", "match": r"\.model\.safetensors\.tmp$"}),
+    Moment("before the result", 0, lambda run: {"audit": "open", "match": r"\.result\.json\.tmp$"}),
 ]
 
 
@@ -129,7 +131,7 @@ def test_a_rank_is_killed_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment, table: list[str]
 ) -> None:
     reference = undisturbed(2)
-    fault = {"rank": moment.rank, **moment.fault(harness.app), "signal": signal.SIGKILL}
+    fault = {"rank": moment.rank, **moment.fault(Shape.of(reference)), "signal": signal.SIGKILL}
     outcome = harness.run(2, *harness.app.small, **faulty(fault))
     result = check_same_end(harness, outcome, 2, reference)
     assert result["restarts"] == 1
@@ -223,7 +225,7 @@ def test_signals_at_random_moments(
         stop, n = STOPS[i % len(STOPS)], 2 + (i + i // len(STOPS)) % 2
         reference, run_dir = undisturbed(n), harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir)
-        at = chance.randrange(1, reference["steps"] - harness.app.every) if i else 0
+        at = chance.randrange(1, reference["steps"] - Shape.of(reference).every) if i else 0
         if at == 0:  # as it starts: the ranks have come to their Run
             job.wait_for(partial(has_come, job, n))
         else:
@@ -271,8 +273,9 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     """The first runs for longer than the second waits, and is not disturbed by it."""
-    reference = undisturbed(1)
-    job = harness.start(1, *harness.app.small, "--epochs=10000", "--max-steps=10000000")
+    longer = ("--epochs=10000", "--max-steps=10000000")
+    reference = undisturbed(1, *longer, "--max-steps=40")
+    job = harness.start(1, *harness.app.small, *longer)
     job.wait_for_step(reference["steps"])
     second = harness.run(1, *harness.app.small)
     assert second.code == 2, second
@@ -317,13 +320,17 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 
 @pytest.mark.once
-def test_resume_at_other_numbers_of_ranks(harness: Harness, soak: bool) -> None:
+def test_resume_at_other_numbers_of_ranks(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
+) -> None:
     """2, then 3, 1 and 4 ranks, changing in mid-epoch: the same losses, and no sample twice or missed."""
-    batch, plan = harness.app.relay
+    run = Shape.of(undisturbed(2))
+    batch, epoch = run.batch, run.epoch
+    plan = [(n, int(part * epoch)) for n, part in ((2, 0.5), (3, 1.3), (1, 1.9), (4, 2.5))]
     plan = plan if soak else [*plan[:2], plan[-1]]
     steps = plan[-1][1]
     options = [*harness.app.exact, *harness.app.variants[0], f"--global-batch-size={batch}"]
-    options.append(f"--checkpoint-every={harness.app.every}")
+    options.append(f"--checkpoint-every={run.every}")
     harness.train(2, *options, f"--max-steps={steps}", run_dir=harness.folder / "undisturbed")
     expected = losses(harness.folder / "undisturbed")
     for n, stop in plan:
@@ -345,21 +352,25 @@ def test_a_resume_that_would_take_other_steps_is_refused(
 ) -> None:
     shutil.copytree(undisturbed(2)["run_dir"], harness.folder / "run")
     kept = snapshot(harness.folder / "run")
-    for option, before, now in harness.app.arithmetic:
+    parse = options_of(harness.app.name).parse
+    for option in harness.app.arithmetic:
         outcome = harness.run(2, *harness.app.small, option)
         assert outcome.code == 2, outcome
         assert len(outcome.stderr.splitlines()) == 1
-        assert before in outcome.stderr
-        assert now in outcome.stderr
+        name = option.partition("=")[0]
+        before, now = (
+            getattr(parse([*harness.app.small, *more]), name[2:].replace("-", "_")) for more in ([], [option])
+        )
+        assert f"{name} {before} in the checkpoint, {now} now" in outcome.stderr
     assert snapshot(harness.folder / "run") == kept
 
 
 @pytest.mark.soak
 def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     assert harness.train(2, *harness.app.small, "--max-steps=3")["steps"] == 3
-    horizon = any(before.startswith("--epochs ") for _, before, _ in harness.app.arithmetic)
+    horizon = any(option.startswith("--epochs=") for option in harness.app.arithmetic)
     again = harness.train(2, *harness.app.small, "--max-steps=7", *([] if horizon else ["--epochs=1"]))
-    assert (again["steps"], again["resumed_from_step"]) == (min(7, harness.app.epoch), 3)
+    assert (again["steps"], again["resumed_from_step"]) == (7 if horizon else min(7, Shape.of(again).epoch), 3)
     outcome = harness.run(2, *harness.app.small, "--checkpoint-every=3", "--keep-checkpoints=1", "--timeout=60")
     check_same_end(harness, outcome, 2, undisturbed(2))
 

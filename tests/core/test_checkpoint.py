@@ -27,7 +27,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from samestep import FatalError, UserError, checkpoint, safetensors_writer
+from samestep import FatalError, UserError, checkpoint, rollback, rundir, safetensors_writer
 from samestep.checkpoint import Arrays, Checkpoint, Damaged
 
 CORE = str(Path(checkpoint.__file__).parents[1])
@@ -484,7 +484,7 @@ def test_retired_ones_are_kept_but_no_longer_counted(tmp_path: Path) -> None:
             spoil(tmp_path / "checkpoints" / f"step-{step:08d}")
         used = checkpoint.newest(tmp_path, lambda text: None)
         assert used is not None
-        checkpoint.retire_newer(used)
+        rundir.retire_newer(used)
         assert steps(tmp_path) == [1, 2]
         assert len(list((tmp_path / "checkpoints").glob("damaged-step-*"))) == 2
         assert checkpoint.newest(tmp_path, no_warning) == used
@@ -512,11 +512,11 @@ def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
 
 
 def test_the_newest_in_which_ranks_differed_is_kept_but_no_longer_counted(tmp_path: Path) -> None:
-    checkpoint.retire_unequal(tmp_path)  # there is none
+    rollback.retire_newest(tmp_path)  # there is none
     for _ in range(2):  # the second time its name is taken
         for step in (1, 2, 3):
             save(tmp_path, step)
-        checkpoint.retire_unequal(tmp_path)
+        rollback.retire_newest(tmp_path)
         assert steps(tmp_path) == [1, 2]
         assert sorted(path.name for path in (tmp_path / "checkpoints").glob("u*")) == ["unequal-step-00000003"]
         found = checkpoint.newest(tmp_path, no_warning)
@@ -809,7 +809,7 @@ def test_a_run_dir_that_is_a_file_is_told(tmp_path: Path) -> None:
 def test_other_arithmetic_is_refused_with_both_values(tmp_path: Path, now: dict[str, Any], said: list[str]) -> None:
     found = checkpoint.read(save(tmp_path, 3))
     with pytest.raises(UserError) as caught:
-        checkpoint.check_same_run(found, "toy", {**ARITHMETIC, **now})
+        rundir.check_same_run(found, "toy", {**ARITHMETIC, **now})
     assert all(text in str(caught.value) for text in said)
     assert str(tmp_path) in str(caught.value)
     printable(caught.value)
@@ -818,14 +818,14 @@ def test_other_arithmetic_is_refused_with_both_values(tmp_path: Path, now: dict[
 def test_an_option_that_is_gone_is_refused(tmp_path: Path) -> None:
     found = checkpoint.read(save(tmp_path, 3))
     with pytest.raises(UserError, match=r"--lr 0\.1 in the checkpoint, None now"):
-        checkpoint.check_same_run(found, "toy", {name: ARITHMETIC[name] for name in ("seed", "dataset")})
+        rundir.check_same_run(found, "toy", {name: ARITHMETIC[name] for name in ("seed", "dataset")})
 
 
 def test_another_app_is_refused_and_the_same_run_is_not(tmp_path: Path) -> None:
     found = checkpoint.read(save(tmp_path, 3))
-    checkpoint.check_same_run(found, "toy", copy.deepcopy(ARITHMETIC))
+    rundir.check_same_run(found, "toy", copy.deepcopy(ARITHMETIC))
     with pytest.raises(UserError, match="of toy, not of lenet"):
-        checkpoint.check_same_run(found, "lenet", ARITHMETIC)
+        rundir.check_same_run(found, "lenet", ARITHMETIC)
 
 
 # --- weights -----------------------------------------------------------------------------------------------------

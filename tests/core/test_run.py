@@ -116,9 +116,10 @@ def crash(at: int) -> Faults:
     return Faults(after_update=after_update)
 
 
-def stopped_after(run_dir: Path, step: int, *options: str, ranks: int = 2) -> None:
+def stopped_after(run_dir: Path, step: int, *options: str, ranks: int = 2, faults: Faults | None = None) -> None:
     """A run that was killed in the update after ``step``."""
-    for rank in job(ranks, its(run_dir, *options), crash(step + 1)):
+    faults = dataclasses.replace(faults or Faults(), after_update=crash(step + 1).after_update)
+    for rank in job(ranks, its(run_dir, *options), faults):
         assert isinstance(rank.error, CrashError), rank.error
 
 
@@ -456,6 +457,19 @@ CADENCES: list[tuple[list[str], list[int], list[int], list[int]]] = [  # options
     (["--log-every=100", "--checkpoint-every=0", "--max-steps=8"], [4, 8], [4, 8], [4, 8]),
     (["--log-every=2", "--checkpoint-every=3", "--max-steps=5"], [2, 3, 4, 5], [4], [3, 4, 5]),
     (["--log-every=1", "--checkpoint-every=0", "--max-steps=99", "--epochs=1"], [1, 2, 3, 4], [4], [4]),
+    (
+        ["--log-every=100", "--checkpoint-every=0", "--evaluate-every=3"],
+        [3, 4, 6, 8, 9, 12],
+        [3, 4, 6, 8, 9, 12],
+        [4, 8, 12],
+    ),
+    (["--log-every=5", "--checkpoint-every=0", "--keep-best", "--max-steps=6"], [4, 5, 6], [4, 6], [4, 6]),
+    (
+        ["--log-every=100", "--checkpoint-every=0", "--keep-best", "--evaluate-every=3", "--max-steps=7"],
+        [3, 4, 6, 7],
+        [3, 4, 6, 7],
+        [3, 4, 6, 7],
+    ),
     (["--log-every=1", "--checkpoint-every=1", "--epochs=0"], [], [], []),
     (["--log-every=1", "--checkpoint-every=1", "--max-steps=0"], [], [], []),
 ]
@@ -951,6 +965,68 @@ def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, mo
     assert result["samples_per_second"] > 0
     for rank in ranks:
         assert checkpoint.weights_sha256(rank.model.groups["model"]) == wanted["weights_sha256"]
+
+
+def test_the_best_is_kept_and_its_weights_are_left(run_dir: Path, tmp_path: Path) -> None:
+    """Whatever --keep-checkpoints says, through kills, the first of equals; 3 is best, 9 as good, 11 not asked."""
+    faults = Faults(accuracy={3: 0.75, 4: 0.25, 9: 0.75, 11: 0.875})
+    options = ["--keep-best", "--evaluate-every=3", "--keep-checkpoints=1"]
+    all_done(job(2, its(tmp_path / "undisturbed", *options), faults))
+    for at in (5, 11):
+        stopped_after(run_dir, at, *options, faults=faults)
+    all_done(job(3, its(run_dir, *options), faults))
+    the_same(run_dir, tmp_path / "undisturbed")
+    result = result_of(run_dir)
+    assert (result["best_step"], result["best_test_accuracy"]) == (3, 0.75)
+    assert checkpoints(run_dir) == ["step-00000003", "step-00000012"]
+    best = safetensors.numpy.load_file(run_dir / "model-best.safetensors")
+    assert best["updates"] == 3
+    assert state_of(run_dir)["best"] == {"step": 3, "test_accuracy": 0.75}
+
+
+def test_a_run_whose_best_checkpoint_is_damaged_ends_well_without_its_weights(run_dir: Path, console: Console) -> None:
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if rank == 0 and done == 8:
+            checkpoint.finish()
+            (run_dir / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"x")
+
+    all_done(job(2, its(run_dir, "--keep-best"), Faults(after_update=after_update, accuracy={4: 0.75})))
+    assert result_of(run_dir)["best_step"] == 4
+    assert not (run_dir / "model-best.safetensors").exists()
+    (warning,) = console.warnings()
+    assert "no model-best.safetensors: the checkpoint of the best, step 4, is damaged: model.safetensors has" in warning
+
+
+def test_only_to_evaluate_leaves_the_run_as_it_is(run_dir: Path, tmp_path: Path, console: Console) -> None:
+    stopped_after(run_dir, 6)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log"}
+    ranks = job(3, its(run_dir, "--evaluate-only"))
+    assert [(run.start, run.stop) for run in all_done(ranks)] == [(6, 6)] * 3
+    after = {path for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log"}
+    assert after - before.keys() == {run_dir / "evaluation.json"}
+    assert {path: path.read_bytes() for path in before if path.name != ".lock"}.items() <= before.items()
+    told = json.loads(console.out.getvalue().splitlines()[-1].removeprefix("RESULT "))
+    assert told == json.loads((run_dir / "evaluation.json").read_text())
+    assert (told["steps"], told["test_examples"]) == (6, threads.TEST)
+    all_done(job(2, its(run_dir)))
+    all_done(job(2, its(tmp_path / "undisturbed")))
+    the_same(run_dir, tmp_path / "undisturbed")
+
+
+def test_weights_can_be_evaluated_alone_but_not_nothing(run_dir: Path, tmp_path: Path) -> None:
+    all_done(job(2, its(run_dir)))
+    weights = run_dir / "model.safetensors"
+    all_done(job(2, its(tmp_path / "other", "--evaluate-only", f"--init-from={weights}")))
+    found = json.loads((tmp_path / "other" / "evaluation.json").read_text())
+    assert (found["steps"], found["weights_sha256"]) == (0, result_of(run_dir)["weights_sha256"])
+    assert found["test_loss"] == result_of(run_dir)["test_loss"]
+    (rank,) = job(1, its(tmp_path / "empty", "--evaluate-only"))
+    assert isinstance(rank.error, UserError)
+    assert "has no checkpoint" in str(rank.error)
+    assert not (tmp_path / "empty").exists()
+    for options, said in (([], "of what?"), (["--run-dir=x", "--no-resume"], "--no-resume would clear")):
+        with pytest.raises(UserError, match=re.escape(said)):
+            parse("--evaluate-only", *options)
 
 
 def test_an_evaluation_is_one_line_on_the_console(run_dir: Path, console: Console) -> None:

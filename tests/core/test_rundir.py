@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import shutil
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from programs import HOLD, LIMIT, TRY, child, running, start
 from samestep import FatalError, UserError, checkpoint, datasets, log, rundir
-from samestep.options import Options, arithmetic
+from samestep.options import Options, Parser, add_common, arithmetic
 from threads import parse, put
 
 
@@ -319,3 +320,28 @@ def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None
     assert rundir.resolve("toy", options).checkpoint is None
     assert steps(run_folder / "run") == []
     assert len(list((run_folder / "run").glob("earlier-*"))) == 1
+
+
+def test_an_app_may_bring_a_data_set_of_its_own(run_folder: Path) -> None:
+    """Found by the app's function, with the same promises: what was asked for, and that a resume has the same."""
+    asked: list[tuple[str, Path, bool]] = []
+
+    def resolve(name: str, data_dir: Path, fallback: bool = True) -> datasets.Found:
+        asked.append((name, data_dir, fallback))
+        content = (data_dir / "own.bin").read_bytes()
+        return datasets.Found(name, data_dir, fingerprint=hashlib.sha256(content).hexdigest())
+
+    parser = Parser()
+    add_common(parser, epochs=1, global_batch_size=1, lr="1", datasets=("own",), devices=("cpu",), resolve=resolve)
+    options = parser.parse(["--run-dir=run"])
+    (run_folder / "data" / "own.bin").write_bytes(b"one")
+    found = rundir.resolve("toy", options)
+    assert (found.dataset, found.fingerprint) == ("own", hashlib.sha256(b"one").hexdigest())
+    state = {"requested_dataset": "own", "dataset_fingerprint": found.fingerprint}
+    checkpoint.save(Path("run"), "toy", 3, {}, state, {**arithmetic(options), "dataset": "own"}, keep=1)
+    checkpoint.finish()
+    assert rundir.resolve("toy", options).checkpoint is not None
+    assert asked == [("own", Path("data"), True), ("own", Path("data"), False)]
+    (run_folder / "data" / "own.bin").write_bytes(b"two")
+    with pytest.raises(UserError, match="was trained on other data"):
+        rundir.resolve("toy", options)

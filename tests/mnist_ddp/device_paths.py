@@ -1,19 +1,19 @@
 """Every device path of mnist_ddp, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
 
-OWN = "tests/mnist_ddp/test_mnist_ddp.py"
+TORCHRUN = "tests/common/test_torchrun.py"
 PATHS = [
     # device, transport, by what it is started or which part, how it is shown, by what
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
-    ("cpu", "gloo", "torchrun alone", "run", f"{OWN}::test_torchrun_alone_takes_the_same_steps"),
+    ("cpu", "gloo", "torchrun alone", "run", f"{TORCHRUN}::test_torchrun_alone_takes_the_same_steps"),
     (
         *("cpu", "gloo", "torch.distributed.launch, --local-rank", "run"),
-        f"{OWN}::test_torch_distributed_launch_alone_takes_the_same_steps",
+        f"{TORCHRUN}::test_torch_distributed_launch_alone_takes_the_same_steps",
     ),
-    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{OWN}::test_plain_rank_and_world_size"),
-    ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
+    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{TORCHRUN}::test_plain_rank_and_world_size"),
+    ("cpu", "gloo", "one process, no launcher", "run", f"{TORCHRUN}::test_one_process_by_plain_python"),
     (
         *("cpu", "gloo", "two launch scripts, as on two machines, on one", "run"),
-        f"{OWN}::test_two_machines_without_a_shared_disk_stop_and_recover_together",
+        f"{TORCHRUN}::test_two_machines_without_a_shared_disk_stop_and_recover_together",
     ),
     (
         *("cuda", "NCCL", "which GPU a rank takes: 0, 1 and 4 GPUs, 1 to 4 ranks, --device auto and cuda", "simulated"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import APPS, ROOT, Harness, Job, losses, metrics, relative_difference, row
+from harness import APPS, ROOT, Harness, Job, Shape, losses, metrics, options_of, relative_difference, row
 from hosts import Host, network
 from ssh import ssh_between
 
@@ -77,13 +77,15 @@ def finish(harness: Harness, jobs: Sequence[Job], n: int) -> dict[str, Any]:
 # --- the losses of one host --------------------------------------------------------------------------------------
 
 
-def options_of(harness: Harness) -> list[str]:
+def exact(harness: Harness) -> list[str]:
+    """Options of a comparison; the global batch is odd."""
     app = harness.app
-    return [*app.exact, *app.variants[0], f"--global-batch-size={app.batches[0]}", f"--max-steps={STEPS}"]
+    size = options_of(app.name).parse([*app.small]).global_batch_size // 2
+    return [*app.exact, *app.variants[0], f"--global-batch-size={size - 1 + size % 2}", f"--max-steps={STEPS}"]
 
 
 def check_losses(harness: Harness, folder: Path) -> None:
-    harness.train(1, *options_of(harness), run_dir=harness.folder / "alone")
+    harness.train(1, *exact(harness), run_dir=harness.folder / "alone")
     alone = losses(harness.folder / "alone")
     assert len(alone) == STEPS
     assert relative_difference(alone, losses(folder)) < harness.app.tolerance
@@ -92,7 +94,7 @@ def check_losses(harness: Harness, folder: Path) -> None:
 @pytest.mark.parametrize("app", [app for app in APPS if app != "mnist_horovod"])
 def test_two_hosts_take_the_steps_of_one(app: str, of: Callable[[str], Harness], hosts: list[Host]) -> None:
     harness = of(app)
-    finish(harness, start(harness, hosts[:2], (1, 1), *options_of(harness)), 2)
+    finish(harness, start(harness, hosts[:2], (1, 1), *exact(harness)), 2)
     check_losses(harness, harness.folder / "node0" / "run")
 
 
@@ -101,7 +103,7 @@ def test_horovod_starts_both_hosts_from_one_by_ssh(
 ) -> None:
     harness = of("mnist_horovod")
     with ssh_between(hosts[:2], tmp_path, harness.environ()) as command:
-        result = finish(harness, start_horovod(harness, hosts, command, *options_of(harness)), 2)
+        result = finish(harness, start_horovod(harness, hosts, command, *exact(harness)), 2)
     check_losses(harness, Path(result["run_dir"]))
 
 
@@ -124,7 +126,7 @@ def test_three_hosts_that_come_late_and_by_late_names(
     harness = of("mnist_ddp")
     for run in range(20 if soak else 1):
         late, folder = (60.0 if run == 0 else run * 1.5) if soak else 4.0, f"run-{run}"
-        options = options_of(harness)
+        options = exact(harness)
         hosts[0].network.write_names([])
         jobs = [start_on(harness, hosts, number, 1 + number, *options, folder=folder) for number in (0, 1)]
         time.sleep(late / 2)
@@ -156,7 +158,7 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
         else:
             begin = functools.partial(start, harness, hosts[:2], (1, 1))
         jobs = begin(*harness.app.small, f"--timeout={timeout}", "--max-restarts=0")
-        jobs[0].wait_for_step(harness.app.every + 1)
+        jobs[0].wait_for_step(Shape.of(expected).every + 1)
         hosts[1].cut()
         cut = time.monotonic()
         outcomes = [job.finish(limit=3 * timeout) for job in jobs]
@@ -172,7 +174,7 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
         hosts[1].join()
         result = finish(harness, begin(*harness.app.small), 2)
     assert result["weights_sha256"] == expected["weights_sha256"]
-    assert result["resumed_from_step"] >= harness.app.every
+    assert result["resumed_from_step"] >= Shape.of(expected).every
     steps = [line["step"] for line in metrics(Path(result["run_dir"]))]
     assert steps == list(range(1, expected["steps"] + 1))
 
@@ -183,7 +185,7 @@ def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harne
     harness = of("mnist_ddp")
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
     jobs = start(harness, hosts[:2], (1, 1), *harness.app.small, "--timeout=20")
-    jobs[0].wait_for_step(harness.app.every + 1)
+    jobs[0].wait_for_step(Shape.of(expected).every + 1)
     hosts[1].cut()
     time.sleep(30)
     hosts[1].join()

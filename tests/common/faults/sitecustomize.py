@@ -72,7 +72,8 @@ def _make_slow(rank: int, sharding: Any) -> None:
 
     def slow_framework() -> None:
         if "torch" in sys.modules:
-            slow(sys.modules["torch.nn.functional"], "nll_loss", "computing")
+            for loss in ("nll_loss", "cross_entropy"):
+                slow(sys.modules["torch.nn.functional"], loss, "computing")
             slow(sys.modules["torch.optim.sgd"], "sgd", "optimizer")
         if "paddle" in sys.modules:
             slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
@@ -82,11 +83,11 @@ def _make_slow(rank: int, sharding: Any) -> None:
     slow(sharding.GlobalBatches, "indices", "input")
     indices = sharding.GlobalBatches.indices
 
-    def indices_of(self: Any, step: int) -> Any:
+    def indices_of(self: Any, step: int, *micro_batch: Any) -> Any:
         if not at:
             slow_framework()  # it is imported by now
         at[:] = [step]
-        return indices(self, step)
+        return indices(self, step, *micro_batch)
 
     sharding.GlobalBatches.indices = indices_of
 
@@ -109,16 +110,16 @@ def _arm() -> None:
     if "step" in _fault or "differ" in _fault or "tell" in _fault:
         indices = sharding.GlobalBatches.indices
 
-        def indices_or_strike(self: Any, step: int) -> Any:
+        def indices_or_strike(self: Any, step: int, *micro_batch: Any) -> Any:
             if step == _fault.get("step"):
                 _strike()
             if step == _fault.get("differ"):
                 _change_a_weight()
             if "tell" in _fault:
                 _tell_addresses(_fault.pop("tell"))
-            return indices(self, step)
+            return indices(self, step, *micro_batch)
 
-        sharding.GlobalBatches.indices = indices_or_strike  # type: ignore[method-assign]
+        sharding.GlobalBatches.indices = indices_or_strike  # type: ignore[assignment,method-assign]
     if "updates" in _fault or "evaluating" in _fault:
         beat, evaluated = watchdog.Watchdog.beat, list[None]()
 

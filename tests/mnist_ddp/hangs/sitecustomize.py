@@ -31,12 +31,12 @@ def _at_step(act: Any) -> None:
 
     indices = sharding.GlobalBatches.indices
 
-    def indices_and_more(self: Any, step: int) -> Any:
+    def indices_and_more(self: Any, step: int, *micro_batch: Any) -> Any:
         if step == _hang["step"]:
             act()
-        return indices(self, step)
+        return indices(self, step, *micro_batch)
 
-    sharding.GlobalBatches.indices = indices_and_more  # type: ignore[method-assign]
+    sharding.GlobalBatches.indices = indices_and_more  # type: ignore[assignment,method-assign]
 
 
 def _skip() -> None:

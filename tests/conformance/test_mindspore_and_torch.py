@@ -1,0 +1,49 @@
+"""Across frameworks: ResNet-50 in MindSpore and in PyTorch, from the same weights, takes the same steps.
+
+Batch normalisation is frozen, as MindSpore has that of each rank's samples and cifar_ddp of the global batch; both
+then see the same crops and flips, which belong to a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Harness, losses, relative_difference, row
+
+SAME = ["--dataset=synthetic-cifar10", "--freeze-bn", "--lr=1e-4", "--momentum=0", "--log-every=1"]
+SAME += ["--global-batch-size=8", "--max-steps=3"]
+PLAIN = ("--stem=imagenet", "--dropout=0", "--label-smoothing=0", "--weight-decay=0", "--schedule=constant")
+RESNETS = {"resnet50": "--depth=50", "resnet18": "--depth=18"}
+
+
+@pytest.fixture
+def cifar(harness: Harness) -> Iterator[Harness]:
+    """Runs cifar_ddp beside MindSpore's app, in the same Python."""
+    folder = harness.folder / "cifar"
+    folder.mkdir()
+    made = Harness(row("cifar_ddp"), harness.device, folder)
+    yield made
+    made.check_nothing_left()
+
+
+@pytest.mark.parametrize("name", [pytest.param("resnet50"), pytest.param("resnet18", marks=pytest.mark.soak)])
+def test_the_same_losses_and_each_evaluates_the_others_weights(harness: Harness, cifar: Harness, name: str) -> None:
+    options = {cifar: [*SAME, *PLAIN, f"--model={name}"], harness: [*SAME, RESNETS[name]]}
+    start = cifar.train(1, *options[cifar], "--max-steps=0", run_dir=cifar.folder / "start")
+    trained: dict[Harness, dict[str, Any]] = {}
+    for app in (cifar, harness):
+        trained[app] = app.train(1, *options[app], f"--init-from={start['run_dir']}/model.safetensors")
+    ours, theirs = losses(harness.folder / "run"), losses(cifar.folder / "run")
+    assert relative_difference(theirs, ours) < 1e-4, (ours, theirs)
+    for app, other in ((cifar, harness), (harness, cifar)):
+        weights = Path(trained[app]["run_dir"]) / "model.safetensors"
+        alone = ["--evaluate-only", f"--init-from={weights}"]
+        outcome = other.run(1, *options[other], *alone, run_dir=other.folder / "other")
+        assert outcome.code == 0, outcome
+        found = outcome.result
+        assert found["weights_sha256"] == trained[app]["weights_sha256"]
+        assert abs(found["test_accuracy"] - trained[app]["test_accuracy"]) * found["test_examples"] <= 2
+        assert found["test_loss"] == pytest.approx(trained[app]["test_loss"], rel=1e-4)
