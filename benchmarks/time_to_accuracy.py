@@ -64,7 +64,7 @@ SAME = ("contiguous", "torch's norm", "loader, 2 workers")
 
 def environment() -> str:
     """The Python of the app."""
-    python = os.environ.get("PYTHON", str(ROOT / ".venvs" / "cifar_ddp" / "bin" / "python"))
+    python = os.environ.get("PYTHON") or str(ROOT / ".venvs" / "cifar_ddp" / "bin" / "python")
     if not Path(python).exists():
         sys.exit(f"error: no {python}: run `bash scripts/run_cifar_ddp.sh 1 --epochs=1` once, or set PYTHON")
     return python
