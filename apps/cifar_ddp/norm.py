@@ -13,7 +13,7 @@ from torch import Tensor, nn
 class Normalise(torch.autograd.Function):
     """x [m, c, h, w] by its mean and variance over all ranks' samples, which are given back, and how many they are of.
 
-    Written out, as autograd's own backward pass of it reads and writes the activations three times as often.
+    Written out, as the backward pass that autograd makes of it goes over the activations about twice as often.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Gray images: Fashion-MNIST's format as the app's, a step on it by both inputs, and the benchmark that trains on it."""
+"""Gray images: Fashion-MNIST's format as the app has it, a step on it by both inputs, and the benchmark of that."""
 
 from __future__ import annotations
 
