@@ -105,12 +105,21 @@ def run(command: list[str], folder: Path, n: int, python: str) -> None:
         except subprocess.TimeoutExpired:
             sys.exit(f"error: {' '.join(command)} took over {LIMIT} s: give it a lower --cap or a quieter machine")
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+            end(job)
         if code:
             output.seek(0)
             sys.exit(f"error: {' '.join(command)} ended with {code}: {output.read().decode(errors='replace')[-3000:]}")
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """A launcher that is told to end takes its ranks, which are in sessions of their own, with it."""
+    if job.poll() is None:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(timeout=60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
 
 
 class Bench:
@@ -283,6 +292,7 @@ def main() -> None:
     if options.quick:
         options.ranks, options.repeats, options.evaluate_every, options.target = "2", 1, 2, 0.05
     python = environment()
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # so that a job ends with this, as at Ctrl-C
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         unpack(options.data_dir, Path(name), python)
