@@ -163,6 +163,7 @@ class AppLoop:
         app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
         sys.path[:0] = [str(app), str(app.parents[1] / "core")]
         import data
+        import ema
         import train
         from model import build_model
         from options import parse
@@ -176,9 +177,11 @@ class AppLoop:
             len(training.labels), its.global_batch_size, its.seed, dist.get_rank(), dist.get_world_size()
         )
         self.steps_per_epoch, self.steps = batches.steps_per_epoch, its.epochs * batches.steps_per_epoch
-        self._model = changed(build_model(its, torch.float32), name)
-        optimizer = train.build_optimizer(its, self._model)
-        ddp = DistributedDataParallel(self._model, forward_sync_buffers=False)
+        model = changed(build_model(its, torch.float32), name)
+        average = ema.Average(model, its.ema) if its.ema else None
+        self._evaluated = average.model if average else model
+        optimizer = train.build_optimizer(its, model)
+        ddp = DistributedDataParallel(model, forward_sync_buffers=False)
         fed = data.feed(its, training, batches, range(10**9), torch.float32)
         shards = ((images.contiguous(), labels) for images, labels in fed) if name == "contiguous" else fed
 
@@ -186,12 +189,14 @@ class AppLoop:
             for group in optimizer.param_groups:
                 group["lr"] = train.learning_rate(its, index, self.steps)
             train.train_step(its, ddp, optimizer, shards, batches, index, Phases())
+            if average:
+                average.update(model, index)
 
         self.step, self._evaluate = step, train.evaluate
 
     def accuracy(self) -> float:
         watchdog: Any = SimpleNamespace(beat=lambda: None)  # nobody watches over a benchmark
-        return float(self._evaluate(self._model, self._test, torch.float32, watchdog)["test_accuracy"])
+        return float(self._evaluate(self._evaluated, self._test, torch.float32, watchdog)["test_accuracy"])
 
 
 def changed(model: Any, name: str) -> nn.Module:
