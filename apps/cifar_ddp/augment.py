@@ -27,11 +27,10 @@ def choices(
 
 def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: int) -> Tensor:
     """Crop from the padded images uint8 [m, s, s, 3], and flip half of them; samples ``indices`` of an epoch."""
-    top, left, flipped = choices(indices, seed, epoch)
-    along = np.arange(images.shape[1])
-    rows = top[:, None] + along
-    columns = left[:, None] + np.where(flipped[:, None], along[::-1], along)
+    top, left, flipped = (torch.from_numpy(of).to(images.device) for of in choices(indices, seed, epoch))
+    side = images.shape[1]
     padded = pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
-    each = torch.arange(len(images), device=images.device)[:, None, None]
-    y, x = (torch.from_numpy(of).to(images.device) for of in (rows, columns))
-    return padded[each, y[:, :, None], x[:, None, :]]
+    windows = padded.unfold(1, side, 1).unfold(2, side, 1).permute(0, 1, 2, 4, 5, 3)  # a view: [m, 9, 9, s, s, 3]
+    crops = windows[torch.arange(len(images), device=images.device), top, left]  # whole windows are copied
+    crops[flipped] = crops[flipped].flip(2)
+    return crops

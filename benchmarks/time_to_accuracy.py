@@ -1,0 +1,309 @@
+"""Seconds until 0.90 of Fashion-MNIST's test set, of cifar_ddp and of the loop that people copy.
+
+    python3.11 benchmarks/time_to_accuracy.py              # N = 1 and 2, twice: about 20 minutes on 2 cores
+    python3.11 benchmarks/time_to_accuracy.py --augment    # both crop and flip
+    python3.11 benchmarks/time_to_accuracy.py --shares     # what each setting has of it
+    python3.11 benchmarks/time_to_accuracy.py --inputs     # --input memory beside --input loader --workers 2
+
+- *app*: cifar_ddp as its launch script starts it, with the options RECIPE, timed by its own metrics.jsonl;
+- *textbook*: the same layers in the same order and batches of the same size, by torchvision's data set with transforms
+  of one sample at a time, a DataLoader with --workers, DistributedSampler, BatchNorm2d, Adam at 1e-3 without a
+  schedule, float32, contiguous (loops/cifar_ddp.py).
+
+They take turns, with the same threads a rank, and evaluate the whole test set on the same grid: every 100 steps, and at
+each epoch's end. Seconds are of the clock, from the first step to the end of the first evaluation that reached the
+target, with all evaluations until then; start-up is outside, for both. The textbook loop is given up after --cap times
+the app's seconds, and then told as "> x".
+
+Fashion-MNIST is Debian's package dataset-fashion-mnist, or --data-dir/fashion-mnist. The environment is
+.venvs/cifar_ddp, or with PYTHON=/path/to/python that one as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH = 128
+LIMIT = 1800  # seconds for any one run
+# What is fastest to 0.90 of all that docs/cifar_ddp_speed.md compares.
+RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "--dropout=0", "--label-smoothing=0"]
+RECIPE += [f"--global-batch-size={BATCH}"]
+PLAIN = ["--no-augment", "--epochs=1"]
+AUGMENTED = ["--augment", "--epochs=2"]
+# Each setting, and the options by which it is away; the names without any are those of loops/cifar_ddp.py. Those of
+# SAME take the same steps but for rounding: their steps to the target are the recipe's.
+SHARES = {
+    "the recipe": [],
+    "contiguous": [],
+    "pool last": [],
+    "torch's norm": [],
+    "loader, 2 workers": ["--input=loader", "--workers=2"],
+    "bfloat16": ["--autocast=bfloat16"],
+    "no average": ["--ema=0"],
+    "constant rate": ["--schedule=constant", "--lr=0.05"],
+    "constant rate, no average": ["--schedule=constant", "--lr=0.05", "--ema=0"],
+    "AdamW, constant 1e-3, no average": ["--optimizer=adamw", "--schedule=constant", "--lr=0.001", "--ema=0"],
+    "one-cycle": ["--schedule=one-cycle", "--warmup-steps=0"],
+    "batch of 64": ["--global-batch-size=64", "--lr=0.05"],
+    "batch of 512": ["--global-batch-size=512", "--lr=0.2"],
+    "crops and flips, 2 epochs": AUGMENTED,
+    "label smoothing and dropout 0.1": ["--label-smoothing=0.1", "--dropout=0.1"],
+}
+SAME = ("contiguous", "torch's norm", "loader, 2 workers")
+
+
+def environment() -> str:
+    """The Python of the app."""
+    python = os.environ.get("PYTHON") or str(ROOT / ".venvs" / "cifar_ddp" / "bin" / "python")
+    if not Path(python).exists():
+        sys.exit(f"error: no {python}: run `bash scripts/run_cifar_ddp.sh 1 --epochs=1` once, or set PYTHON")
+    return python
+
+
+def unpack(data_dir: Path, folder: Path, python: str) -> None:
+    """Fashion-MNIST where torchvision and the app both look: FashionMNIST/raw, plain."""
+    code = "import sys; from pathlib import Path; from samestep import datasets, UserError\n"
+    code += "try: print(datasets.resolve('fashion-mnist', Path(sys.argv[1])).folder)\n"
+    code += "except UserError as problem: sys.exit(f'error: {problem}')\n"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "core")}
+    command = [python, "-c", code, str(data_dir.resolve())]
+    found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    if found.returncode:
+        sys.exit(found.stderr.strip())
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in Path(found.stdout.strip()).glob("*-ubyte*"):
+        content = path.read_bytes()
+        plain = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        (raw / path.name.removesuffix(".gz")).write_bytes(plain)
+
+
+def run(command: list[str], folder: Path, n: int, python: str) -> None:
+    """One job, of which nothing is left when this returns."""
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch script would choose
+        "PYTHON": python,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in ("core", "benchmarks/loops")),
+    }
+    with (folder / "output").open("wb+") as output:
+        job = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = job.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"error: {' '.join(command)} took over {LIMIT} s: give it a lower --cap or a quieter machine")
+        finally:
+            end(job)
+        if code:
+            output.seek(0)
+            sys.exit(f"error: {' '.join(command)} ended with {code}: {output.read().decode(errors='replace')[-3000:]}")
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """A launcher that is told to end takes its ranks, which are in sessions of their own, with it."""
+    if job.poll() is None:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(timeout=60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+
+
+class Bench:
+    """What all runs share; each is in a folder of its own."""
+
+    def __init__(self, options: argparse.Namespace, data: Path, python: str) -> None:
+        self.options, self.data, self.python = options, data, python
+
+    def lines(self, n: int, *words: str) -> list[dict[str, Any]]:
+        """The app through its launch script: its lines of metrics.jsonl, each with ``seconds`` since the first step."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            script = ["bash", str(ROOT / "scripts" / "run_cifar_ddp.sh"), str(n), "--dataset=fashion-mnist"]
+            script += [f"--data-dir={self.data}", f"--run-dir={folder / 'run'}", "--device=cpu", "--checkpoint-every=0"]
+            run([*script, *words], folder, n, self.python)
+            text = (folder / "run" / "metrics.jsonl").read_text()
+        lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
+        seconds, seen = 0.0, 0
+        for line in lines:  # samples_per_second is over all that passed since the line before
+            seconds += (line["samples_seen"] - seen) / line["samples_per_second"]
+            seen = line["samples_seen"]
+            line["seconds"] = seconds
+        return lines
+
+    def app(self, n: int, seed: int) -> dict[str, float]:
+        """The first evaluation of the app that reached the target, or its last."""
+        words = [*RECIPE, *(AUGMENTED if self.options.augment else PLAIN), f"--seed={seed}"]
+        words += [f"--evaluate-every={self.options.evaluate_every}"]
+        if self.options.quick:
+            words += ["--max-steps=4"]
+        return self.reached(
+            [
+                {"step": line["step"], "accuracy": line["test_accuracy"], "seconds": line["seconds"]}
+                for line in self.lines(n, *words)
+                if "test_accuracy" in line
+            ]
+        )
+
+    def textbook(self, n: int, seed: int, most: float) -> dict[str, float]:
+        words = ["textbook", f"--seed={seed}", f"--workers={self.options.workers}", f"--max-seconds={most}"]
+        return self.reached(self.loop(n, *words, *(["--augment"] if self.options.augment else [])))
+
+    def loop(self, n: int, *words: str) -> Any:
+        """What loops/cifar_ddp.py found."""
+        with tempfile.TemporaryDirectory() as name:
+            folder, out = Path(name), Path(name) / "found.json"
+            command = [self.python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+            command += [str(ROOT / "benchmarks" / "loops" / "cifar_ddp.py"), *words, f"--data={self.data}"]
+            command += [f"--batch={BATCH}", f"--evaluate-every={self.options.evaluate_every}", f"--out={out}"]
+            command += [f"--target={self.options.target}", f"--max-steps={4 if self.options.quick else 10**6}"]
+            run(command, folder, n, self.python)
+            return json.loads(out.read_text())
+
+    def reached(self, found: list[dict[str, float]]) -> dict[str, float]:
+        """The first evaluation at the target, or the last of all."""
+        return next((each for each in found if each["accuracy"] >= self.options.target - 1e-9), found[-1])
+
+    def told(self, found: dict[str, float]) -> str:
+        """Its seconds and steps; a bound where it did not get there."""
+        bound = "" if found["accuracy"] >= self.options.target - 1e-9 else "> "
+        return f"{bound}{found['seconds']:.1f} s, {bound}{found['step']:.0f} steps, {found['accuracy']:.4f}"
+
+
+def load() -> str:
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def compare(bench: Bench) -> None:
+    """The app and the textbook loop, in turns."""
+    print("| ranks | run | app | textbook | app / textbook | load |\n|---|---|---|---|---|---|")
+    for n in map(int, bench.options.ranks.split(",")):
+        ratios, ours, theirs, bound = [], [], [], ""
+        for repeat in range(bench.options.repeats):
+            app = bench.app(n, repeat + 1)
+            textbook = bench.textbook(n, repeat + 1, app["seconds"] * bench.options.cap)
+            ours.append(app["seconds"])
+            theirs.append(textbook["seconds"])
+            ratios.append(app["seconds"] / textbook["seconds"])
+            mark = "< " if textbook["accuracy"] < bench.options.target else ""
+            bound = bound or mark
+            cells = [str(n), str(repeat + 1), bench.told(app), bench.told(textbook), f"{mark}{ratios[-1]:.2f}", load()]
+            print(f"| {' | '.join(cells)} |", flush=True)
+        middle = [f"{statistics.median(values):.1f} s" for values in (ours, theirs)]
+        print(f"| {n} | median | {middle[0]} | {middle[1]} | {bound}{statistics.median(ratios):.2f} | |", flush=True)
+
+
+def shares(bench: Bench) -> None:
+    """Each setting taken away by itself, at one rank: what a step then takes, and what the target."""
+    variants = {name: [*RECIPE, *PLAIN, *words] for name, words in SHARES.items()}
+    together = {
+        name: words for name, words in variants.items() if "loader" not in name
+    }  # workers would fetch meanwhile
+    rounds = 1 if bench.options.quick else 12
+    timed = ["steps", f"--variants={json.dumps(together)}", f"--rounds={rounds}", "--max-seconds=0"]
+    times = bench.loop(1, *timed)
+    for name in set(variants) - set(together):
+        times[name] = bench.loop(1, "steps", f"--variants={json.dumps({name: variants[name]})}", *timed[2:])[name]
+    print(
+        "| taken away | ms for 128 samples | recipe's / its | steps to the target | seconds | its / recipe's | load |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    recipe: dict[str, float] = {}
+    for name, words in variants.items():
+        size = next(int(word.split("=")[1]) for word in reversed(words) if "batch-size" in word)
+        each = [time * BATCH / size for time in times[name]]
+        ratio = statistics.median(base / time for base, time in zip(times["the recipe"], each))
+        cells = [name, f"{statistics.median(each):.1f}", f"{ratio:.2f}"]
+        if name in SAME:
+            cells += ["the same", "", f"{1 / ratio:.2f}, as a step"]
+        else:
+            most = recipe["seconds"] * bench.options.cap if recipe else LIMIT
+            # A constant rate has no horizon: it may go on until the cap.
+            more = ["--epochs=9"] if "--schedule=constant" in words else []
+            variant = json.dumps({name: [*words, *more]})
+            found = bench.reached(bench.loop(1, "app", f"--variants={variant}", f"--max-seconds={most}")[name])
+            recipe = recipe or found
+            bound = "> " if found["accuracy"] < bench.options.target else ""
+            cells += [f"{bound}{found['step']} ({found['accuracy']:.4f})", f"{bound}{found['seconds']:.1f}"]
+            cells += [f"{bound}{found['seconds'] / recipe['seconds']:.2f}"]
+        print(f"| {' | '.join([*cells, load()])} |", flush=True)
+
+
+def inputs(bench: Bench) -> None:
+    """Samples a second of the app with crops and flips, by both inputs, in turns; their losses must be equal."""
+    print("| ranks | memory | loader, 2 workers | memory / loader | losses | load |\n|---|---|---|---|---|---|")
+    warm_up, steps = (1, 2) if bench.options.quick else (20, 100)
+    for n in map(int, bench.options.ranks.split(",")):
+        speeds: dict[str, list[float]] = {"memory": [], "loader": []}
+        losses = {}
+        for _ in range(bench.options.repeats):
+            for way, found in speeds.items():
+                words = [f"--input={way}", "--workers=2", f"--max-steps={warm_up + steps}", "--log-every=1"]
+                lines = bench.lines(n, f"--global-batch-size={BATCH}", *words)
+                losses[way] = [line["loss"] for line in lines]
+                found.append(steps * BATCH / (lines[-1]["seconds"] - lines[warm_up - 1]["seconds"]))
+        ratio = statistics.median(a / b for a, b in zip(*speeds.values()))
+        cells = [str(n), *(f"{statistics.median(found):,.0f}" for found in speeds.values()), f"{ratio:.2f}"]
+        cells += ["equal" if losses["memory"] == losses["loader"] else "NOT EQUAL", load()]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def machine(python: str) -> str:
+    """Where these numbers were made."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    flags = {name.strip(): value for name, value in fields.items()}.get("flags", "").split()
+    fast = [flag for flag in flags if flag in ("avx512f", "avx512_bf16", "amx_bf16")]
+    code = "import torch; from importlib.metadata import version; print(torch.__version__, version('torchvision'))"
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout.split()
+    cores = len(os.sched_getaffinity(0))
+    kind = f"{platform.machine()}, {' '.join(fast) or 'no AVX-512'}, {cores} cores, cores / ranks threads a rank"
+    return f"{kind}; torch {said[0]}, torchvision {said[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--target", type=float, default=0.9, help="test accuracy (default: %(default)s)")
+    parser.add_argument("--evaluate-every", type=int, default=100, help="steps (default: %(default)s)")
+    parser.add_argument("--cap", type=float, default=6, help="times the app's seconds (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="of the textbook's DataLoaders (default: %(default)s)")
+    parser.add_argument("--data-dir", type=Path, default=ROOT / "data", help="default: %(default)s")
+    parser.add_argument("--augment", action="store_true", help="crops and flips for both, and 2 epochs for the app")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shares", action="store_true", help="take each setting away instead")
+    what.add_argument("--inputs", action="store_true", help="compare the app's two inputs instead")
+    parser.add_argument("--quick", action="store_true", help="4 steps of everything, once: that it still runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.repeats, options.evaluate_every, options.target = "2", 1, 2, 0.05
+    python = environment()
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # so that a job ends with this, as at Ctrl-C
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        unpack(options.data_dir, Path(name), python)
+        print(f"{machine(python)}; test accuracy {options.target}, load before: {load()}\n", flush=True)
+        (shares if options.shares else inputs if options.inputs else compare)(Bench(options, Path(name), python))
+    print(f"\n{time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
