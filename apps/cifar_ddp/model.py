@@ -20,7 +20,7 @@ RESNETS: dict[str, tuple[Any, list[int]]] = {
 }
 
 
-def dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
+def channel_dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
     Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
@@ -51,7 +51,7 @@ class VGG(nn.Module):
     def forward(self, images: Tensor, rows: Rows) -> Tensor:
         """Images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
         x = self.features(images).mean((2, 3))
-        return self.fc(dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
+        return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
 
 
 class ResNet(models.ResNet):  # type: ignore[misc]  # its types are not at hand where this is checked
@@ -70,7 +70,7 @@ class ResNet(models.ResNet):  # type: ignore[misc]  # its types are not at hand 
         """Images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
-        return self.fc(dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
+        return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
 
 
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:

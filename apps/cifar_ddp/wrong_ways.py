@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from augment import PADDING, crop_and_flip
 from data import Split, load
-from model import dropout as channel_dropout
+from model import channel_dropout
 from samestep import schedules
 from samestep.sharding import GlobalBatches, Rows, shard, step_seed
 from torch import Tensor, nn
