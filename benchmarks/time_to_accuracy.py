@@ -179,11 +179,14 @@ class Bench:
 
     def reached(self, found: list[dict[str, float]]) -> dict[str, float]:
         """The first evaluation at the target, or the last of all."""
-        return next((each for each in found if each["accuracy"] >= self.options.target - 1e-9), found[-1])
+        return next(filter(self.is_reached, found), found[-1])
+
+    def is_reached(self, found: dict[str, float]) -> bool:
+        return found["accuracy"] >= self.options.target - 1e-6  # the loops' accuracy is a float32
 
     def told(self, found: dict[str, float]) -> str:
         """Its seconds and steps; a bound where it did not get there."""
-        bound = "" if found["accuracy"] >= self.options.target - 1e-9 else "> "
+        bound = "" if self.is_reached(found) else "> "
         return f"{bound}{found['seconds']:.1f} s, {bound}{found['step']:.0f} steps, {found['accuracy']:.4f}"
 
 
@@ -202,7 +205,7 @@ def compare(bench: Bench) -> None:
             ours.append(app["seconds"])
             theirs.append(textbook["seconds"])
             ratios.append(app["seconds"] / textbook["seconds"])
-            mark = "< " if textbook["accuracy"] < bench.options.target else ""
+            mark = "" if bench.is_reached(textbook) else "< "
             bound = bound or mark
             cells = [str(n), str(repeat + 1), bench.told(app), bench.told(textbook), f"{mark}{ratios[-1]:.2f}", load()]
             print(f"| {' | '.join(cells)} |", flush=True)
@@ -240,7 +243,7 @@ def shares(bench: Bench) -> None:
             variant = json.dumps({name: [*words, *more]})
             found = bench.reached(bench.loop(1, "app", f"--variants={variant}", f"--max-seconds={most}")[name])
             recipe = recipe or found
-            bound = "> " if found["accuracy"] < bench.options.target else ""
+            bound = "" if bench.is_reached(found) else "> "
             cells += [f"{bound}{found['step']} ({found['accuracy']:.4f})", f"{bound}{found['seconds']:.1f}"]
             cells += [f"{bound}{found['seconds'] / recipe['seconds']:.2f}"]
         print(f"| {' | '.join([*cells, load()])} |", flush=True)

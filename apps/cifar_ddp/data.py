@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +59,14 @@ def count_of(options: Options, batches: GlobalBatches, step: int) -> int:
     return min(int(options.accumulate), batches.size(step))
 
 
+def each_has_some(options: Options, batches: GlobalBatches, step: int) -> bool:
+    """Has every rank samples in each of a step's micro-batches?"""
+    return batches.size(step) // count_of(options, batches, step) >= batches.world_size
+
+
 def feed(
     options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Generator[tuple[Tensor, Tensor]]:
     """This rank's shard of each micro-batch of ``steps``, as `Split.batch` gives them."""
     if options.input == "loader":
         yield from _load(options, training, batches, steps, dtype)
@@ -108,7 +113,7 @@ def _collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _load(
     options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Generator[tuple[Tensor, Tensor]]:
     """By workers, which are told what to read and have no order of their own: a resume is where the keys begin."""
     device = training.labels.device
     keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(options, batches, steps))

@@ -87,3 +87,11 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
     model.to(dtype)
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # in memory, as the images are
     return model
+
+
+def compile_step(model: nn.Module) -> Any:
+    """``model`` with its forward and backward passes compiled, for shards of any size but 0.
+
+    Random numbers are torch's, as without a compiler: those of its own depend on how it cuts the work.
+    """
+    return torch.compile(model, dynamic=True, options={"fallback_random": True})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samestep.phases import Phases
 from torch import Tensor, nn
 
 
@@ -17,22 +18,27 @@ class Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, phases: Phases | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x if x.dtype == torch.float64 else x.float()  # under autocast x is bfloat16
-        count = torch.full((1,), x.numel() / x.shape[1], dtype=wide.dtype, device=x.device)
-        # Ranks may have unlike numbers of samples, so what they add up are sums, and their number.
-        sums = torch.cat([wide.sum((0, 2, 3)), wide.square().sum((0, 2, 3)), count])
-        dist.all_reduce(sums)  # ranks talk
-        mean, square, total = (*(sums[:-1] / sums[-1]).chunk(2), sums[-1])
-        variance = (square - mean.square()).clamp_min(0)  # rounding may leave it below
+        count = torch.full((1,), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
+        # Ranks may have unlike numbers of samples, so what they add up are sums, and their number; in float64, as the
+        # variance is the small difference of two of them.
+        sums = torch.cat([each.sum((0, 2, 3), dtype=torch.float64) for each in (wide, wide.square())] + [count])
+        add_up(sums, phases)  # ranks talk
+        mean, square = (sums[:-1] / sums[-1]).chunk(2)
+        variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # rounding may leave it below
+        mean, total = mean.to(wide.dtype), sums[-1].to(wide.dtype)
         rsqrt = torch.rsqrt(variance + eps)
         scale = weight * rsqrt
+        ctx.phases = phases
         ctx.save_for_backward(x, mean, rsqrt, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
         return affine(wide, scale, bias - mean * scale).to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """By x, weight and bias; the last two by this rank's samples alone, as any parameter's: DDP adds them up."""
         x, mean, rsqrt, scale, total = ctx.saved_tensors
         wide, gradient = x.to(mean.dtype), gradient.to(mean.dtype)
@@ -40,12 +46,21 @@ class Normalise(torch.autograd.Function):
         of_weight = ((gradient * wide).sum((0, 2, 3)) - mean * of_bias) * rsqrt
         # Every rank's loss rests on this rank's x, by the statistics: without this sum it would see its own alone.
         sums = torch.cat([of_weight, of_bias])
-        dist.all_reduce(sums)  # ranks talk
+        add_up(sums, ctx.phases)  # ranks talk
         by_weight, by_bias = (sums / total).chunk(2)
         # scale * (gradient - by_bias - by_weight * (x - mean) * rsqrt), in two passes
         slope = -scale * rsqrt * by_weight
         of_x = affine(wide, slope, -scale * by_bias - slope * mean).addcmul_(gradient, scale[:, None, None])
-        return of_x.to(x.dtype), of_weight, of_bias, None
+        return of_x.to(x.dtype), of_weight, of_bias, None, None
+
+
+def add_up(sums: Tensor, phases: Phases | None) -> None:
+    """Over ranks. The time until all have come is no computing: a rank that waits here is not the slow one."""
+    if phases:
+        phases.end("computing")
+    dist.all_reduce(sums)  # ranks talk
+    if phases:
+        phases.end("waiting")
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -64,6 +79,7 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
     running_var: Tensor
     num_batches_tracked: Tensor
     momentum: float
+    phases: Phases | None = None  # see `time_waits`
 
     def __init__(self, channels: int, frozen: bool = False) -> None:
         """``frozen``: by the stored statistics, which stay as they are, also in training."""
@@ -74,12 +90,19 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         """x [m, c, h, w] to the same shape and dtype; m may be 0 on a rank, where another has samples."""
         if self.frozen or not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        y, mean, variance, total = Normalise.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]  # ranks talk, also in backward
+        y, mean, variance, total = Normalise.apply(x, self.weight, self.bias, self.eps, self.phases)  # type: ignore[no-untyped-call]  # ranks talk, also in backward
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * total / (total - 1).clamp_min(1), self.momentum)  # the unbiased, as torch
         return y  # type: ignore[no-any-return]
+
+
+def time_waits(model: nn.Module, phases: Phases | None) -> None:
+    """Let ``phases``, if any, know when a rank waits for the others' statistics; the compiler knows no clock."""
+    for module in model.modules():
+        if isinstance(module, GlobalBatchNorm2d):
+            module.phases = phases
 
 
 def make_norm(kind: str, frozen: bool, channels: int) -> nn.Module:

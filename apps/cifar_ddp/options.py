@@ -28,7 +28,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.1 with sgd, 0.003 with adamw",
         datasets=("cifar10", "fashion-mnist", "synthetic-cifar10"),
         devices=("auto", "cpu", "cuda"),
-        may_change_at_resume=("input", "workers"),
+        may_change_at_resume=("input", "workers", "first_step_timeout"),
     )
     default = "(default: %(default)s)"
     add = parser.add_argument_group("model").add_argument
@@ -52,6 +52,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         action="store_true",
         help="torch.compile the step's forward and backward passes: needs a C++ compiler",
     )
+    first = "as --timeout, until the first step is done (default: that, with --compile 1800)"
+    add("--first-step-timeout", type=real(0.0, above=True), metavar="T", help=first)
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help=default)
     add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help=f"of sgd: Nesterov's {default}")
@@ -88,9 +90,11 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise UserError(f"--freeze-bn, but --norm {options.norm} has no stored statistics: leave one of them out")
     if options.autocast != "none" and options.dtype == "float64":
         raise UserError(f"--autocast {options.autocast} computes in less than --dtype float64: leave one of them out")
-    compilers = (os.environ.get("CXX"), "g++", "clang++")
-    if options.compile and not any(shutil.which(name) for name in compilers if name):
-        raise UserError("--compile needs a C++ compiler, and there is neither g++ nor clang++: install one, or set CXX")
+    compiler = os.environ.get("CXX", "g++")  # as torch's own choice
+    if options.compile and not shutil.which(compiler):
+        raise UserError(f"--compile needs a C++ compiler, and there is no {compiler!r}: install g++, or set CXX")
+    if options.first_step_timeout is None:
+        options.first_step_timeout = max(options.timeout, 1800.0) if options.compile else options.timeout
     if options.model != "small":
         options.stem = options.stem or "cifar"
     if options.schedule != "constant":

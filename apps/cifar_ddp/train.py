@@ -5,9 +5,8 @@
     python apps/cifar_ddp/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py   # one on each machine
 
-Schedule, augmentation, accumulation, mixed precision, clipping, batch normalisation, an average of the weights: each is
-a function of the step, of the sample or of the global batch, so that the run is the same at any number of ranks, and
-after a kill. README.md tells what the usual ways break.
+Each part of the step, from the schedule to batch normalisation, is a function of the step's number, of the sample or of
+the global batch: the same at any number of ranks, and after a kill. README.md tells what the usual ways break.
 
 Every rank runs this file. They talk at ten places, each marked: at the rendezvous, when they restore a checkpoint, when
 DDP is built and when its buckets are ordered, at each step for the statistics of the batch (norm.py) and the gradients
@@ -26,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import ema
+import norm
 import numpy as np
 import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import weights
-from data import Split, count_of, feed, load
-from model import build_model
+from data import Split, count_of, each_has_some, feed, load
+from model import build_model, compile_step
 from options import parse
 from samestep import env, log, schedules
 from samestep.options import Options
@@ -57,7 +57,7 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    # What a norm or a bias adds to the output's scale is no complexity to be kept small: they are not decayed.
+    """Norms and biases are not decayed: they only shift and scale."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -143,8 +143,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     evaluated, run.evaluates = (average.model, "ema") if average else (model, "model")
     run.restore(ranks, partial(ema.load, model, optimizer, average))  # ranks talk: rank 0 reads, all load the same
     training, test = load(options.dataset, options.data_dir, device)
-    n = len(training.labels)
-    batches = GlobalBatches(n, options.global_batch_size, options.seed, dist.get_rank(), dist.get_world_size())
+    n, size = len(training.labels), options.global_batch_size
+    batches = GlobalBatches(n, size, options.seed, dist.get_rank(), dist.get_world_size())
     run.begin(batches, len(test.labels), options.model, device.type, ranks.facts(device))
 
     # Buffers are the same on all ranks, as their statistics are: they need not be broadcast before each pass.
@@ -152,7 +152,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
     ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
-    compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp  # dynamic: shards differ in size
+    norm.time_waits(model, None if options.compile else run.phases)
+    compiled = compile_step(ddp) if options.compile else ddp
     shards = feed(options, training, batches, range(run.start, run.stop), dtype)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
     for step in range(run.start, run.stop):
@@ -160,10 +161,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
         # What torch 2.13 compiles fails on a rank without samples: then no rank uses it.
-        each_has_some = batches.size(step) // count_of(options, batches, step) >= dist.get_world_size()
-        loss_sum = train_step(
-            options, compiled if each_has_some else ddp, optimizer, shards, batches, step, run.phases
-        )  # ranks talk
+        trained = compiled if each_has_some(options, batches, step) else ddp
+        loss_sum = train_step(options, trained, optimizer, shards, batches, step, run.phases)  # ranks talk
         if average:
             average.update(model, step)
         sum_since += loss_sum
@@ -179,6 +178,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         if due.save:
             run.save(ranks, ema.groups(model, optimizer, average))  # ranks talk: they compare, then rank 0 writes
 
+    shards.close()  # and a DataLoader's workers
     tested = run.tested or evaluate(evaluated, test, dtype, run.watchdog)  # ranks talk
     averaged = {"ema": weights.model_arrays(average.model)} if average else {}
     run.finish(ranks, weights.model_arrays(model), tested, averaged)  # ranks talk: all must hold the same weights

@@ -111,7 +111,8 @@ def train(run: Run, options: Options, device: str) -> None:
     n = len(training.labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, dist.get_rank(), dist.get_world_size())
     run.begin(batches, len(test.labels), "lenet", device, ranks.facts(device))
-    scalars = Scalars(options.visualdl, options.run_dir) if options.visualdl and run.world.rank == 0 else None
+    writes = options.visualdl and run.world.rank == 0 and not options.evaluate_only
+    scalars = Scalars(options.visualdl, options.run_dir) if writes else None
 
     sample = training.batch(np.arange(1), dtype)
     if options.api == "highlevel":
@@ -166,7 +167,7 @@ def run_rank() -> None:
     options = parse(sys.argv[1:])
     run = Run(APP, options, env.detect(os.environ))
     check_gpus(options, run.world.local_world_size, run.world.local_rank or 0)
-    if options.visualdl and options.run_dir and run.world.rank == 0:
+    if options.visualdl and options.run_dir and run.world.rank == 0 and not options.evaluate_only:
         check_folder(options.visualdl, options.run_dir)  # before others wait for this rank
     device = ranks.choose_device(options.device, options.gpus, run.world)
     ranks.rendezvous(run.world, device, options.timeout, options.api)  # ranks talk

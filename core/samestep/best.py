@@ -38,7 +38,9 @@ class Best:
 
         A checkpoint that is damaged costs the file, not the run. Raises FatalError where the disk is full.
         """
+        (run_dir / "model-best.safetensors").unlink(missing_ok=True)  # of an earlier end of this run
         if self.step is None:
+            log.warning("no model-best.safetensors: nothing was evaluated while there was --keep-best")
             return {}
         checkpoint.finish()
         try:

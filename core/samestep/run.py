@@ -153,7 +153,7 @@ class Run:
 
             header = metrics.header(self.app, options, world, facts)
             self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
-            self._best = best.Best(self._state.get("best")) if options.keep_best else None
+            self._best = best.Best(self._state.get("best"))
         self._judge, self._stragglers = None, list[dict[str, Any]]()  # those named since the last line
         if world.rank == 0 and options.straggler > 0 and 1 < world.world_size <= options.global_batch_size:
             from samestep.straggler import Judge  # the others need none of it
@@ -163,7 +163,7 @@ class Run:
             f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test images, "
             f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
         )
-        self._begun = time.monotonic() - self._state.get("seconds", 0.0)
+        self._begun = time.monotonic() - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
         self._talked, self._talks, self._stops = (self.start, time.monotonic()), self.start + 1, 0
         self.wish.listen()
         self.wish.waits = True
@@ -220,7 +220,7 @@ class Run:
         since = samples - self._recorded_samples
         self._epoch_sum, self._epoch_correct = self._epoch_sum + sum_since, self._epoch_correct + (correct or 0.0)
         self._train_loss, self.tested = self._epoch_sum / in_epoch, tested
-        if self._best:
+        if self._best and self.options.keep_best:
             self._best.see(self._step, tested)
         if tested:
             accuracy = None if correct is None else self._epoch_correct / in_epoch
@@ -274,9 +274,9 @@ class Run:
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_sum, "epoch_correct": self._epoch_correct}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}
-        state |= {"best": self._best.state} if self._best else {}
-        options, spare = self.options, self._best.step if self._best else None
-        kept = options.keep_checkpoints, spare
+        options, best = self.options, self._best
+        state |= {"best": best.state} if best and best.state else {}
+        kept = options.keep_checkpoints, best.step if best else None
         checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), *kept)
 
     # --- what came of it -----------------------------------------------------------------------------------------
@@ -287,12 +287,13 @@ class Run:
         self._bar.close()
         self._check_finite({"test loss": tested.get("test_loss", 0.0)})
         seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
+        samples = 0 if self.options.evaluate_only else samples
         digest = checkpoint.weights_sha256(weights)
         everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
         if (everyones != everyones[0]).any():
             from samestep import rollback
 
-            if self.world.rank == 0:
+            if self._metrics:
                 checkpoint.finish()
                 rollback.retire_newest(self.options.run_dir)
             ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
@@ -301,7 +302,7 @@ class Run:
             for name, arrays in {"": weights, **(also or {})}.items():
                 path = self.options.run_dir / f"model-{name}.safetensors"
                 checkpoint.save_weights(path if name else self.options.run_dir / "model.safetensors", arrays)
-        best = self._best.write(self.options.run_dir, self.evaluates) if self._best else {}
+        best = self._best.write(self.options.run_dir, self.evaluates) if self._best and self.options.keep_best else {}
         self._result = {
             "train_examples": self._batches.n,
             "steps": self.stop,

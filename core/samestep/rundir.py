@@ -70,7 +70,7 @@ def resolve(app: str, options: Options, fresh: bool = True, verify: bool = True)
     check_same_run(found, app, {**arithmetic(options), "dataset": recorded if same else asked})
     source = resolve_dataset(recorded, options.data_dir, fallback=False)
     _check_same_data(found, source, verify)
-    if verify:
+    if verify and not options.evaluate_only:
         retire_newer(found)
     return Resolved(run_dir, lock, source.name, source.fingerprint, asked_before or asked or source.name, found)
 
@@ -182,8 +182,9 @@ def _of_this_job(app: str) -> Path:
 
 def set_aside(run_dir: Path) -> None:
     """Move an earlier run's checkpoints and results to ``earlier-<UTC time>/``, for --no-resume."""
-    left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json")
+    left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     names = [name for name in left if (run_dir / name).exists()]
+    names += [path.name for path in run_dir.glob("model-*.safetensors")]  # the best, an average
     if names:
         aside = make_unique(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()))
         for name in names:

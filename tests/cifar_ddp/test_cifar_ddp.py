@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, last_step, losses, relative_difference, told_by
+from harness import Harness, last_step, losses, relative_difference, row, told_by
 from samestep import checkpoint
 
 SMALL = ("--dataset=synthetic-cifar10", "--epochs=100", "--log-every=1")
-EVERYTHING = (
-    *("--optimizer=adamw", "--schedule=cosine", "--warmup-steps=5", "--clip-norm=1", "--accumulate=3"),
-    *("--dropout=0.2", "--label-smoothing=0.1", "--ema=0.99"),
-)
+EVERYTHING = row("cifar_ddp").variants[0]
 # 1,024 samples by 93, in micro-batches of 31: no number of ranks but 1 divides them, and the twelfth batch of an epoch
 # has one sample.
 UNEVEN = "--global-batch-size=93"
@@ -47,7 +44,8 @@ MEMORY, LOADER = ("--input=memory",), ("--input=loader", "--workers=1")
     ("n", "autocast", "way"),
     [
         (2, "bfloat16", LOADER),
-        (3, "none", MEMORY),
+        # tests/common kills one of these too, in the matrix
+        pytest.param(3, "none", MEMORY, marks=pytest.mark.soak),
         pytest.param(2, "none", LOADER, marks=pytest.mark.soak),
         pytest.param(3, "bfloat16", MEMORY, marks=pytest.mark.soak),
     ],
@@ -57,7 +55,7 @@ def test_everything_on_survives_kills(
 ) -> None:
     """The launch script starts the job again from its last checkpoint; a killed rank's workers end, too."""
     runs, kills, chance = (5, 4, random.Random(n)) if soak else (1, 1, random.Random(0))
-    options = [*SMALL, *EVERYTHING, "--global-batch-size=100", f"--autocast={autocast}", "--checkpoint-every=5"]
+    options = [*SMALL, *EVERYTHING, UNEVEN, f"--autocast={autocast}", "--checkpoint-every=5"]
     options += [f"--max-steps={14 + 10 * kills}", f"--max-restarts={kills}"]
     expected = ends_of(harness.train(n, *options, run_dir=harness.folder / "undisturbed"))
     for i in range(runs):
@@ -76,7 +74,7 @@ def test_everything_on_survives_kills(
 @pytest.mark.soak
 def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
     """A start that compiles for another first batch makes the same kernels: the same bits as undisturbed."""
-    options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5", "--timeout=900"]
+    options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5"]
     whole = harness.start(2, *options, "--max-steps=14", run_dir=harness.folder / "undisturbed").finish(1200)
     expected = ends_of(harness.checked(whole, 2))
     job = harness.start(2, *options, "--max-steps=14", run_dir=harness.folder / "killed")
@@ -89,6 +87,8 @@ def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
         parts = harness.start(2, *options, f"--max-steps={stop}", run_dir=harness.folder / "parts").finish(1200)
     result = harness.checked(parts, 2)
     assert (result["resumed_from_step"], ends_of(result)) == (11, expected)
+    plain = harness.train(2, *SMALL, *EVERYTHING, UNEVEN, "--max-steps=14", run_dir=harness.folder / "plain")
+    assert relative_difference(losses(Path(plain["run_dir"])), losses(Path(result["run_dir"]))) < 1e-3
 
 
 def ends_of(result: dict[str, Any]) -> tuple[Any, ...]:
@@ -96,6 +96,96 @@ def ends_of(result: dict[str, Any]) -> tuple[Any, ...]:
     run_dir = Path(result["run_dir"])
     average = checkpoint.weights_sha256(checkpoint.load_weights(run_dir / "model-ema.safetensors"))
     return result["weights_sha256"], average, losses(run_dir), result["test_loss"], result["test_accuracy"]
+
+
+PLAIN = """
+import copy
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from data import load
+from samestep import checkpoint
+from samestep.sharding import GlobalBatches
+from torch import nn
+
+STEPS, BATCH, SEED = 14, 93, 1
+kind, initial = "{kind}", "{initial}"
+torch.set_num_threads(1)
+training, test = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
+batches = GlobalBatches(len(training.labels), BATCH, SEED)
+layers, channels = [], 3
+for width in (32, 64, 128, 128):
+    layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.ReLU()]
+    channels = width
+model = nn.ModuleDict(dict(features=nn.Sequential(*layers), fc=nn.Linear(channels, 10))).double()
+arrays = checkpoint.load_weights(Path(initial))
+model.load_state_dict(dict((name, torch.from_numpy(array)) for name, array in arrays.items()))
+scores = lambda model, images: model["fc"](model["features"](images).mean((2, 3)))
+average = copy.deepcopy(model)
+weights = [each for each in model.parameters() if each.ndim > 1]
+others = [each for each in model.parameters() if each.ndim == 1]
+groups = [dict(params=weights, weight_decay=0.05), dict(params=others, weight_decay=0.0)]
+if kind == "adamw":
+    optimizer = torch.optim.AdamW(groups, lr=0.003)
+else:
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+losses = []
+for step in range(STEPS):
+    if kind == "adamw":  # three steps of warm-up, and half a cosine over what is left of two epochs of twelve
+        lr = 0.003 * ((step + 1) / 3 if step < 3 else 0.5 * (1 + math.cos(math.pi * (step - 3) / (24 - 3))))
+    else:  # a tenth after half, a hundredth after three quarters
+        lr = 0.1 * 0.1 ** ((step >= 12) + (step >= 18))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    images, labels = training.batch(batches.indices(step), torch.float64, (SEED, batches.epoch(step)))
+    loss = F.cross_entropy(scores(model, images), labels, label_smoothing=0.2)
+    optimizer.zero_grad()
+    loss.backward()
+    if kind == "adamw":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    losses.append(loss.item())
+    decay = min(0.8, (step + 1) / (step + 10))
+    for mine, theirs in zip(average.state_dict().values(), model.state_dict().values()):
+        mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
+evaluated = (average if kind == "adamw" else model).eval()
+with torch.no_grad():
+    images, labels = test.batch(__import__("numpy").arange(len(test.labels)), torch.float64)
+    test_loss = F.cross_entropy(scores(evaluated, images), labels).item()
+total = [sum(each.abs().sum().item() for each in one.parameters()) for one in (model, average)]
+print(json.dumps(dict(losses=losses, test_loss=test_loss, weights=total)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_steps_are_those_of_a_plain_loop(harness: Harness, kind: str) -> None:
+    """One process, torch's own batch normalisation, mean loss, two groups of weights, and the rate by its formula."""
+    options = ["--dataset=synthetic-cifar10", "--epochs=2", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
+    options += [f"--optimizer={kind}", "--label-smoothing=0.2", "--weight-decay=0.05"]
+    if kind == "adamw":
+        options += ["--warmup-steps=3", "--clip-norm=0.5", "--ema=0.8", "--keep-best"]
+    else:
+        options += ["--schedule=step"]
+    start = harness.train(1, *options, "--max-steps=0", run_dir=harness.folder / "start")
+    plain = told_by("cifar_ddp", PLAIN.format(kind=kind, initial=f"{start['run_dir']}/model.safetensors"))
+    result, run_dir = harness.train(3, *options, "--max-steps=14"), harness.folder / "run"
+    assert relative_difference(plain["losses"], losses(run_dir)) < 1e-9
+    assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-9)
+    names = ["model", "model-ema"] if kind == "adamw" else ["model"]
+    for name, expected in zip(names, plain["weights"]):
+        arrays = checkpoint.load_weights(run_dir / f"{name}.safetensors")
+        total = sum(float(np.abs(array).sum()) for key, array in arrays.items() if key.endswith(("weight", "bias")))
+        assert total == pytest.approx(expected, rel=1e-9)
+    if kind == "adamw":  # the best is of the average, which is what was evaluated
+        best = checkpoint.load_weights(run_dir / "model-best.safetensors")
+        folder = run_dir / "checkpoints" / f"step-{result['best_step']:08d}"
+        assert checkpoint.weights_sha256(best) == checkpoint.weights_sha256(
+            checkpoint.load_weights(folder / "ema.safetensors")
+        )
 
 
 # --- in one process --------------------------------------------------------------------------------------------------
@@ -174,6 +264,8 @@ gaps += [(a - b).abs().max() for a, b in zip(ours.state_dict().values(), theirs.
 gaps += [(a.grad - b.grad).abs().max() / b.grad.abs().max() for a, b in zip(ours.parameters(), theirs.parameters())]
 gaps += [(ours.eval()(x) - theirs.eval()(x)).abs().max()]
 told["norm"] = float(max(gaps))
+far = torch.randn(64, 8, 8, 8) / 10 + 50  # its variance is the small difference of large numbers
+told["norm far off"] = float((GlobalBatchNorm2d(8)(far) - nn.BatchNorm2d(8)(far)).abs().max())
 frozen = GlobalBatchNorm2d(8, frozen=True).double()
 told["frozen"] = torch.equal(frozen(x), frozen.eval()(x)) and not frozen.running_mean.any()
 
@@ -201,6 +293,7 @@ def test_schedules_crops_norm_and_average_are_what_they_are_called() -> None:
     assert told["crops"].pop("of nothing") == [0, 32, 32, 3]
     assert all(told["crops"].values()), told["crops"]
     assert told["norm"] < 1e-9
+    assert told["norm far off"] < 1e-3
     assert told["frozen"]
     assert told["average"] == [True, 199]
 
@@ -224,11 +317,15 @@ training, _ = data.load("synthetic-cifar10", Path("data"), device)
 def curve(*arguments, batch=20, steps=5):
     '''The losses of some steps at one rank, in float64.'''
     options = parse(["--dtype=float64", "--lr=0.02", *arguments])
-    model = build_model(options, torch.float64)
+    dtype = getattr(torch, options.dtype)
+    model = build_model(options, dtype)
     ddp, optimizer = DistributedDataParallel(model, forward_sync_buffers=False), train.build_optimizer(options, model)
     batches = GlobalBatches(1_024, batch, options.seed)
-    shards = data.feed(options, training, batches, range(steps), torch.float64)
-    return [train.train_step(options, ddp, optimizer, shards, batches, step, Phases()).item() for step in range(steps)]
+    shards = data.feed(options, training, batches, range(steps), dtype)
+    found = [train.train_step(options, ddp, optimizer, shards, batches, step, Phases()).item() for step in range(steps)]
+    state = [each for entry in optimizer.state.values() for each in entry.values() if torch.is_tensor(each)]
+    assert all(each.dtype == dtype for each in [*model.parameters(), *state])
+    return found
 
 
 def gap(one, other):
@@ -244,6 +341,12 @@ told["equal"] = all(torch.equal(a, b) for one, other in zip(*fed) for a, b in zi
 for norm in ("group", "batch"):
     whole = curve(f"--norm={norm}")
     told[norm] = {k: gap(whole, curve(f"--norm={norm}", f"--accumulate={k}")) for k in (4, 7)}
+told["does nothing"] = [
+    words
+    for words in ("--no-augment", "--dropout=0", "--label-smoothing=0.3", "--norm=group", "--freeze-bn", "--momentum=0")
+    if gap(curve(), curve(words)) < 1e-6
+]
+told["bfloat16"] = gap(curve("--dtype=float32"), curve("--dtype=float32", "--autocast=bfloat16"))
 told["frozen"] = gap(curve("--freeze-bn"), curve("--freeze-bn", "--accumulate=4"))
 told["more than samples"] = gap(curve("--norm=group", batch=3), curve("--norm=group", "--accumulate=9", batch=3))
 print(json.dumps(told))
@@ -260,6 +363,8 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     assert told["equal"]
     assert max(told["group"].values()) < 1e-9
     assert told["frozen"] < 1e-9
+    assert told["does nothing"] == []
+    assert 1e-4 < told["bfloat16"] < 0.1
     assert told["more than samples"] < 1e-9
     assert min(told["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
 
@@ -325,6 +430,7 @@ for words in (
         parse(words.split())
     except UserError as mistake:
         told[words] = str(mistake)
+told["inputs"] = arithmetic(parse(["--input=loader", "--workers=7"])) == arithmetic(parse([]))
 told["horizon"] = ["epochs" in arithmetic(parse([f"--schedule={name}"])) for name in ("cosine", "constant")]
 print(json.dumps(told))
 """
@@ -333,6 +439,7 @@ print(json.dumps(told))
 def test_a_mistake_is_one_line_and_a_schedules_horizon_stays() -> None:
     told = told_by("cifar_ddp", "import json; told = {}" + MISTAKES)
     assert told.pop("horizon") == [True, False]
+    assert told.pop("inputs")  # they may change at a resume
     assert len(told) == 6
     for words, text in told.items():
         assert "\n" not in text

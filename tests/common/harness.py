@@ -34,7 +34,9 @@ class App:
 
     dataset: str  # the embedded one
     test_examples: int
-    small: Sequence[str]  # options of a run of two epochs or more that takes seconds, with --log-every=1
+    # Options of a run of two epochs or more that takes seconds, with --log-every=1, and --checkpoint-every such that
+    # an epoch has two besides its end's.
+    small: Sequence[str]
     exact: Sequence[str]  # options under which losses are comparable to ``tolerance`` ...
     variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
     accuracy: float | None = None  # the least that its defaults must reach on its embedded data set, where it has one
@@ -166,12 +168,13 @@ class Job:
         return int(self.wait_for(lambda: (found := last_step(self.run_dir)) >= step and found))
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the job's ranks, by rank."""
-        found = {}
+        """Process ids of the job's ranks, by rank; not of what they started, which has their environment."""
+        found: dict[int, int] = {}
         for pid, environ in environments().items():
             if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
                 world = env.detect(environ)
-                if world.launcher != "none" and world.role == "worker":  # launchers and schedulers have no rank
+                is_rank = world.launcher != "none" and world.role == "worker"  # launchers and schedulers have no rank
+                if is_rank and (world.rank not in found or pid == self.alive(world.rank).get("pid")):
                     found[world.rank] = pid
         return found
 

@@ -300,6 +300,7 @@ def test_the_callers_mistake_is_told_by_rank_0_and_loads_nothing(
     run_dir: Path, start: Callable[[Path], list[Rank]], said: list[str]
 ) -> None:
     stopped_after(run_dir, 6)
+    (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged one
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and "log" not in path.parts}
     ranks = start(run_dir)
     text = refused(ranks, UserError, 2)
@@ -997,8 +998,23 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_well_without_its_weights(ru
     assert "no model-best.safetensors: the checkpoint of the best, step 4, is damaged: model.safetensors has" in warning
 
 
+def test_the_best_outlives_a_start_without_keep_best(run_dir: Path) -> None:
+    faults = Faults(accuracy={4: 0.75})
+    stopped_after(run_dir, 6, "--keep-best", "--keep-checkpoints=1", faults=faults)
+    stopped_after(run_dir, 10, "--keep-checkpoints=1", faults=faults)
+    assert "step-00000004" in checkpoints(run_dir)
+    all_done(job(2, its(run_dir, "--keep-best", "--keep-checkpoints=1"), faults))
+    assert result_of(run_dir)["best_step"] == 4
+    assert safetensors.numpy.load_file(run_dir / "model-best.safetensors")["updates"] == 4
+    all_done(job(2, its(run_dir, "--no-resume")))
+    (aside,) = run_dir.glob("earlier-*")
+    assert (aside / "model-best.safetensors").exists()
+    assert not (run_dir / "model-best.safetensors").exists()
+
+
 def test_only_to_evaluate_leaves_the_run_as_it_is(run_dir: Path, tmp_path: Path, console: Console) -> None:
     stopped_after(run_dir, 6)
+    (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged one
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log"}
     ranks = job(3, its(run_dir, "--evaluate-only"))
     assert [(run.start, run.stop) for run in all_done(ranks)] == [(6, 6)] * 3
@@ -1007,7 +1023,7 @@ def test_only_to_evaluate_leaves_the_run_as_it_is(run_dir: Path, tmp_path: Path,
     assert {path: path.read_bytes() for path in before if path.name != ".lock"}.items() <= before.items()
     told = json.loads(console.out.getvalue().splitlines()[-1].removeprefix("RESULT "))
     assert told == json.loads((run_dir / "evaluation.json").read_text())
-    assert (told["steps"], told["test_examples"]) == (6, threads.TEST)
+    assert (told["steps"], told["test_examples"], told["samples_per_second"]) == (6, threads.TEST, 0)
     all_done(job(2, its(run_dir)))
     all_done(job(2, its(tmp_path / "undisturbed")))
     the_same(run_dir, tmp_path / "undisturbed")

@@ -606,6 +606,9 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     outcome = harness.run(2, *options, run_dir=harness.folder / "other")
     assert (outcome.code, outcome.stderr.count("\n")) == (2, 1), outcome
     assert f"error: --visualdl {folder} holds {file.name}, of another run" in outcome.stderr
+    before = file.read_bytes()
+    assert harness.run(2, *options, "--evaluate-only").code == 0
+    assert file.read_bytes() == before
 
 
 SCALARS = ("train/loss", "train/accuracy_top1", "test/accuracy_top1", "test/accuracy_top2")
