@@ -62,7 +62,10 @@ def test_the_torch_family_shares_its_files() -> None:
     family = [app for app, source in weights.items() if re.search(r"^import torch$", source, re.MULTILINE)]
     assert {"mnist_ddp", "mnist_horovod", "mnist_lightning"} <= set(family)
     assert len({weights[app] for app in family}) == 1, family
-    for name, apps in (("model.py", ["mnist_horovod", "mnist_lightning"]), ("ranks.py", ["mnist_lightning", "cifar_ddp"])):
+    for name, apps in (
+        ("model.py", ["mnist_horovod", "mnist_lightning"]),
+        ("ranks.py", ["mnist_lightning", "cifar_ddp"]),
+    ):
         for app in apps:
             assert (ROOT / "apps" / app / name).read_text() == (ROOT / "apps" / "mnist_ddp" / name).read_text()
 
