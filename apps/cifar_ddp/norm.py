@@ -22,10 +22,13 @@ class Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, phases: Phases | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x if x.dtype == torch.float64 else x.float()  # under autocast x is bfloat16
-        count = torch.full((1,), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
-        # Ranks may have unlike numbers of samples, so what they add up are sums, and their number; in float64, as the
-        # variance is the small difference of two of them.
-        sums = torch.cat([each.sum((0, 2, 3), dtype=torch.float64) for each in (wide, wide.square())] + [count])
+        # Ranks may have unlike numbers of samples, so what they add up are sums, and their number. A variance is the
+        # small difference of two of them: squares are taken from the rank's own mean, and added up in float64.
+        n = x.numel() // x.shape[1]
+        own = wide.sum((0, 2, 3)) / max(1, n)
+        squares = (wide - own[:, None, None]).square_().sum((0, 2, 3)).double()
+        own = own.double()
+        sums = torch.cat([n * own, squares + n * own.square(), torch.full_like(own[:1], n)])
         add_up(sums, phases)  # ranks talk
         mean, square = (sums[:-1] / sums[-1]).chunk(2)
         variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # rounding may leave it below
