@@ -72,14 +72,23 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
             print("\n".join(["\n", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *lines]))
 
 
-@pytest.fixture
-def ddp(harness: Harness) -> Iterator[Harness]:
-    """Runs mnist_ddp beside the app under test, in the same Python."""
-    folder = harness.folder / "ddp"
+def beside(harness: Harness, app: str) -> Iterator[Harness]:
+    """Runs another app beside the one under test, in the same Python."""
+    folder = harness.folder / app
     folder.mkdir()
-    made = Harness(row("mnist_ddp"), harness.device, folder)
+    made = Harness(row(app), harness.device, folder)
     yield made
     made.check_nothing_left()
+
+
+@pytest.fixture
+def ddp(harness: Harness) -> Iterator[Harness]:
+    yield from beside(harness, "mnist_ddp")
+
+
+@pytest.fixture
+def cifar(harness: Harness) -> Iterator[Harness]:
+    yield from beside(harness, "cifar_ddp")
 
 
 @pytest.fixture

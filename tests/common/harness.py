@@ -84,23 +84,23 @@ class Shape:
 
 
 def options_of(app: str) -> Any:
-    """The app's options.py; the launch script imports it in the same way."""
-    spec = importlib.util.spec_from_file_location(f"options_of_{app}", ROOT / "apps" / app / "options.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    """The app's options.py."""
+    return _module(ROOT / "apps" / app / "options.py")
 
 
 def row(name: str) -> App:
     """The row of an app, ``ROW`` in ``tests/<app>/row.py``; the app's name is its folder's."""
-    spec = importlib.util.spec_from_file_location(f"row_of_{name}", ROOT / "tests" / name / "row.py")
+    found: App = replace(_module(ROOT / "tests" / name / "row.py").ROW, name=name)
+    return found
+
+
+def _module(path: Path) -> Any:
+    """The module in this file, imported as the launch script does: apps share names of files."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_{path.parent.name}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: App = replace(module.ROW, name=name)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
     return found
 
 

@@ -6,27 +6,16 @@ then see the same crops and flips, which belong to a sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Harness, losses, relative_difference, row
+from harness import Harness, losses, relative_difference
 
 SAME = ["--dataset=synthetic-cifar10", "--freeze-bn", "--lr=1e-4", "--momentum=0", "--log-every=1"]
 SAME += ["--global-batch-size=8", "--max-steps=3"]
 PLAIN = ("--stem=imagenet", "--dropout=0", "--label-smoothing=0", "--weight-decay=0", "--schedule=constant")
 RESNETS = {"resnet50": "--depth=50", "resnet18": "--depth=18"}
-
-
-@pytest.fixture
-def cifar(harness: Harness) -> Iterator[Harness]:
-    """Runs cifar_ddp beside MindSpore's app, in the same Python."""
-    folder = harness.folder / "cifar"
-    folder.mkdir()
-    made = Harness(row("cifar_ddp"), harness.device, folder)
-    yield made
-    made.check_nothing_left()
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnet50"), pytest.param("resnet18", marks=pytest.mark.soak)])
