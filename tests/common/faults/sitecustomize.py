@@ -74,7 +74,8 @@ def _make_slow(rank: int, sharding: Any) -> None:
         if "torch" in sys.modules:
             for loss in ("nll_loss", "cross_entropy"):
                 slow(sys.modules["torch.nn.functional"], loss, "computing")
-            slow(sys.modules["torch.optim.sgd"], "sgd", "optimizer")
+            for optimizer in ("sgd", "adam"):  # AdamW is an Adam
+                slow(sys.modules[f"torch.optim.{optimizer}"], optimizer, "optimizer")
         if "paddle" in sys.modules:
             slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
             for optimizer in (sys.modules["paddle"].optimizer.Momentum, sys.modules["paddle"].optimizer.Adam):
