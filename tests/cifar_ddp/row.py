@@ -37,5 +37,6 @@ ROW = App(
     defaults=("--log-every=1",),
     parts=(40, 3),
     exact_steps=(50, 6),
+    delay=30,  # in each of three micro-batches
     left_out=("once", "curves", "stall", "torchrun"),
 )
