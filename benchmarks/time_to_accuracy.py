@@ -182,7 +182,7 @@ class Bench:
         return next(filter(self.is_reached, found), found[-1])
 
     def is_reached(self, found: dict[str, float]) -> bool:
-        return found["accuracy"] >= self.options.target - 1e-6  # the loops' accuracy is a float32
+        return bool(found["accuracy"] >= self.options.target - 1e-6)  # the loops' accuracy is a float32
 
     def told(self, found: dict[str, float]) -> str:
         """Its seconds and steps; a bound where it did not get there."""
