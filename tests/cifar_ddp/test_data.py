@@ -60,7 +60,8 @@ def test_gray_images_are_padded_and_normalised(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "rows"), [([], 2), (["--inputs"], 1), pytest.param(["--shares"], 5, marks=pytest.mark.soak)]
+    ("way", "rows"),
+    [([], 2), *(pytest.param([way], 1, marks=pytest.mark.soak) for way in ("--inputs", "--shares"))],
 )
 def test_the_benchmark_still_runs(data_dir: Path, way: list[str], rows: int) -> None:
     """Four steps of the app and of what is beside it, whose numbers are of no meaning."""

@@ -53,8 +53,8 @@ class App:
     kills: int = 20  # of each kind at random steps, in a soak
     launcher: str = "torchrun"  # what its launch script starts
     # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
-    # ``stall``, ``stragglers``, ``curves``, ``torchrun`` where one of the same framework does, ``slow`` where a start
-    # takes long.
+    # ``curves``, ``launcher``, ``stall``, ``stragglers``, ``torchrun`` where one of the same framework or launcher does,
+    # ``slow`` where a start takes long.
     left_out: Sequence[str] = ()
     name: str = ""
 

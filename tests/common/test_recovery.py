@@ -58,7 +58,7 @@ def test_a_rank_is_killed_at_a_random_step(
 @pytest.mark.parametrize(
     "victim",
     [
-        "the launcher",
+        pytest.param("the launcher", marks=pytest.mark.launcher),
         pytest.param("the script", marks=pytest.mark.once),
         pytest.param("all processes", marks=pytest.mark.soak),
     ],
