@@ -192,7 +192,7 @@ def test_images_are_those_that_are_built_and_hold_what_is_started(overlay: str, 
     ]
     for job in by_name(manifests, "TrainJob").values():
         runtime = runtimes[f"TrainingRuntime {job['spec']['runtimeRef']['name']}"]["spec"]["containers"][0]
-        started.append((runtime["image"], job["spec"]["trainer"]))
+        started.append((job["spec"]["trainer"].get("image", runtime["image"]), job["spec"]["trainer"]))
     for image, container in started:
         name, tag = re.fullmatch(r"samestep/(\w+):(\w+)", image).groups()  # type: ignore[union-attr]
         assert tag == overlay
