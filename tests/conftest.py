@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "alone: of collectives_lab, runs while none of its other tests does",
         "soak: not in the matrix; runs with --soak or --every-case",
         "once: of core alone; the matrix shows it with one app, mnist_ddp",
-        "torchrun: of apps that torchrun starts; the matrix shows it with mnist_ddp",
+        "torchrun: of apps that torchrun starts",
         "curves, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):

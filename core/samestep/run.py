@@ -286,8 +286,8 @@ class Run:
         as model-ema.safetensors. Raises as `save` and `record` do."""
         self._bar.close()
         self._check_finite({"test loss": tested.get("test_loss", 0.0)})
-        seconds, samples = time.monotonic() - self._begun, self._batches.samples_seen(self.stop)
-        samples = 0 if self.options.evaluate_only else samples
+        seconds = time.monotonic() - self._begun
+        samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.stop)
         digest = checkpoint.weights_sha256(weights)
         everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
         if (everyones != everyones[0]).any():
@@ -299,9 +299,9 @@ class Run:
             ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
             raise rollback.unequal_at_the_end(everyones)
         if self._metrics:
-            for name, arrays in {"": weights, **(also or {})}.items():
-                path = self.options.run_dir / f"model-{name}.safetensors"
-                checkpoint.save_weights(path if name else self.options.run_dir / "model.safetensors", arrays)
+            files = {"model": weights, **{f"model-{name}": arrays for name, arrays in (also or {}).items()}}
+            for name, arrays in files.items():
+                checkpoint.save_weights(self.options.run_dir / f"{name}.safetensors", arrays)
         best = self._best.write(self.options.run_dir, self.evaluates) if self._best and self.options.keep_best else {}
         self._result = {
             "train_examples": self._batches.n,

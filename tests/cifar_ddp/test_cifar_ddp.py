@@ -104,9 +104,9 @@ PLAIN = """
 import copy
 import json
 import math
-import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from data import load
@@ -156,7 +156,7 @@ for step in range(STEPS):
         mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
 evaluated = (average if kind == "adamw" else model).eval()
 with torch.no_grad():
-    images, labels = test.batch(__import__("numpy").arange(len(test.labels)), torch.float64)
+    images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
     test_loss = F.cross_entropy(scores(evaluated, images), labels).item()
 total = [sum(each.abs().sum().item() for each in one.parameters()) for one in (model, average)]
 print(json.dumps(dict(losses=losses, test_loss=test_loss, weights=total)))

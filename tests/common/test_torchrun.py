@@ -1,6 +1,7 @@
 """An app that torchrun starts: by its launchers without the launch script, on two machines, and with ranks that differ.
 
-The matrix runs these for mnist_ddp; they depend on an app's options.py, ranks.py and train.py, so a copy has them too.
+They depend on an app's options.py, ranks.py and train.py, so a copy has them too. The matrix runs all for mnist_ddp,
+and for mnist_lightning those that are not of one app alone.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
+@pytest.mark.once
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -69,6 +71,7 @@ def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: py
         parse(["--local-rank=1"])
 
 
+@pytest.mark.once
 def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None:
     """The key in the run dir's name is for launchers that start ranks again by themselves."""
     command = [*TORCHRUN, "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
@@ -80,6 +83,7 @@ def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None
     assert len(list((harness.folder / "runs" / harness.app.name).iterdir())) == 1
 
 
+@pytest.mark.once
 def test_one_process_by_plain_python(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, *short(harness)]), 1)
     assert result["launcher"] == "none"
@@ -98,6 +102,7 @@ def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., 
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -117,6 +122,7 @@ def test_a_wrong_environment_is_one_line(harness: Harness, environ: dict[str, st
     assert words in outcome.stderr
 
 
+@pytest.mark.once
 def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -130,6 +136,7 @@ def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.once
 def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
     """torchrun gives each rank a session of its own, so nothing but the rank's watchdog ends it."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", train(harness), *harness.app.small]
@@ -153,6 +160,7 @@ def two_machines(harness: Harness) -> list[Job]:
     return jobs
 
 
+@pytest.mark.once
 def test_two_machines_without_a_shared_disk_stop_and_recover_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -179,6 +187,7 @@ def test_two_machines_without_a_shared_disk_stop_and_recover_together(
 # --- ranks that differ --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_what_ranks_do_not_share_is_named_and_never_saved(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -198,6 +207,7 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
     assert (result["resumed_from_step"], result["weights_sha256"]) == (kept[-1], expected["weights_sha256"])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_flipped_bit_is_named_and_undone(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int

@@ -1,11 +1,12 @@
 """Every device path of mnist_lightning, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
 
+TORCHRUN = "tests/common/test_torchrun.py"
 OWN = "tests/mnist_lightning/test_mnist_lightning.py"
 PATHS = [
     # device, transport, by what it is started or which part, how it is shown, by what
     ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
-    ("cpu", "gloo", "torchrun alone", "run", f"{OWN}::test_torchrun_alone_takes_the_same_steps"),
-    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{OWN}::test_plain_rank_and_world_size"),
+    ("cpu", "gloo", "torchrun alone", "run", f"{TORCHRUN}::test_torchrun_alone_takes_the_same_steps"),
+    ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{TORCHRUN}::test_plain_rank_and_world_size"),
     ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
     (
         *("cuda", "NCCL", "which GPU a rank takes (ranks.py is mnist_ddp's)", "simulated"),

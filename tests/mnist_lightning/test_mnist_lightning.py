@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import runpy
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import ROOT, Harness, bare, losses, metrics, relative_difference, told_by
-from processes import free_port
-from samestep import UserError, checkpoint, datasets
+from samestep import checkpoint, datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
@@ -199,45 +196,12 @@ def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
 # --- its launchers -------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN, *harness.app.small]
-    result = harness.checked(bare(harness, command), 2)
-    assert result["launcher"] == "torchrun"
-    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
-
-
-def test_local_rank_says_nothing_about_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.distributed.launch gives to a rank, in both spellings; without LOCAL_RANK it is not understood."""
-    parse = runpy.run_path(str(ROOT / "apps" / "mnist_lightning" / "options.py"))["parse"]
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is 0: start the ranks with torchrun"):
-        parse(["--local-rank=1"])
-    monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
-        parse(["--local-rank=1"])
-
-
 def test_one_process_by_plain_python(harness: Harness) -> None:
     """Lightning's own way with devices=N would start N - 1 children of itself."""
     outcome = bare(harness, [sys.executable, TRAIN, *SMALL])
     assert harness.checked(outcome, 1)["launcher"] == "none"
     assert outcome.stderr == ""
     assert len(outcome.stdout.splitlines()) == 2
-
-
-def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """As DLC and a person at two terminals set them: one process each, no launcher."""
-    command = [sys.executable, TRAIN, *harness.app.small, "--run-dir=run"]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
-    first, second = (job.finish(limit=120) for job in jobs)
-    result = harness.checked(first, 2)
-    assert result["launcher"] == "env"
-    assert second.code == 0
-    assert second.stdout == ""
-    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
 def test_a_wrong_environment_is_one_line(harness: Harness) -> None:
