@@ -74,7 +74,7 @@ def environment(app: str) -> str:
         print(f"making {folder}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        wanted = [f"-r{ROOT / 'apps' / app / 'requirements.txt'}", MATPLOTLIB]
+        wanted = [f"-r{ROOT / 'apps' / app / 'requirements.in'}", MATPLOTLIB]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
         setup = ROOT / "apps" / app / "setup.sh"
         if setup.exists():
@@ -196,7 +196,7 @@ def machine(apps: list[str]) -> str:
     """Where these numbers were made."""
     versions = []
     for app in apps:
-        lines = (ROOT / "apps" / app / "requirements.txt").read_text().splitlines()
+        lines = (ROOT / "apps" / app / "requirements.in").read_text().splitlines()
         versions += [line for line in lines if line.startswith(("torch==", "paddle", "pytorch-lightning"))]
     threads = "threads a rank: cores / ranks, at least 1"
     cores = len(os.sched_getaffinity(0))

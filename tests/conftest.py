@@ -29,11 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for mark in (
-        "alone: of collectives_lab, runs while none of its other tests does",
+        "alone: runs while no other test does",
         "soak: not in the matrix; runs with --soak or --every-case",
         "once: of core alone; the matrix shows it with one app, mnist_ddp",
         "torchrun: of apps that torchrun starts",
-        "curves, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
+        "best, curves, kills, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
@@ -55,6 +55,20 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
     made = Harness(row(request.config.getoption("--app")), request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()
+
+
+@pytest.fixture(autouse=True)
+def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests run beside each other, in several workers, but for those that are marked ``alone``."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    shared = tmp_path_factory.getbasetemp().parent  # of all workers
+    with (shared / "gate.lock").open("w") as gate, (shared / "alone.lock").open("w") as lock:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone is not overtaken
+        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture

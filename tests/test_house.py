@@ -92,7 +92,7 @@ def test_nobody_imports_what_is_not_theirs() -> None:
 def test_scripts_holds_doors_only() -> None:
     listed = subprocess.run(["git", "ls-files", "scripts"], cwd=ROOT, capture_output=True, text=True, check=True)
     outside = {name for name in listed.stdout.split() if not name.startswith("scripts/launcher/")}
-    doors = {"scripts/test.sh", "scripts/verify_horovod.sh"} | {
+    doors = {"scripts/new_app.sh", "scripts/test.sh", "scripts/verify_horovod.sh"} | {
         f"scripts/run_{path.name}.sh" for path in ROOT.glob("apps/*")
     }
     assert outside <= doors
@@ -118,6 +118,36 @@ def test_the_pythons_of_an_app_follow_from_what_was_recorded_of_its_pins() -> No
         assert differences(text, record) == [], path
         assert differences(text + "numpy==2.4.7\n", record)  # another pin was not resolved
         assert differences(text.replace("# python: 3.11", "# python: 3.10 3.11"), record)
+
+
+def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> None:
+    """Whether it is all that PyPI has needs PyPI: `tox -e locks -- --check`."""
+    tool, pythons = (runpy.run_path(str(ROOT / "tools" / f"{name}.py")) for name in ("lock", "python_versions"))
+    line = re.compile(
+        r"[a-z0-9-]+==[\w.+]+( ; [\w.'() =<>!]+)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?|"
+        r"    # +(via )?([a-z0-9-]+|-r apps/\w+/\w+\.in)|    # via|# Made by `bash scripts/test\.sh -e locks -- .*"
+    )
+    for source in ROOT.glob("apps/*/*.in"):
+        whole = source.name == "requirements.in"
+        locks = [*source.parent.glob("requirements-*.txt")] if whole else [source.with_suffix(".txt")]
+        pins = pythons["pins"](source.read_text())
+        needed = {re.split("[=><]", pin)[0].lower() for pin in (pins if whole else pins[:-3])}
+        assert source.with_name("requirements-cpu.txt") in locks or not whole
+        for lock in locks:
+            text, entries = lock.read_text(), tool["entries"](lock.read_text())
+            assert [each for each in text.splitlines() if not line.fullmatch(each)] == [], lock
+            assert all(entry.hashes for entry in entries), lock
+            assert needed <= {entry.name for entry in entries}, lock
+            found = {f"{entry.name}=={entry.version}" for entry in entries}
+            assert {pin.lower() for pin in pins if "==" in pin} <= found, f"{lock}: bash scripts/test.sh -e locks"
+            gpu = {entry.name for entry in entries if tool["GPU"].fullmatch(entry.name)}
+            assert bool(gpu) == lock.name.endswith("-cuda.txt"), lock
+            for entry in entries:
+                listed = {*tool["CPU_INDEX"].get((entry.name, entry.version), "").split()[::2]}
+                if entry.name == "torch":  # the one build, or the other
+                    assert ("+cpu " in f"{entry.requirement} ", listed == {*entry.hashes}) == (not gpu, not gpu), lock
+                elif entry.name == "torchvision" and not gpu:
+                    assert listed < {*entry.hashes}, lock
 
 
 def test_every_device_path_is_listed_with_what_shows_it() -> None:

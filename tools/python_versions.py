@@ -3,11 +3,11 @@
     bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines
     bash scripts/test.sh -e pythons -- --check      # compares
 
-uv resolves each app's requirements.txt, together with core's own requirements, for each Python, from metadata alone:
+uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone:
 for all apps that is a minute and 20 MB, none of it a wheel. For Linux on x86-64 with glibc 2.28 or newer.
 
 What it found is recorded in python_versions.json beside this file, and decides the line ``# python: 3.11 3.12`` of each
-requirements.txt, in whose order the launch script looks for a Python. What wheels do not tell is said in the same file,
+requirements.in, in whose order the launch script looks for a Python. What wheels do not tell is said in the same file,
 and leaves of the line only what it names::
 
     # python limit: 3.11, because ...
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def requirements() -> list[Path]:
-    return sorted(ROOT.glob("apps/*/requirements.txt"))
+    return sorted(ROOT.glob("apps/*/requirements.in"))
 
 
 def resolve(path: Path) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def pins(text: str) -> list[str]:
 
 
 def pythons(text: str, record: dict[str, Any]) -> list[str]:
-    """The Pythons of a requirements.txt: those of the record, within the limit that ``text`` sets."""
+    """The Pythons of a requirements.in: those of the record, within the limit that ``text`` sets."""
     limit = LIMIT.search(text)
     return [python for python in record["wheels"] if limit is None or python in limit.group(1).split()]
 
 
 def differences(text: str, record: dict[str, Any] | None) -> list[str]:
-    """How a requirements.txt, of which ``text`` is the content, differs from what is recorded, in words."""
+    """How a requirements.in, of which ``text`` is the content, differs from what is recorded, in words."""
     if record is None or record["pins"] != pins(text):
         return [f"{RECORD.name} was not made of its pins and {CORE.relative_to(ROOT)}"]
     line, derived = LINE.search(text), " ".join(pythons(text, record))

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from vision import VisionDataset, functional
 
 # Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. CIFAR-10's second are those that
-# most programs have, resnet50_mindspore among them: the mean over images of each one's own.
+# most programs have: the mean over images of each one's own.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "fashion-mnist": ((0.2860,) * 3, (0.3530,) * 3),

@@ -84,7 +84,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.lr = LEARNING_RATES[options.optimizer]
     if options.weight_decay is None:
         options.weight_decay = WEIGHT_DECAYS[options.optimizer]
-    if options.model == "small" and options.stem:
+    resnet = options.model.startswith("resnet")
+    if options.stem and not resnet:
         raise UserError(f"--stem {options.stem} is of a ResNet: leave it out, or choose --model resnet18 or resnet50")
     if options.freeze_bn and options.norm != "batch":
         raise UserError(f"--freeze-bn, but --norm {options.norm} has no stored statistics: leave one of them out")
@@ -95,7 +96,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise UserError(f"--compile needs a C++ compiler, and there is no {compiler!r}: install g++, or set CXX")
     if options.first_step_timeout is None:
         options.first_step_timeout = max(options.timeout, 1800.0) if options.compile else options.timeout
-    if options.model != "small":
+    if resnet:
         options.stem = options.stem or "cifar"
     if options.schedule != "constant":
         options.must_stay_at_resume = ("epochs",)  # the schedule's horizon; --max-steps only stops before it

@@ -4,7 +4,7 @@
     python -m paddle.distributed.launch --nproc_per_node 4 apps/lenet_paddle/train.py      # fleetrun is the same
     python apps/lenet_paddle/train.py --launcher spawn --nprocs 4
     python apps/lenet_paddle/train.py                     # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py   # one on each machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py   # one a machine
 
 Every rank runs this file. They talk at nine places, each marked: at the rendezvous, when they restore a checkpoint,
 when the model is distributed and when its gradient buckets are ordered, at each step for the gradients (in backward),

@@ -3,7 +3,7 @@
     bash scripts/run_mnist_ddp.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/mnist_ddp/train.py
     python apps/mnist_ddp/train.py                        # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one on each machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one a machine
 
 Every rank runs this file. They talk at nine places, each marked: at the rendezvous, when they restore a checkpoint,
 when DDP is built and when its buckets are ordered, at each step for the gradients (in backward), at each log line for

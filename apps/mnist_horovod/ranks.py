@@ -32,7 +32,7 @@ def choose_device(wanted: str, world: World) -> torch.device:
     if wanted == "cpu" or gpus < ranks:
         return torch.device("cpu")
     if not hvd.cuda_built():
-        build = "HOROVOD_GPU_OPERATIONS=NCCL bash scripts/run_mnist_horovod.sh, where nvcc is, builds one that has it"
+        build = "HOROVOD_GPU_OPERATIONS=NCCL bash scripts/run_mnist_horovod.sh, where nvcc is, builds one with it"
         if wanted == "cuda":
             raise UserError(f"--device cuda: this Horovod was built without CUDA: use --device cpu; {build}")
         if world.rank == 0:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class RunCallback(pl.Callback):
-    """Tells the Run what happened, and does what is due: mnist_ddp's loop, but for the step itself."""
+    """Tells the Run what happened, and does what is due: a training loop, but for the step itself."""
 
     def __init__(self, run: Run, data: Data, device: torch.device) -> None:
         self.run, self.data = run, data

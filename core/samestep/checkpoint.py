@@ -46,6 +46,10 @@ class Damaged(Exception):
     """This checkpoint cannot be used, and why."""
 
 
+class OtherFormat(Damaged):
+    """It may be good, but another version of this package wrote it."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A good checkpoint. ``state`` and ``arithmetic`` are JSON values.
@@ -172,13 +176,19 @@ def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> C
     """The newest good checkpoint; None when the run dir has none at all. Without ``verify``, by manifests alone.
 
     Every damaged one that is newer is named through ``warn``. Raises FatalError, listing them, when there are
-    checkpoints but none is good: starting again silently would throw the run away.
+    checkpoints but none is good: starting again silently would throw the run away; UserError at one that another
+    version of this package wrote.
     """
     damaged = []
     retired = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
     for folder in folders(run_dir):
         try:
             found = read(folder, verify)
+        except OtherFormat as problem:  # an older one would make its steps again, and rename it
+            raise UserError(
+                f"checkpoint {folder} is of another version of samestep: {problem}: use that version, or start anew "
+                "with --no-resume or another --run-dir"
+            ) from problem
         except Damaged as problem:
             damaged.append(f"{folder.name} ({problem})")
             continue
@@ -201,7 +211,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
         if manifest["sha256"] != _sha256(_canonical(body)):
             raise Damaged(f"{_MANIFEST} does not match its own checksum")
         if body["format"] != FORMAT:
-            raise Damaged(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
+            raise OtherFormat(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
         contents = {}
         for name, facts in body["files"].items():
             if not _FILE_NAME.fullmatch(name):  # a manifest must not lead out of its folder

@@ -205,13 +205,13 @@ class Run:
         return due._replace(log=True, save=True) if self._stops else due
 
     def record(
-        self, loss_sum: float, sum_since: float, tested: dict[str, Any], correct: float | None = None
+        self, loss_sum: float, sum_since: float, tested: dict[str, Any], correct: float | None = None, **also: float
     ) -> dict[str, Any]:
         """Append a line to metrics.jsonl, on rank 0; returns it, on every rank.
 
         ``loss_sum`` is the last update's loss, before it was made, ``sum_since`` that of all since the last line and
-        ``correct`` their right answers, of all ranks' samples. Where the loss is no number, raises RestartError, and
-        FatalError where it was none at this step in the start before.
+        ``correct`` their right answers, of all ranks' samples; ``also`` are numbers for this line alone. Where the loss
+        is no number, raises RestartError, and FatalError where it was none at this step in the start before.
         """
         step, batches = self._step - 1, self._batches
         loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
@@ -230,7 +230,7 @@ class Run:
         if self._step % batches.steps_per_epoch == 0:
             self._epoch_sum = self._epoch_correct = 0.0
         line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
-        line |= {} if correct is None else {"accuracy": correct / since}
+        line |= also if correct is None else {"accuracy": correct / since, **also}
         line |= {"samples_per_second": round(since / (time.monotonic() - self._recorded_at), 1), **tested}
         self._recorded_at, self._recorded_samples = time.monotonic(), samples
         if self._metrics:

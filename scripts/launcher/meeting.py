@@ -219,6 +219,16 @@ class Line:
             return {}
         return found if isinstance(found, dict) else {}
 
+    @property
+    def ended(self) -> bool:
+        """Whether the other end is gone, and nothing that it said is still to be read."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -327,6 +337,8 @@ class _Host:
             if said:
                 line.close()
             return None
+        if guest.machine in self._guests and self._guests[guest.machine][1].ended:  # its end is still in the queue
+            del self._guests[guest.machine]
         others = [self._card, *(card for card, _ in self._guests.values())]
         for other in others:
             if problem := difference(other, guest, self._equal_ranks):

@@ -25,7 +25,7 @@ UNEVEN = "--global-batch-size=93"
 
 def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness, soak: bool) -> None:
     curves, averages = [], []
-    for n in (1, 2, 3, 4) if soak else (1, 2, 3):
+    for n in (1, 2, 3, 4) if soak else (1, 3):
         run_dir = harness.folder / str(n)
         steps = 50 if soak else 20
         harness.train(n, *SMALL, *EVERYTHING, UNEVEN, "--dtype=float64", f"--max-steps={steps}", run_dir=run_dir)

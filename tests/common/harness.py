@@ -53,8 +53,8 @@ class App:
     kills: int = 20  # of each kind at random steps, in a soak
     launcher: str = "torchrun"  # what its launch script starts
     # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
-    # ``curves``, ``launcher``, ``stall``, ``stragglers``, ``torchrun`` where one of the same framework does it, and
-    # ``slow`` where a start takes long.
+    # ``best``, ``curves``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun`` where one of the same
+    # framework, or a case of its own, does it, and ``slow`` where a start takes long.
     left_out: Sequence[str] = ()
     name: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,9 @@ def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., d
     assert copied["test_loss"] == trained["test_loss"]
 
 
-def test_evaluations_between_epochs_the_best_and_an_evaluation_alone(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
-) -> None:
+@pytest.mark.best
+@pytest.mark.slow
+def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """They change no step; the best is the first of equals, and left with its weights."""
     reference, run_dir = undisturbed(2), harness.folder / "run"
     run = Shape.of(reference)
@@ -88,11 +89,19 @@ def test_evaluations_between_epochs_the_best_and_an_evaluation_alone(
     assert (result["best_step"], result[f"best_{measure}"]) == (best, tested[best][measure])
     kept = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert kept == {f"step-{best:08d}", f"step-{result['steps']:08d}"}
-    weights = checkpoint.weights_sha256(checkpoint.load_weights(run_dir / "model-best.safetensors"))
-    assert (weights == result["weights_sha256"]) == (best == result["steps"])
+    evaluated = run_dir / "model-ema.safetensors"  # where the app evaluates an average of the weights
+    last = evaluated if evaluated.exists() else run_dir / "model.safetensors"
+    the_best, at_the_end = (checkpoint.load_weights(path) for path in (run_dir / "model-best.safetensors", last))
+    same = checkpoint.weights_sha256(the_best) == checkpoint.weights_sha256(at_the_end)
+    assert same == (best == result["steps"])
 
+
+def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """At another number of ranks, of a run that it leaves as it is."""
+    result, run_dir = undisturbed(2), harness.folder / "run"
+    shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
-    outcome = harness.run(3, *options, "--evaluate-only")
+    outcome = harness.run(3, *harness.app.small, "--evaluate-only")
     assert outcome.code == 0, outcome
     assert outcome.result["weights_sha256"] == result["weights_sha256"]
     assert outcome.result["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)
@@ -101,7 +110,7 @@ def test_evaluations_between_epochs_the_best_and_an_evaluation_alone(
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-# In the matrix other apps show the first by being compared with mnist_ddp, or by all of their own variants.
+# In the matrix one app shows the first; others do by being compared with it, or show the second, of their own variants.
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.once), pytest.param(1, marks=pytest.mark.curves)])
 def test_losses_are_the_same_at_any_number_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, which: int
@@ -125,7 +134,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
             assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
     """Also with dropout, in float32: rounding is all that differs."""
     curves = []
@@ -137,7 +146,7 @@ def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: b
     assert all(relative_difference(curves[0], other) < harness.app.first_tolerance for other in curves[1:])
 
 
-@pytest.mark.once
+@pytest.mark.soak
 def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
     """A process that used collectives may abort while it exits; the job must not fail by that.
 

@@ -18,7 +18,7 @@ PLAIN = ("--stem=imagenet", "--dropout=0", "--label-smoothing=0", "--weight-deca
 RESNETS = {"resnet50": "--depth=50", "resnet18": "--depth=18"}
 
 
-@pytest.mark.parametrize("name", [pytest.param("resnet50"), pytest.param("resnet18", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.soak), "resnet18"])
 def test_the_same_losses_and_each_evaluates_the_others_weights(harness: Harness, cifar: Harness, name: str) -> None:
     options = {cifar: [*SAME, *PLAIN, f"--model={name}"], harness: [*SAME, RESNETS[name]]}
     start = cifar.train(1, *options[cifar], "--max-steps=0", run_dir=cifar.folder / "start")

@@ -637,6 +637,8 @@ def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run
     assert [line["accuracy"] for line in lines] == [
         share(range(begin, end)) for begin, end in pairwise([0, 3, 4, 6, 8, 9, 12])
     ]
+    assert all(isinstance(line["weight"], float) for line in lines)  # the app's own number, which is no evaluation
+    assert "weight" not in result_of(run_dir)
     said = dict(re.findall(r"^epoch (\d)/.*  train accuracy (\S+)  test loss", console.out.getvalue(), re.MULTILINE))
     epochs = {str(epoch + 1): range(epoch * EPOCH, (epoch + 1) * EPOCH) for epoch in range(3)}
     assert said == {epoch: f"{share(steps):.4f}" for epoch, steps in epochs.items()}

@@ -113,7 +113,7 @@ def loss_of(sample: int, step: int) -> float:
     return ((sample * 7 + step * 5) % 64 + 1) / 16
 
 
-COUNTING = "counting"  # the name of an app that counts right answers
+COUNTING = "counting"  # the name of an app that counts right answers, and records a number of its own
 
 
 def is_hit(sample: int, step: int) -> bool:
@@ -227,8 +227,9 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
         if due.log:
             sum_since, hits_since = 0.0, 0
             tested = evaluate(model, data.test_labels, ranks, world, faults) if due.test else {}
+            own: dict[str, Any] = {"correct": hits, "weight": model.groups["model"]["w"].sum().item()}
             me.lines.append(
-                counted("record", partial(run.record, last, since, tested, hits if app == COUNTING else None))
+                counted("record", partial(run.record, last, since, tested, **(own if app == COUNTING else {})))
             )
         if due.save:
             counted("save", lambda: run.save(ranks, model.groups))

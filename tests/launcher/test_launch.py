@@ -272,7 +272,7 @@ def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, said: st
 def test_a_given_python_without_the_requirements_is_told_before_anything_starts(house: House, tmp_path: Path) -> None:
     root = tmp_path / "other"
     shutil.copytree(house.root, root, symlinks=True)
-    (root / "apps" / "toy" / "requirements.txt").write_text("numpy==0.0.1\nno-such-package-anywhere==1.0\n")
+    (root / "apps" / "toy" / "requirements.in").write_text("numpy==0.0.1\nno-such-package-anywhere==1.0\n")
     done = House(root, house.work).run("note()")
     assert done.returncode == 2
     assert "warning: numpy " in done.stderr  # another version than the tested one is said

@@ -1,11 +1,12 @@
-"""Environments: shared by apps with equal requirements, made once, whole or not at all, and never changed.
+"""Environments: shared by apps with equal locks, made once, whole or not at all, and never changed.
 
 The launch script makes them in a house of its own, with a base Python whose `venv` leaves out pip, and a `pip` that
-notes what it was asked to install. Everything else is real.
+notes what it was asked to install. Everything else is real; and so is pip where hashes are what is tested.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,10 +81,12 @@ class Street:
         for app in ("toy", "bench"):
             self.require(app, "torch==1.0")
 
-    def require(self, app: str, *lines: str) -> None:
+    def require(self, app: str, *lines: str, lock: str = "requirements-cpu.txt") -> None:
+        """Pin ``lines``, and lock them as they are, without hashes."""
         python = f"# python: {'.'.join(VERSION.split('.')[:2])}"
-        text = "\n".join([f"# {app}'s own words", python, *lines, ""])
-        (self.root / "apps" / app / "requirements.txt").write_text(text)
+        source = self.root / "apps" / app
+        (source / "requirements.in").write_text("\n".join([f"# {app}'s own words", python, *lines, ""]))
+        (source / lock).write_text("\n".join([f"# Made of {app}'s", *lines, ""]))
 
     def start(self, app: str = "toy", run: str = "run") -> subprocess.Popen[str]:
         words = ["weigh"] if app == "bench" else ["--dataset=mnist-5k"]
@@ -127,12 +131,41 @@ def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Str
     assert os.readlink(street.venvs / "toy") == venv.name
     venv_note, pip_note = street.notes()
     assert venv_note == f"venv {venv}"
-    requirements = street.root / "apps" / "toy" / "requirements.txt"
     assert pip_note.startswith(f"{venv}/bin/python install ")
-    assert pip_note.endswith(f" -r {requirements} -e {street.root / 'core'}")
+    assert pip_note.endswith(f" --no-deps --require-hashes --only-binary=:all: -r {venv / 'requirements.txt'}")
+    assert (venv / "requirements.txt").read_text() == "# Made of toy's\ntorch==1.0\n"
+    (core,) = venv.glob("lib/python*/site-packages/samestep.pth")
+    assert core.read_text() == f"{street.root / 'core'}\n"
     again = end_of(street.start())
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
     assert len(street.notes()) == 2
+
+
+def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage imports from it, the environment has it installed, and another wheel makes another one."""
+    wheel = street.root / "vendor" / "samestep-0.1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as file:
+        for path in (street.root / "core" / "samestep").glob("*.py"):
+            file.write(path, f"samestep/{path.name}")
+    installed = (street.root / "core").rename(street.work / "core")
+    lacking = {**street.environ, "PYTHONPATH": street.environ["PYTHONPATH"].replace(f":{street.root / 'core'}:", ":")}
+    street.environ["PYTHONPATH"] += f":{installed}"
+    first = street.python()
+    assert street.notes()[-1].endswith(f" --no-deps --no-index {wheel}")
+
+    street.environ, complete = lacking, street.environ
+    done = end_of(street.start())
+    assert (done.returncode, done.stdout) == (2, "")
+    install = f"{first}/bin/python -m pip install {wheel}"
+    assert done.stderr == f"error: {first}/bin/python lacks samestep: {install}; or unset PYTHON to have one made\n"
+
+    street.environ = complete
+    with zipfile.ZipFile(wheel, "a") as file:
+        file.writestr("samestep/more.py", "")
+    assert street.python() != first
+    monkeypatch.setattr(venvs, "ROOT", street.root)
+    assert [pin[:2] for pin in venvs._pins("toy")] == [("torch", "1.0"), ("samestep", "0.1.0")]
 
 
 def test_what_is_there_is_used_without_the_python_that_made_it(street: Street) -> None:
@@ -141,7 +174,7 @@ def test_what_is_there_is_used_without_the_python_that_made_it(street: Street) -
     assert street.python() == venv
 
 
-def test_apps_with_equal_requirements_share_one(street: Street) -> None:
+def test_apps_with_equal_locks_share_one(street: Street) -> None:
     """Comments, blank lines and order do not count."""
     street.require("toy", "torch==1.0", "numpy==2.0")
     street.require("bench", "", "numpy==2.0  # arrays", "# python: 3", "torch==1.0", "")
@@ -159,7 +192,7 @@ def test_first_starts_at_once_make_one(street: Street) -> None:
     assert street.made() == 1
 
 
-def test_other_requirements_make_another_and_leave_the_old_one_as_it_was(street: Street) -> None:
+def test_another_lock_makes_another_and_leaves_the_old_one_as_it_was(street: Street) -> None:
     old = street.python()
     (old / "mine").write_text("")
     street.require("toy", "torch==1.1")
@@ -171,9 +204,11 @@ def test_other_requirements_make_another_and_leave_the_old_one_as_it_was(street:
     assert street.made() == 2
 
 
-REQUIREMENTS = "# horovod==0.1 is built by setup.sh\ntorch==1.0\nnumpy==2.0\n"
+LOCK = "torch==1.0 \\\n    --hash=sha256:01\n    # via x\nnumpy==2.0 \\\n    --hash=sha256:02\n"
 CONTENT = {
-    "apps/toy/requirements.txt": REQUIREMENTS,
+    "apps/toy/requirements.in": "# horovod==0.1 is built by setup.sh\n",
+    "apps/toy/requirements-cpu.txt": LOCK,
+    "apps/toy/requirements-cuda.txt": "torch==1.0\n",
     "apps/toy/setup.sh": "# builds from: build.py tools/more.txt\n",
     "apps/toy/build.py": "0",
     "apps/toy/tools/more.txt": "0",
@@ -185,32 +220,42 @@ CONTENT = {
 @pytest.mark.parametrize(
     ("path", "content", "counts"),
     [
-        ("apps/toy/requirements.txt", REQUIREMENTS.replace("2.0", "2.1"), True),
-        ("apps/toy/requirements.txt", REQUIREMENTS.replace("0.1", "0.2"), True),
-        ("apps/toy/requirements.txt", REQUIREMENTS.replace("torch==1.0\n", ""), True),
-        ("apps/toy/requirements.txt", f"# Some words.\n\n{REQUIREMENTS}", False),
-        ("apps/toy/requirements.txt", REQUIREMENTS.replace("2.0", "2.0  # arrays"), False),
-        ("apps/toy/requirements.txt", "".join(sorted(REQUIREMENTS.splitlines(keepends=True))), False),
+        ("apps/toy/requirements.in", "# horovod==0.2 is built by setup.sh\n", True),
+        ("apps/toy/requirements.in", "# horovod==0.1 is built by setup.sh\ntorch==1.0\n", False),  # the lock decides
+        ("apps/toy/requirements-cpu.txt", LOCK.replace("2.0", "2.1"), True),
+        ("apps/toy/requirements-cpu.txt", LOCK.replace("02", "03"), True),
+        ("apps/toy/requirements-cpu.txt", f"# Some words.\n\n{LOCK}", False),
+        ("apps/toy/requirements-cpu.txt", LOCK.replace("via x", "via y"), False),
+        ("apps/toy/requirements-cuda.txt", "torch==1.1\n", True),  # the environment may have been made of it
         ("apps/toy/setup.sh", CONTENT["apps/toy/setup.sh"] + "exit 1\n", True),
         ("apps/toy/build.py", "1", True),
         ("apps/toy/tools/more.txt", "1", True),
         ("apps/toy/other.py", "1", False),
-        ("core/pyproject.toml", "[project]\nname = 'x'\n", True),
+        ("core/pyproject.toml", "[project]\nname = 'x'\n", False),  # core is not installed, and the lock has its needs
     ],
 )
 def test_what_decides_an_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str, counts: bool
 ) -> None:
     monkeypatch.setattr(venvs, "ROOT", tmp_path)
+    monkeypatch.setattr(venvs, "_has_nvidia", lambda: False)
+    monkeypatch.delenv("SAMESTEP_LOCK", raising=False)
     for name, text in CONTENT.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    before = venvs._key("toy", "3.11.7", {})
+
+    def key(version: str = "3.11.7", settings: dict[str, str] | None = None, allowed: tuple[str, ...] = ()) -> str:
+        locks = [venvs._allow(lock.read_text(), {"torch": allowed}) for lock in venvs._locks("toy")]
+        return venvs._key("toy", version, settings or {}, locks)
+
+    before = key()
     assert re.fullmatch("[0-9a-f]{12}", before)
-    assert venvs._key("toy", "3.11.8", {}) != before
-    assert venvs._key("toy", "3.11.7", {"WITH": "1"}) != before
+    assert before not in {key("3.11.8"), key(settings={"WITH": "1"}), key(allowed=("03",))}
+    monkeypatch.setattr(venvs, "_has_nvidia", lambda: True)
+    assert key() != before
+    monkeypatch.setattr(venvs, "_has_nvidia", lambda: False)
     (tmp_path / path).write_text(content)
-    assert (venvs._key("toy", "3.11.7", {}) != before) == counts
+    assert (key() != before) == counts
 
 
 def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
@@ -251,19 +296,20 @@ def test_a_failed_one_is_said_and_made_anew(street: Street) -> None:
     done = end_of(street.start())
     assert (done.returncode, done.stdout) == (1, "")
     assert re.search(r"^error: could not make \.venvs/toy: `.* -m pip .*` failed", done.stderr, re.MULTILINE)
-    assert not (street.venvs / "toy").exists()
-    (half,) = [path for path in street.venvs.iterdir() if path.is_dir()]
-    (half / "left").write_text("")
+    assert [path for path in street.venvs.iterdir() if path.is_dir()] == []
     (street.work / "pip.fails").unlink()
-    assert street.python() == half
-    assert not (half / "left").exists()
+    assert street.python().exists()
 
 
 def test_one_whose_making_was_killed_is_made_anew(street: Street) -> None:
     (street.work / "pip.kills").write_text("")
     assert end_of(street.start()).returncode == -9
+    (half,) = [path for path in street.venvs.iterdir() if path.is_dir()]
+    (half / "left").write_text("")
     (street.work / "pip.kills").unlink()
-    assert (street.python() / "samestep-stamp").exists()
+    assert street.python() == half
+    assert (half / "samestep-stamp").exists()
+    assert not (half / "left").exists()
     assert street.made() == 2
 
 
@@ -295,7 +341,7 @@ def test_without_a_place_or_a_python_it_is_one_line(street: Street) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot make {street.venvs}/")
     assert len(done.stderr.splitlines()) == 1
-    (street.root / "apps" / "toy" / "requirements.txt").write_text("# python: 3.0 2.7\n")
+    (street.root / "apps" / "toy" / "requirements.in").write_text("# python: 3.0 2.7\n")
     done = end_of(street.start())
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert done.stderr.startswith("error: no Python 3.0, 2.7 with the venv module was found: ")
@@ -308,7 +354,7 @@ def test_a_pin_may_be_satisfied_under_another_name(
     monkeypatch.setattr(venvs, "ROOT", tmp_path)
     (tmp_path / "apps" / "toy").mkdir(parents=True)
     pins = "# Some words.\nno-such-package==1.0  # or no-such-package-gpu\n# or so\n"
-    (tmp_path / "apps" / "toy" / "requirements.txt").write_text(pins)
+    (tmp_path / "apps" / "toy" / "requirements.in").write_text(pins)
     with pytest.raises(UserError, match=r" lacks no-such-package or no-such-package-gpu: .* unset PYTHON"):
         venvs.check_requirements("toy")
     monkeypatch.syspath_prepend(tmp_path)
@@ -324,3 +370,130 @@ def test_a_pin_may_be_satisfied_under_another_name(
         venvs.check_requirements("toy")
         assert capsys.readouterr().err == said
         shutil.rmtree(folder)
+
+
+# --- locks ---------------------------------------------------------------------------------------------------------
+
+
+class Index:
+    """Wheels made here, where the real pip looks for them and nowhere else."""
+
+    def __init__(self, street: Street) -> None:
+        self.folder, self.street = street.work / "wheels", street
+        self.folder.mkdir()
+        street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # without the pip that notes
+        street.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.folder), "PIP_CONFIG_FILE": os.devnull}
+
+    def wheel(self, version: str, content: str = "") -> str:
+        """Make one, or another in its place; returns its SHA-256."""
+        path, info = self.folder / f"tiny-{version}-py3-none-any.whl", f"tiny-{version}.dist-info"
+        files = {
+            "tiny.py": content,
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/RECORD": "",
+        }
+        with zipfile.ZipFile(path, "w") as file:
+            for name, text in files.items():
+                file.writestr(zipfile.ZipInfo(name), text)  # of one date: equal files have equal hashes
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def installed(self, **environ: str) -> str:
+        """What a start has installed as tiny."""
+        self.street.environ |= environ
+        (module,) = self.street.python().glob("lib/python*/site-packages/tiny.py")
+        return module.read_text()
+
+    def refused(self, **environ: str) -> str:
+        """The last line of a start that makes no environment."""
+        self.street.environ |= environ
+        before = {*self.street.venvs.glob("*/bin")}
+        done = end_of(self.street.start())
+        assert (done.returncode, done.stdout) == (1, ""), done
+        assert {*self.street.venvs.glob("*/bin")} == before
+        *others, last = done.stderr.splitlines()
+        assert not [line for line in others if re.search("(?i)error|hash", line)], done.stderr
+        return last
+
+
+def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(street: Street) -> None:
+    """One of the same name and version with other content; the lines that pip has for it become one."""
+    index = Index(street)
+    published = index.wheel("1.0", "# published")
+    street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{published}")
+    ours = index.wheel("1.0", "# ours")
+    said = (
+        f"error: tiny: {index.folder}/tiny-1.0-py3-none-any.whl has SHA-256 {ours}, which toy's lock does not list: "
+        f'it is not what was published; if it is yours, export SAMESTEP_ALLOW="tiny sha256:{ours}" allows it'
+    )
+    assert index.refused() == said
+    assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == said
+    assert index.installed(SAMESTEP_ALLOW=f"other sha256:{published} Tiny sha256:{ours}") == "# ours"
+    assert index.refused(SAMESTEP_ALLOW="") == said  # that environment is not taken without it
+    index.wheel("1.0", "# published")
+    assert index.installed() == "# published"
+    street.environ["SAMESTEP_ALLOW"] = f"tiny {ours}"
+    done = end_of(street.start())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith(f"error: SAMESTEP_ALLOW=tiny {ours}: write ")
+
+
+def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street) -> None:
+    """With a word, and before anything is downloaded."""
+    path = street.root / "scripts" / "launcher" / "venvs.py"
+    text, count = re.subn(r'(?m)^CPU_INDEX = ".*"', 'CPU_INDEX = "file:///nowhere"', path.read_text())
+    text, more = re.subn(r"(def _has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)
+    assert (count, more) == (1, 1)
+    path.write_text(text)
+    index = Index(street)
+    cpu, plain = index.wheel("1.0+cpu", "# for CPUs"), index.wheel("1.0", "# for GPUs")
+    street.require("toy", f"tiny==1.0+cpu \\\n    --hash=sha256:{cpu}")
+    street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{plain}", lock="requirements-cuda.txt")
+    assert index.installed() == "# for CPUs"
+
+    shutil.rmtree(street.venvs)
+    (index.folder / "tiny-1.0+cpu-py3-none-any.whl").unlink()
+    nowhere = "no tiny 1.0+cpu is found, nor at file:///nowhere: "
+    assert index.refused(SAMESTEP_LOCK="cpu").startswith(f"error: {nowhere}tell pip where")
+    street.environ["SAMESTEP_LOCK"] = ""
+    done = end_of(street.start())
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith(f"{nowhere}taking the build for NVIDIA GPUs") for line in done.stderr.splitlines()) == 1
+    assert index.installed() == "# for GPUs"
+    ours = index.wheel("1.0+ours", "# ours")  # allowed under whatever label
+    assert index.installed(SAMESTEP_LOCK="cpu", SAMESTEP_ALLOW=f"tiny sha256:{ours}") == "# ours"
+
+
+def test_what_a_machine_has_or_is_told_chooses_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(venvs, "ROOT", tmp_path)
+    monkeypatch.delenv("SAMESTEP_LOCK", raising=False)
+    app = tmp_path / "apps" / "toy"
+    app.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"requirements-cpu.txt: `bash scripts/test.sh -e locks -- toy` makes it"):
+        venvs._locks("toy")
+
+    def names(nvidia: bool) -> list[str]:
+        monkeypatch.setattr(venvs, "_has_nvidia", lambda: nvidia)
+        return [path.name for path in venvs._locks("toy")]
+
+    (app / "requirements-cpu.txt").touch()
+    assert names(nvidia=False) == names(nvidia=True) == ["requirements-cpu.txt"]
+    (app / "requirements-cuda.txt").touch()
+    assert names(nvidia=True) == ["requirements-cuda.txt"]
+    assert names(nvidia=False) == ["requirements-cpu.txt", "requirements-cuda.txt"]
+    monkeypatch.setenv("SAMESTEP_LOCK", "cpu")
+    assert names(nvidia=True) == ["requirements-cpu.txt"]
+    monkeypatch.setenv("SAMESTEP_LOCK", "rocm")
+    with pytest.raises(UserError, match=r"^SAMESTEP_LOCK=rocm: there is no .*-rocm.txt: name one of cpu, cuda"):
+        names(nvidia=True)
+
+
+def test_a_pin_that_was_changed_without_its_lock_is_told(street: Street) -> None:
+    (street.root / "apps" / "toy" / "requirements-cpu.txt").write_text("torch==1.1+cpu\n")
+    done = end_of(street.start())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: apps/toy/requirements.in has torch==1.0, and its lock has not: `bash scripts/test.sh -e locks -- toy` "
+        "makes it anew\n"
+    )
+    assert street.made() == 0

@@ -13,7 +13,7 @@ PATHS = [
     ("cpu", "gloo", "one process, no launcher", "run", f"{TORCHRUN}::test_one_process_by_plain_python"),
     (
         *("cpu", "gloo", "two launch scripts, as on two machines, on one", "run"),
-        f"{TORCHRUN}::test_two_machines_without_a_shared_disk_stop_and_recover_together",
+        f"{TORCHRUN}::test_two_machines_without_a_shared_disk_recover_together",
     ),
     (
         *("cuda", "NCCL", "which GPU a rank takes: 0, 1 and 4 GPUs, 1 to 4 ranks, --device auto and cuda", "simulated"),

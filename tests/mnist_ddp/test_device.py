@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from harness import told_by
 
-# ranks.py, which mnist_lightning shares, believes torch.cuda.device_count. Tensors of torch's device "meta" have a
-# device, but no content: an operation refuses to mix them with the CPU's, as it would a GPU's.
+# ranks.py believes torch.cuda.device_count. Tensors of torch's device "meta" have a device, but no content: an
+# operation refuses to mix them with the CPU's, as it would a GPU's.
 PROGRAM = """
 import json
 import numpy as np

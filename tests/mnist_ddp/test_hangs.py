@@ -67,7 +67,8 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     environ = {**harness.environ(), "PYTHONPATH": str(ROOT / "core")}
     told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
     assert line.partition("s: ")[2].rpartition("; python")[0] in told
-    assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ train\n      \w+", told), told
+    # Where rank 1 stands, which may be failing already, as its partner has ended.
+    assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ \S+\n      \w+", told), told
 
 
 def test_a_rank_that_never_comes_is_named_and_the_others_wait_at_the_rendezvous(harness: Harness) -> None:
@@ -80,6 +81,7 @@ def test_a_rank_that_never_comes_is_named_and_the_others_wait_at_the_rendezvous(
     ), line
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_file(harness: Harness) -> None:
     line = hung(harness, "write", 0, 15).errors[0]
     found = re.match(

@@ -1,26 +1,19 @@
-"""What is particular to this app: its models, torch's launchers, and torchvision's reader as a witness."""
+"""What is particular to this app: its models, one process, and a fresh machine."""
 
 from __future__ import annotations
 
-import gzip
-import importlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pytest
 from harness import ROOT, Harness, bare, losses, relative_difference, write_fashion
-from layouts import TORCHVISION, digest
 from samestep import checkpoint, datasets
 from samestep.sharding import GlobalBatches
 
 TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
@@ -71,12 +64,11 @@ def test_one_process_by_plain_python_has_paddles_lenet(harness: Harness) -> None
 
 def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
     write_fashion(harness.folder / "data" / "fashion-mnist")
-    outcome = harness.run(3, "--dataset=fashion-mnist", "--epochs=1", f"--data-dir={harness.folder / 'data'}")
+    outcome = harness.run(3, "--dataset=fashion-mnist", "--max-steps=100", f"--data-dir={harness.folder / 'data'}")
     assert outcome.code == 0, outcome
     assert outcome.result["train_examples"] == 60_000
     assert outcome.result["test_examples"] == 10_000
-    assert outcome.result["steps"] == 469
-    assert outcome.result["test_accuracy"] > 0.75
+    assert outcome.result["test_accuracy"] > 0.5
 
 
 def test_a_corrupted_file_is_named(harness: Harness) -> None:
@@ -88,39 +80,6 @@ def test_a_corrupted_file_is_named(harness: Harness) -> None:
     assert outcome.code == 2, outcome
     assert len(outcome.stderr.splitlines()) == 1
     assert str(file) in outcome.stderr
-
-
-def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
-    importlib.import_module("common").torchvision_that_imports()
-    from torchvision.datasets import MNIST
-
-    ours = datasets.load("mnist-5k", tmp_path)
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for file in datasets.resolve("mnist-5k", tmp_path).folder.glob("*.gz"):
-        (raw / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
-    for train, images, labels in (
-        (True, ours.train_images, ours.train_labels),
-        (False, ours.test_images, ours.test_labels),
-    ):
-        theirs: Any = MNIST(str(tmp_path), train=train)
-        assert np.array_equal(theirs.data.numpy(), images)
-        assert np.array_equal(theirs.targets.numpy(), labels)
-
-
-def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, where torchvision is; the other half is in tests/resnet50_mindspore."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "loops")
-    importlib.import_module("common").torchvision_that_imports()
-    import torch
-    from torchvision import models
-
-    for depth, wanted in TORCHVISION.items():
-        with torch.device("meta"):
-            state = getattr(models, f"resnet{depth}")(num_classes=10).state_dict()
-        layout = {name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in state.items()}
-        assert digest(layout) == wanted
 
 
 # --- a fresh machine -----------------------------------------------------------------------------------------------

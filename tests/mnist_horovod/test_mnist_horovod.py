@@ -1,4 +1,4 @@
-"""What is particular to this app: Horovod's build, its launcher, and the same steps as mnist_ddp."""
+"""What is particular to this app: Horovod's build, its launcher, and what it sends."""
 
 from __future__ import annotations
 
@@ -17,62 +17,13 @@ from harness import ROOT, Harness, Outcome, bare, losses, relative_difference
 from samestep import UserError
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
+BUILD = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
+SCRIPT = str(ROOT / "scripts" / "run_mnist_horovod.sh")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
 
 
-# --- the same program ----------------------------------------------------------------------------------------------
-
-
-def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
-    apps = ROOT / "apps"
-    command = ["diff", str(apps / "mnist_ddp" / "train.py"), str(apps / "mnist_horovod" / "train.py")]
-    diff = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    changed = [line for line in diff.splitlines() if line.startswith(("<", ">"))]
-    assert 0 < len(changed) < 60
-    for name in ("model.py", "data.py"):
-        assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
-
-
-@pytest.mark.soak  # in the matrix tests/conformance shows it
-@pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2 or 3; 1333 leaves a last batch of one sample
-def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int) -> None:
-    for variant in harness.app.variants[:2]:
-        options = [*harness.app.exact, *variant, f"--global-batch-size={batch}"]
-        steps = 100 if batch == 125 and variant == harness.app.variants[0] else 12
-        ddp.train(1, *options, f"--max-steps={steps}", run_dir=ddp.folder / f"{variant}")
-        expected = losses(ddp.folder / f"{variant}")
-        assert len(expected) == steps
-        for n in (1, 2, 3):
-            run_dir = harness.folder / f"{variant}-{n}"
-            harness.train(n, *options, f"--max-steps={steps}", run_dir=run_dir)
-            assert relative_difference(expected, losses(run_dir)) < 1e-9, (variant, n)
-
-
-@pytest.mark.soak  # in the matrix tests/conformance shows it, in float64
-def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
-    """With dropout, in float32, at 3 ranks: rounding is all that differs."""
-    options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
-    one, other = harness.train(3, *options), ddp.train(3, *options)
-    assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-5
-
-
-@pytest.mark.soak  # in the matrix tests/conformance shows it
-def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness) -> None:
-    trained = ddp.train(2, "--dataset=mnist-5k", "--epochs=2")
-    weights = Path(trained["run_dir"]) / "model.safetensors"
-    evaluate = ["--dataset=mnist-5k", "--max-steps=0"]
-    taken = harness.train(3, *evaluate, f"--init-from={weights}", run_dir=harness.folder / "taken")
-    assert taken["weights_sha256"] == trained["weights_sha256"]
-    assert taken["test_accuracy"] == trained["test_accuracy"]
-    back = ddp.train(1, *evaluate, f"--init-from={taken['run_dir']}/model.safetensors", run_dir=ddp.folder / "back")
-    assert back["test_accuracy"] == trained["test_accuracy"]
-
-
-def test_a_rank_without_samples_takes_part(harness: Harness, ddp: Harness) -> None:
-    options = [*harness.app.exact, "--global-batch-size=2", "--max-steps=10"]
-    one, other = harness.train(3, *options), ddp.train(1, *options)
-    assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-9
+# --- what it sends -------------------------------------------------------------------------------------------------
 
 
 def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
@@ -185,7 +136,7 @@ def four_gpus(harness: Harness) -> dict[str, str]:
 
 
 def test_gpus_that_this_horovod_cannot_use_are_left_alone(harness: Harness, four_gpus: dict[str, str]) -> None:
-    command = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2", *SMALL, "--run-dir=run"]
+    command = ["bash", SCRIPT, "2", *SMALL, "--run-dir=run"]
     outcome = bare(harness, command, **four_gpus)
     assert harness.checked(outcome, 2)["device"] == "cpu"
     (line,) = outcome.stderr.splitlines()
@@ -194,7 +145,7 @@ def test_gpus_that_this_horovod_cannot_use_are_left_alone(harness: Harness, four
 
 
 def test_cuda_without_a_horovod_that_has_it_is_one_line(harness: Harness, four_gpus: dict[str, str]) -> None:
-    command = ["bash", str(ROOT / "scripts" / "run_mnist_horovod.sh"), "2", *SMALL, "--run-dir=run", "--device=cuda"]
+    command = ["bash", SCRIPT, "2", *SMALL, "--run-dir=run", "--device=cuda"]
     outcome = bare(harness, command, **four_gpus)
     assert outcome.code == 2, outcome
     (line,) = outcome.stderr.splitlines()
@@ -239,9 +190,8 @@ def test_a_failed_check_is_told(harness: Harness) -> None:
 
 def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
     """With an empty cache and nothing but Python on PATH."""
-    script = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
     environ = {"PATH": str(harness.folder), "XDG_CACHE_HOME": str(harness.folder / "cache")}
-    outcome = bare(harness, [sys.executable, script, "--rebuild"], **environ)
+    outcome = bare(harness, [sys.executable, BUILD, "--rebuild"], **environ)
     assert outcome.code == 1
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
     assert outcome.stderr.startswith("error: building Horovod needs c++")
@@ -249,7 +199,6 @@ def test_a_missing_compiler_is_one_line(harness: Harness) -> None:
 
 @pytest.mark.parametrize(("compiler", "needs"), [(False, "nvcc"), (True, "a torch that has CUDA")])
 def test_a_build_for_gpus_that_cannot_be_made_is_one_line(harness: Harness, compiler: bool, needs: str) -> None:
-    script = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
     environ = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(harness.folder)}
     if compiler:
         (harness.folder / "bin").mkdir()
@@ -257,7 +206,7 @@ def test_a_build_for_gpus_that_cannot_be_made_is_one_line(harness: Harness, comp
         # The torch of some package indexes has CUDA.
         (harness.folder / "torch.py").write_text("class version: cuda = None")
         environ["PYTHONPATH"] = str(harness.folder)
-    outcome = bare(harness, [sys.executable, script, "--rebuild"], XDG_CACHE_HOME=str(harness.folder), **environ)
+    outcome = bare(harness, [sys.executable, BUILD, "--rebuild"], XDG_CACHE_HOME=str(harness.folder), **environ)
     assert outcome.code == 1
     assert outcome.stderr.startswith(f"error: building Horovod for GPUs needs {needs}")
     assert len(outcome.stderr.splitlines()) == 1, outcome.stderr
@@ -323,7 +272,7 @@ def test_which_mpi_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     installed: list[str] = []
     monkeypatch.setattr(build, "run", lambda command, what: installed.append(command[-1]))
     assert build.find_mpi() == own
-    assert installed == [build.OPEN_MPI]
+    assert installed == [str(build.MPI_LOCK)]
     for folder in (other, own):
         (folder / "mpicxx").write_text("")
         (folder / "mpicxx").chmod(0o755)
@@ -339,7 +288,8 @@ def test_which_mpi_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_toxs_environments_build_what_they_are_named_for() -> None:
     build = app_module("build_horovod")
     environments = (ROOT / "tox.ini").read_text()
-    assert f"  mpi: {build.OPEN_MPI}\n" in environments
+    mpi = build.MPI_LOCK.with_suffix(".in").read_text().splitlines()[-1]
+    assert f"  mpi: {mpi}\n" in environments
     assert "  gpu: HOROVOD_GPU_OPERATIONS = {env:HOROVOD_GPU_OPERATIONS:NCCL}\n" in environments
     assert f'"{app_options().BUILD_VARIABLE}"' in Path(build.__file__).read_text()
 
@@ -362,7 +312,6 @@ def app_module(name: str) -> Any:
 def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
     """A new environment gets the wheel from the cache, without a compiler."""
     environ = {"PATH": os.pathsep.join([str(harness.folder), "/nowhere"])}
-    script = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
     venv = harness.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     # What this environment has, but for Horovod; its packages are not copied.
@@ -371,7 +320,7 @@ def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
         for item in found.iterdir():
             if not item.name.lower().startswith("horovod") and not (packages / item.name).exists():
                 (packages / item.name).symlink_to(item)
-    outcome = bare(harness, [str(venv / "bin" / "python"), script], **environ)
+    outcome = bare(harness, [str(venv / "bin" / "python"), BUILD], **environ)
     assert outcome.code == 0, outcome
     assert "building" not in outcome.stderr
     assert (packages / "horovod").is_dir()
@@ -379,18 +328,22 @@ def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
     assert bare(harness, check).stdout == "1\n"
 
 
-def test_a_damaged_source_is_refused(harness: Harness) -> None:
+def test_a_damaged_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The published archive's SHA-256 is checked before anything of it runs."""
-    source = harness.folder / "source"
+    source, ran = tmp_path / "horovod-0.28.1", tmp_path / "ran"
     source.mkdir()
-    (source / "horovod-0.28.1").mkdir()
-    setup = "from setuptools import setup; setup(name='horovod', version='0.28.1')"
-    (source / "horovod-0.28.1" / "setup.py").write_text(setup)
-    shutil.make_archive(str(source / "horovod-0.28.1"), "gztar", source, "horovod-0.28.1")
-    environ = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(source), "PIP_NO_BUILD_ISOLATION": "0"}
-    environ |= {"XDG_CACHE_HOME": str(harness.folder / "cache"), "PIP_CONFIG_FILE": os.devnull}
-    outcome = bare(
-        harness, [sys.executable, str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py"), "--rebuild"], **environ
-    )
-    assert outcome.code == 1, outcome
-    assert "SHA-256" in outcome.stderr
+    setup = f"open({str(ran)!r}, 'w'); from setuptools import setup; setup(name='horovod', version='0.28.1')"
+    (source / "setup.py").write_text(setup)
+    shutil.make_archive(str(source), "gztar", tmp_path, source.name)
+    for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(tmp_path)), ("CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    (tmp_path / "work").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        app_module("build_horovod").download(tmp_path / "work", tmp_path / "tools")
+    assert stop.value.code == 1
+    said = capfd.readouterr().err
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in said
+    assert said.splitlines()[-1].startswith("error: could not download the source of Horovod 0.28.1: ")
+    assert not ran.exists()

@@ -1,6 +1,6 @@
 """Horovod over MPI, by horovodrun and by bare mpirun: the same steps as over gloo, and what happens to a killed rank.
 
-Run with the environment's Open MPI or MPICH: by the tox environments mnist_horovod-mpi and mnist_horovod-mpich.
+Run with the environment's Open MPI or MPICH, by the tox environments mnist_horovod-mpi and -mpich.
 """
 
 from __future__ import annotations

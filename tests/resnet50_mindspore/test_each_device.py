@@ -338,7 +338,7 @@ def house(tmp_path: Path) -> Path:
         text, count = re.subn(rf"^{constant} = .*", f"{constant} = {value}", source, flags=re.MULTILINE)
         assert count == 1
         (app / name).write_text(text)
-    (app / "requirements.txt").write_text("# a stub needs nothing\n")
+    (app / "requirements.in").write_text("# a stub needs nothing\n")
     (app / "train.py").write_text(RANK)
     return app
 

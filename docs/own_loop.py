@@ -1,0 +1,45 @@
+"""A loop of one's own: torchrun --standalone --nproc-per-node 2 own_loop.py RUN_DIR STEPS. Again, it goes on."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from samestep import checkpoint, datasets, env
+from samestep.sharding import GlobalBatches
+
+LR, BATCH, SEED = 0.1, 100, 1
+arithmetic = {"lr": LR, "global_batch_size": BATCH, "seed": SEED}  # what a resume must repeat
+run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
+world = env.detect(os.environ)
+dist.init_process_group("gloo")
+digits = datasets.load("mnist-5k", Path("data"))
+images, labels = torch.tensor(digits.train_images).flatten(1) / 255, torch.tensor(digits.train_labels).long()
+batches = GlobalBatches(len(labels), BATCH, SEED, world.rank, world.world_size)
+weights = {"weight": torch.zeros(10, 784), "bias": torch.zeros(10)}
+momentum = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+found = checkpoint.newest(run_dir, warn=print)  # every rank reads: one machine, or a disk that all share
+if found:
+    if found.arithmetic != arithmetic:
+        sys.exit(f"error: {run_dir} holds a run with {found.arithmetic}: choose another folder")
+    for group, tensors in {"model": weights, "optimizer": momentum}.items():
+        tensors.update({name: torch.tensor(array) for name, array in found.arrays(group).items()})
+for step in range(found.step if found else 0, steps):
+    mine = torch.from_numpy(batches.indices(step))
+    leaves = [tensor.requires_grad_() for tensor in weights.values()]
+    loss = F.cross_entropy(F.linear(images[mine], *leaves), labels[mine], reduction="sum") / batches.size(step)
+    for name, leaf, gradient in zip(weights, leaves, torch.autograd.grad(loss, leaves)):
+        dist.all_reduce(gradient)  # shards' parts of the mean over samples add up
+        momentum[name] = 0.9 * momentum[name] + gradient
+        weights[name] = leaf.detach() - LR * momentum[name]
+    if world.rank == 0 and ((step + 1) % 20 == 0 or step + 1 == steps):
+        arrays = [{name: tensor.numpy() for name, tensor in group.items()} for group in (weights, momentum)]
+        groups = {"model": arrays[0], "optimizer": arrays[1]}
+        checkpoint.save(run_dir, "own_loop", step + 1, groups, {}, arithmetic, keep=2)
+checkpoint.finish()
+if world.rank == 0:
+    print(steps, checkpoint.weights_sha256({name: tensor.numpy() for name, tensor in weights.items()}))
+dist.destroy_process_group()

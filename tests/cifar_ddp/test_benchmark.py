@@ -1,0 +1,29 @@
+"""The benchmark of time to accuracy, on a small data set: it still runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+
+@pytest.mark.parametrize(
+    ("way", "rows"),
+    [([], 2), *(pytest.param([way], 1, marks=pytest.mark.soak) for way in ("--inputs", "--shares"))],
+)
+def test_the_benchmark_still_runs(data_dir: Path, way: list[str], rows: int) -> None:
+    """Four steps of the app and of what is beside it, whose numbers are of no meaning."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "time_to_accuracy.py"), "--quick", f"--data-dir={data_dir}", *way],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n| ") > rows

@@ -1,0 +1,111 @@
+"""The walk of docs/make_it_yours.md: a copy of cifar_ddp, the page's patches, and what they must not break.
+
+That they fit and are counted as the page says is tests/test_walk.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import walk
+from harness import ROOT, Harness, Job, losses, metrics, relative_difference
+from repository import clone, ran
+
+PAGE = ROOT / "docs" / "make_it_yours.md"
+LIMIT = 120
+# The step with all that it has, as the page leaves it, small.
+SMALL = (
+    *("--max-steps=8", "--global-batch-size=61", "--log-every=1", "--optimizer=adamw", "--warmup-steps=3"),
+    *("--clip-norm=1", "--accumulate=3", "--ema=0.9"),
+)
+# The weights that a run left, evaluated by one process that knows no ranks, in the terms of the definition.
+PLAINLY = """
+import json, sys
+import numpy as np, torch
+from model import CLASSES, build_model
+from options import parse
+from samestep.sharding import Rows
+from safetensors.torch import load_file
+from data import load
+options = parse(["--dtype=float64"])
+model = build_model(options, torch.float64).eval()
+model.load_state_dict(load_file(sys.argv[1]))
+test = load("shapes", options.data_dir, torch.device("cpu"))[1]
+images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
+predicted = model(images, Rows(0, len(labels))).argmax(1).tolist()
+scores = []
+for label in range(CLASSES):
+    pairs = [(each == label, true == label) for each, true in zip(predicted, labels.tolist())]
+    right, wrong = sum(a and b for a, b in pairs), sum(a != b for a, b in pairs)
+    scores.append(2 * right / (2 * right + wrong) if right + wrong else 0.0)
+print(json.dumps([sum(scores) / CLASSES, len(labels)]))
+"""
+
+
+def run(folder: Path, *command: str) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = ran(folder, *command, environ=environ, limit=LIMIT)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the repository with my_app in it, changed as the page says, and its data made."""
+    root = clone(tmp_path_factory.mktemp("walk") / "samestep")
+    run(root, "bash", "scripts/new_app.sh", "my_app", "--from", "cifar_ddp")
+    walk.take(root, PAGE)
+    run(root, sys.executable, "apps/my_app/make_shapes.py")
+    return root
+
+
+@pytest.fixture
+def start(harness: Harness, copy: Path) -> Callable[..., Job]:
+    def start(n: int, run_dir: str, *options: str) -> Job:
+        folder = harness.folder / run_dir
+        script = ["bash", str(copy / "scripts" / "run_my_app.sh"), str(n), f"--run-dir={folder}", *SMALL, *options]
+        # The copy's own core stands before the one that is installed here.
+        return harness.start_command(script, folder, copy, PYTHONPATH=str(copy / "core"))
+
+    return start
+
+
+def result(job: Job) -> dict[str, Any]:
+    outcome = job.finish()
+    assert outcome.code == 0, outcome
+    return outcome.result
+
+
+def test_the_walk_of_the_page(copy: Path, start: Callable[..., Job], harness: Harness) -> None:
+    """The losses at N = 1 and 3; the metric, beside one that is computed plainly; a killed run's weights."""
+    jobs = [start(n, f"exact-{n}", "--dtype=float64") for n in (1, 3)]
+    one, three = (result(job) for job in jobs)
+    assert (one["dataset"], one["test_examples"]) == ("shapes", 320)
+    curves = [losses(harness.folder / f"exact-{n}") for n in (1, 3)]
+    assert len(curves[0]) == 8
+    assert relative_difference(*curves) < 1e-9
+    assert min(curves[0][1:]) < curves[0][0]
+
+    evaluated = Path(three["run_dir"]) / "model-ema.safetensors"
+    found, examples = json.loads(run(copy / "apps" / "my_app", sys.executable, "-c", PLAINLY, str(evaluated)))
+    assert examples == three["test_examples"]
+    assert three["test_macro_f1"] == pytest.approx(found, abs=1e-12)
+    assert one["test_macro_f1"] == three["test_macro_f1"]
+
+    undisturbed = result(start(2, "undisturbed", "--max-steps=60", "--checkpoint-every=3"))
+    job = start(2, "killed", "--max-steps=60", "--checkpoint-every=3")
+    job.wait_for_step(5)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    killed = result(job)
+    assert killed["restarts"] == 1
+    assert killed["weights_sha256"] == undisturbed["weights_sha256"]
+    lines = [line for line in metrics(Path(killed["run_dir"])) if "test_loss" in line]
+    assert [line["step"] for line in lines] == [16, 32, 48]  # an epoch has 16
+    assert lines[0]["test_macro_f1"] > 0

@@ -1,0 +1,165 @@
+"""The commands that the pages show, found in them; what runs each, and what docs/commands.md says of the others.
+
+A command stands in a block without a language, or of bash or sh, whose first line is one; in a block that shows output
+too, it begins with `$ `. Or it is inline code: a program of `PROGRAMS`, and at least one word for it. A comment in the
+page, in the line above a block or in the line of inline code, has an app's starts run for real:
+
+    <!-- run in mnist_ddp: --max-steps=2 --dataset=mnist-5k -->
+
+those of mnist_ddp in the block, with these options added, in mnist_ddp's environment (test_commands_started.py).
+Everything else `RULES` know, or a row of docs/commands.md does (test_commands.py).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_RUN = "docs/commands.md"
+# Pages that show what programs say, not what one types; and the one that lists commands.
+LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
+PROGRAMS = {
+    *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
+    *("kubectl", "ln", "mkdocs", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3", "python3.11"),
+    *("sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "torchrun", "tox", "visualdl", "watch"),
+}
+ASSIGNMENTS = r"(?:[A-Za-z_]+=(?:\$\([^)]*\)|\S)*[ ;]+)*"
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+NOTE = re.compile(r"<!-- run in (\w+): ?(.*?) ?-->")
+# What a reader puts in their place.
+PLACEHOLDERS = {
+    r"<app>": "mnist_ddp",
+    r"(?<=\.sh )N\b": "2",
+    r" (\[options\]|\.\.\.)": "",
+    r"\bRUN_DIR\b": "runs/x",
+    r"(?<=new_app\.sh )my_app\b": "one_more",  # there may be one of the pages' name
+    r"(?<=run_)my_app(?=\.sh)|(?<=-e )my_app(?=-cpu)": "cifar_ddp",  # of which it is a copy
+    r"(?<![/\w])own_loop\.py": "docs/own_loop.py",
+}
+# What the core environment can check of a command without a framework, by what the whole of it looks like.
+RULES = {
+    # With --dry-run.
+    "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
+    "as it stands": r"(diff|bash docs/\w+\.sh|python3 docs/\w+\.py|python apps/\w+/make_rank_table\.py)( .*)?",
+    # With --dry-run.
+    "planned": r"bash scripts/new_app\.sh .*",
+    # The environments are there, and what follows -- selects a test.
+    "collected": r"bash scripts/test\.sh( .*)?",
+    # The file is there and knows the options, and a test runs it.
+    "known": r"python3\.11 benchmarks/(?!launcher_signals)\w+\.py( .*)?",
+    # The program takes the options.
+    "parsed": rf"{ASSIGNMENTS}(python|torchrun|fleetrun|horovodrun|mpirun|msrun)\b[^&|;]* apps/\w+/train\.py( .*)?",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page; ``app`` is that of the page's comment, "" without one, and ``added`` its options."""
+
+    page: str
+    line: int
+    text: str
+    app: str = ""
+    added: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}: `{self.text}`"
+
+    @property
+    def filled(self) -> str:
+        """With values in the place of what stands for them."""
+        text = self.text
+        for placeholder, value in PLACEHOLDERS.items():
+            text = re.sub(placeholder, value, text)
+        return text
+
+    @property
+    def started(self) -> str | None:
+        """What starts it for real, as the page's comment says; None without one, and where another machine is named."""
+        if not self.app or "MASTER_ADDR=" in self.text or not re.search(rf"\brun_{self.app}\.sh \d|\.py\b", self.text):
+            return None
+        return f"{self.filled} {self.added}".strip()
+
+
+def is_command(text: str, words: int = 1) -> bool:
+    """Whether it begins with a program, after variables, and has so many words for it."""
+    found = re.match(rf"{ASSIGNMENTS}(\S+)((?: +\S+)*)$", text)
+    return found is not None and found[1].rpartition("/")[2] in PROGRAMS and len(found[2].split()) >= words
+
+
+def of_any_app(text: str) -> str:
+    """A command or a page with <app> in the place of an app's name: what is said of one holds for its copies."""
+    names = sorted({"my_app", *(path.name for path in ROOT.glob("apps/*"))}, key=len, reverse=True)
+    return re.sub(rf"(?<![A-Za-z0-9])({'|'.join(names)})(?![A-Za-z0-9])", "<app>", text)
+
+
+def pages() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [page for page in listed.stdout.split() if page not in LEFT_OUT and (ROOT / page).exists()]
+
+
+def commands(page: str, text: str) -> Iterator[Command]:
+    """All of a page's, from the top of its blocks, then of its lines."""
+    for block in FENCE.finditer(text):
+        above = text[: block.start()].rstrip("\n").rpartition("\n")[2]
+        note = NOTE.fullmatch(above.strip())
+        if block[2] in ("", "bash", "sh"):
+            first = text.count("\n", 0, block.start()) + 2
+            for line, shown in _of_block(block[3]):
+                yield Command(page, first + line, shown, *(note.groups() if note else ()))
+    prose = FENCE.sub(lambda block: re.sub("[^\n]", "", block[0]), text)
+    for code in INLINE.finditer(prose):
+        shown = " ".join(code[2].split())
+        if "\n\n" not in code[2] and is_command(shown):
+            line = prose.count("\n", 0, code.start())
+            note = NOTE.search(INLINE.sub("", prose.split("\n")[line]))
+            yield Command(page, line + 1, shown, *(note.groups() if note else ()))
+
+
+def _of_block(block: str) -> Iterator[tuple[int, str]]:
+    """The commands of a block, with their lines from 0; one that goes on after a backslash is one."""
+    lines = list(enumerate(block.split("\n")))
+    if prompted := [(number, line[2:]) for number, line in lines if line.startswith("$ ")]:
+        lines = prompted
+    elif block.startswith("#!"):  # a script: what it starts last
+        lines = [(0, re.sub(r" *\\\n *", " ", block).strip().rpartition("\n")[2])]
+        yield lines[0]
+        return
+    whole: list[tuple[int, str]] = []
+    goes_on = False
+    for number, line in lines:
+        if goes_on:
+            whole[-1] = (whole[-1][0], f"{whole[-1][1]} {line.strip()}")
+        elif line.strip() and not line.startswith("#"):
+            whole.append((number, line))
+        goes_on = line.endswith("\\")
+        if goes_on:
+            whole[-1] = (whole[-1][0], whole[-1][1][:-1].rstrip())
+    shown = [(number, re.sub(r"\s+#( .*)?$|\s*&$", "", line).strip()) for number, line in whole]
+    if shown and is_command(shown[0][1]):
+        yield from shown
+
+
+@cache
+def found() -> list[Command]:
+    """All commands of all pages."""
+    return [command for page in pages() for command in commands(page, (ROOT / page).read_text())]
+
+
+def not_run() -> dict[str, tuple[set[str], str]]:
+    """The rows of docs/commands.md: a command's pages, each `of_any_app`, and why no test runs it as it stands."""
+    rows = re.findall(r"^\| `+ ?(.+?) ?`+ \| (.+?) \| (.+?) \|$", (ROOT / NOT_RUN).read_text(), re.MULTILINE)
+    assert len(rows) == len({text for text, _, _ in rows}), "a command stands twice in docs/commands.md"
+    return {text.replace("\\|", "|"): ({*re.findall(r"`(.+?)`", where)}, why) for text, where, why in rows}
+
+
+def rule_of(text: str) -> str | None:
+    """The name of the first rule for a command with values in its placeholders."""
+    return next((name for name, pattern in RULES.items() if re.fullmatch(pattern, text)), None)

@@ -1,0 +1,47 @@
+"""The tests of a copy that scripts/new_app.sh makes pass with nothing else touched, in environments of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import APPS
+from repository import clone
+
+COPIES = [(app, alone) for app in APPS for alone in (False, True)]
+IN_MATRIX = [("mnist_lightning", False), ("mnist_lightning", True)]  # whose own tests are the quickest
+
+
+@pytest.mark.parametrize(
+    ("app", "alone"),
+    [pytest.param(*each, marks=() if each in IN_MATRIX else pytest.mark.soak) for each in COPIES],
+    ids=[f"{app} {'alone' if alone else 'in the repository'}" for app, alone in COPIES],
+)
+def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: bool) -> None:
+    """In the matrix those of tests/<app>, in a soak all."""
+    root = clone(tmp_path / "samestep")
+    place = [f"--out={tmp_path / 'my_copy'}"] if alone else []
+    run(root, tmp_path / "copying", 120, "scripts/new_app.sh", "my_copy", f"--from={app}", *place)
+    words = ["-e", "lint,my_copy-cpu" if alone and soak else "my_copy-cpu", *([] if soak else ["--", "tests/my_copy"])]
+    run(tmp_path / "my_copy" if alone else root, tmp_path / "testing", 7200, "scripts/test.sh", *words)
+
+
+def run(folder: Path, output: Path, limit: float, *words: str) -> None:
+    """A script, which must end well, as from a shell: tox has told this process of its own environment."""
+    told = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    command = ["bash", *words]
+    with output.open("w") as said:
+        # In a session of its own, which is ended whole; an app's own tests end what they start.
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = process.wait(timeout=limit)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, output.read_text()[-20_000:]

@@ -1,0 +1,135 @@
+"""The package as another project has it: built, installed in a clean environment outside the repository, and used."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import BytesParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import samestep
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "core"
+LIMIT = 600.0  # seconds; a package index may be slow
+PROGRAM = """
+import importlib
+import pkgutil
+from pathlib import Path
+
+import samestep
+from samestep import datasets
+
+modules = [importlib.import_module(found.name) for found in pkgutil.iter_modules(samestep.__path__, "samestep.")]
+digits = datasets.load("mnist-5k", Path("nowhere"))
+print(samestep.__file__, samestep.__version__, len(modules), digits.train_images.shape, digits.test_labels.shape)
+"""
+
+
+class Built(NamedTuple):
+    """The two files that are published."""
+
+    sdist: Path
+    wheel: Path
+
+
+def run(*command: str | Path, folder: Path, **variables: str) -> str:
+    """What a command says, run outside the repository, which is on no path of it."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The sdist of core/, and the wheel that is built of what the sdist holds."""
+    folder = tmp_path_factory.mktemp("built")
+    backend = tomllib.loads((CORE / "pyproject.toml").read_text())["build-system"]["requires"]
+    tools = str(folder / "tools")
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", tools, *backend, folder=folder)
+    hatchling = (sys.executable, "-m", "hatchling", "build", "-d", folder)
+    run(*hatchling, "-t", "sdist", folder=CORE, PYTHONPATH=tools)
+    sdist = next(folder.glob("*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    run(*hatchling, "-t", "wheel", folder=folder / sdist.name.removesuffix(".tar.gz"), PYTHONPATH=tools)
+    return Built(sdist, next(folder.glob("*.whl")))
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return BytesParser().parsebytes(archive.read(name))
+
+
+def test_they_hold_the_package_and_nothing_else(built: Built) -> None:
+    listed = subprocess.run(["git", "ls-files", "samestep"], cwd=CORE, capture_output=True, text=True, check=True)
+    package = set(listed.stdout.split())
+    assert {"samestep/py.typed", "samestep/data/mnist-5k/README.md"} <= package
+    with zipfile.ZipFile(built.wheel) as archive:
+        found = set(archive.namelist())
+    about = f"samestep-{samestep.__version__}.dist-info"
+    licences = {f"{about}/licenses/{name}" for name in ("LICENSE", "samestep/data/mnist-5k/README.md")}
+    assert found == package | licences | {f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL")}
+    with tarfile.open(built.sdist) as archive:
+        files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    # hatchling adds the last two by itself.
+    assert files == package | {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+
+
+def test_what_they_say_of_themselves(built: Built) -> None:
+    found = metadata(built.wheel)
+    assert (found["Name"], found["Version"]) == ("samestep", samestep.__version__)
+    assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # the code's, and the digits'
+    assert found.get_all("License-File") == ["LICENSE", "samestep/data/mnist-5k/README.md"]
+    assert (CORE / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert found["Requires-Python"] == ">=3.10"
+    assert found["Summary"]
+    assert str(found.get_payload()).strip() == (CORE / "README.md").read_text().strip()
+
+
+def test_the_version_stands_in_one_place_and_the_newest_change_is_its() -> None:
+    assert "version" in tomllib.loads((CORE / "pyproject.toml").read_text())["project"]["dynamic"]
+    headings = re.findall(r"^## (\S+)", (CORE / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == samestep.__version__
+
+
+def test_a_project_elsewhere_imports_it_has_its_types_and_its_digits(built: Built, tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", "venv", folder=tmp_path)
+    mypy = re.findall(r"^ +(mypy==\S+)$", (ROOT / "tox.ini").read_text(), re.MULTILINE)[0]
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", built.wheel, mypy, folder=tmp_path)
+    said = run(python, "-c", PROGRAM, folder=tmp_path).split(maxsplit=3)
+    assert Path(said[0]).is_relative_to(tmp_path / "venv")
+    modules = len(list((CORE / "samestep").glob("*.py"))) - 1
+    assert (said[1], int(said[2])) == (samestep.__version__, modules)
+    assert said[3].strip() == "(4000, 28, 28) (1000,)"
+    # The README's programs run as they stand, and its types are known to another project's mypy.
+    blocks = re.findall(r"^```python\n(.*?)^```$", (CORE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for number, block in enumerate(blocks):
+        (tmp_path / f"program_{number}.py").write_text(block)
+        run(python, f"program_{number}.py", folder=tmp_path)
+    (tmp_path / "wrong.py").write_text('from samestep.sharding import shard\n\nshard("3", 0, 1)\n')
+    run(python, "-m", "mypy", "--strict", "program_0.py", "program_1.py", folder=tmp_path)
+    wrong = subprocess.run(
+        [str(python), "-m", "mypy", "--strict", "wrong.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert 'expected "int"' in wrong.stdout, wrong.stdout + wrong.stderr

@@ -1,0 +1,97 @@
+"""The site: built without a warning, complete, and nothing in it is loaded from the network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "audio": "src",
+    "video": "src",
+    "embed": "src",
+}
+LOADED_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch", "modulepreload", "manifest"}
+
+
+class Loads(HTMLParser):
+    """The addresses that a browser loads by itself when it shows a page; a link that is clicked is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in LOADED:
+            self.found.append(values.get(LOADED[tag]) or "")
+        if tag == "link" and LOADED_LINKS & set((values.get("rel") or "").split()):
+            self.found.append(values.get("href") or "")
+        self.found += re.findall(r"url\(([^)]*)\)", values.get("style") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+def test_nothing_is_loaded_from_the_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text())
+        assert loads.found, page
+        assert not [address for address in loads.found if re.match(r"\s*['\"]?(https?:)?//", address)], page
+        # What Material's own script fetches on demand: a library for diagrams, and numbers of a repository on GitHub.
+        assert not re.search(r'class="mermaid"|data-md-component="source"', page.read_text()), page
+    styles = list(site.rglob("*.css"))
+    assert styles
+    for style in styles:
+        assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)'\"]*", style.read_text()), style
+
+
+def test_every_page_of_docs_every_readme_and_every_module_is_there(site: Path) -> None:
+    for page in ROOT.glob("docs/*.md"):
+        assert (site / page.stem / "index.html").exists(), page
+    for readme in [*ROOT.glob("apps/*/README.md"), *ROOT.glob("deploy/*/README.md")]:
+        assert (site / readme.relative_to(ROOT).parent / "index.html").exists(), readme
+    for module in ROOT.glob("core/samestep/[!_]*.py"):
+        assert (site / "api" / module.stem / "index.html").exists(), module
+    sharding = (site / "api" / "sharding" / "index.html").read_text()
+    assert "steps_per_epoch" in sharding
+    assert "Random access: nothing is stored" in sharding
+
+
+def test_a_link_out_of_docs_leads_to_a_page_that_shows_the_file(site: Path) -> None:
+    page = (site / "concepts" / "index.html").read_text()
+    assert 'href="../source/tests/core/test_sharding.py/"' in page
+    assert "test_golden_orders" in (site / "source" / "tests" / "core" / "test_sharding.py" / "index.html").read_text()
+    assert 'href="../apps/mnist_ddp/"' in (site / "which_app" / "index.html").read_text()
+
+
+def test_what_the_repository_shows_as_a_list_or_a_table_is_one_here(site: Path) -> None:
+    """Python-Markdown wants a blank line before a list or a table where GitHub does not."""
+    for page in site.rglob("*.html"):
+        if "source" in page.relative_to(site).parts or "api" in page.relative_to(site).parts:
+            continue
+        text = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        for paragraph in re.findall(r"<p>(.*?)</p>", text, re.DOTALL):
+            assert not re.search(r"^(- |\d+\. |\|)", paragraph, re.MULTILINE), f"{page}: {paragraph[:200]}"

@@ -1,0 +1,54 @@
+"""The same step as mnist_ddp's, to the bit: Lightning adds nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Harness, losses, metrics, relative_difference
+
+
+@pytest.mark.soak  # in the matrix tests/conformance shows it
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
+    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
+    ours, theirs = harness.train(n, *options), ddp.train(n, *options)
+    assert ours["steps"] == theirs["steps"] == 100
+    assert relative_difference(losses(ddp.folder / "run"), losses(harness.folder / "run")) < 1e-12
+    assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="defaults"),
+        pytest.param(["--model=lenet", "--optimizer=adam"], id="lenet adam", marks=pytest.mark.soak),
+    ],
+)
+def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
+    """In float32 and with dropout: Lightning adds nothing to the arithmetic, nor to what is recorded and when."""
+    options = ["--dataset=mnist-5k", "--global-batch-size=250", "--max-steps=20", *options]
+    ours, theirs = harness.train(n, *options), ddp.train(n, *options)
+    assert ours["weights_sha256"] == theirs["weights_sha256"]
+    assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
+    assert list(ours) == list(theirs)
+    assert ours["test_loss"] == theirs["test_loss"]
+    assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
+
+
+def recorded(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, but for how fast it went."""
+    return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
+
+
+@pytest.mark.soak  # in the matrix tests/conformance shows it
+def test_weights_move_between_the_apps(harness: Harness, ddp: Harness) -> None:
+    for source, target in ((ddp, harness), (harness, ddp)):
+        trained = source.train(2, "--dataset=mnist-5k", "--max-steps=20", run_dir=source.folder / "trained")
+        weights = Path(trained["run_dir"]) / "model.safetensors"
+        options = ["--dataset=mnist-5k", "--max-steps=0", f"--init-from={weights}"]
+        started = target.train(2, *options, run_dir=target.folder / "started")
+        assert started["weights_sha256"] == trained["weights_sha256"]
+        assert started["test_accuracy"] == trained["test_accuracy"]

@@ -1,0 +1,46 @@
+"""A copy of the repository as it stands here, for what writes into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def without_git() -> dict[str, str]:
+    """The environment but for what git tells its hooks of another repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+
+def clone(root: Path) -> Path:
+    """The files that git lists, and those that are new, copied to ``root``, where git lists them all."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, root / name)
+    for words in (["init", "--quiet"], ["add", "--all", "--force"]):
+        subprocess.run(["git", *words], cwd=root, env=without_git(), check=True, capture_output=True)
+    return root
+
+
+Ended = subprocess.CompletedProcess[str]
+
+
+def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 120) -> Ended:
+    """A command that has ended, whatever its code."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )

@@ -1,0 +1,275 @@
+"""Every command of the pages works, as far as that shows without a framework, or docs/commands.md has its reason.
+
+Real starts, shrunk as a page's comment says, are test_commands_started.py's.
+"""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import commands
+import numpy as np
+import pytest
+from commands import Command
+from harness import APPS, options_of
+from repository import Ended, clone, ran
+from samestep.checkpoint import save_weights
+
+ROOT = commands.ROOT
+LIMIT = 120.0
+
+
+@cache
+def ruled() -> dict[str, list[Command]]:
+    """The commands that a rule knows, by their pages."""
+    found: dict[str, list[Command]] = {}
+    for command in commands.found():
+        if commands.rule_of(command.filled):
+            found.setdefault(command.page, []).append(command)
+    return found
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clone(tmp_path_factory.mktemp("commands") / "samestep")
+
+
+def shell(repository: Path, text: str) -> Ended:
+    """A line of a page, typed in the repository with this Python first in PATH, and none of a caller's ranks."""
+    kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH")
+    environ = {name: os.environ[name] for name in kept if name in os.environ}
+    environ["PATH"] = f"{repository / 'bin'}{os.pathsep}{environ['PATH']}"
+    environ["HOME"] = str(repository.parent)
+    (repository / "bin").mkdir(exist_ok=True)
+    for name in ("python", "python3", "python3.11"):
+        link = repository / "bin" / name
+        if not link.exists():
+            link.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+            link.chmod(0o755)
+    return ran(repository, "bash", "-c", text, environ=environ, limit=LIMIT)
+
+
+@pytest.mark.parametrize("page", ruled())
+def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
+    """Those that a rule knows, in the order of the page."""
+    wrong = [
+        f"{command.place}: {problem}"
+        for command in ruled()[page]
+        for problem in CHECKS[commands.rule_of(command.filled) or ""](repository, command.filled)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Each check gives what is wrong, in words.
+
+
+def _ends(repository: Path, text: str, codes: tuple[int, ...] = (0,)) -> Iterator[str]:
+    done = shell(repository, text)
+    if done.returncode not in codes:
+        yield f"{text} ends with {done.returncode}: {(done.stderr or done.stdout)[-1000:]}"
+
+
+def as_it_stands(repository: Path, text: str) -> Iterator[str]:
+    # Where there is no Ascend, its addresses come from a file.
+    if server := re.search(r"make_rank_table\.py make .*\b(\d+)\b --out", text):
+        addresses = [f"address_{i}=192.168.{server[1]}.{i + 1}\n" for i in range(8)]
+        (repository / "hccn.conf").write_text("".join(addresses))
+        text += " --hccn-conf hccn.conf"
+    yield from _ends(repository, text, (0, 1) if text.startswith("diff ") else (0,))
+
+
+def shown(repository: Path, text: str) -> Iterator[str]:
+    """Nothing is installed for --dry-run: all that the script says of N, options and machines is said."""
+    text = re.sub(r"PYTHON=\S+ ", "", text)
+    if text.endswith(" FILE"):
+        save_weights(repository / "FILE", {"fc.weight": np.zeros((10, 4), np.float32)})
+    yield from _ends(repository, text if "--help" in text else f"{text} --dry-run")
+
+
+def planned(repository: Path, text: str) -> Iterator[str]:
+    yield from _ends(repository, f"{text} --dry-run")
+
+
+def collected(repository: Path, text: str) -> Iterator[str]:
+    words = shlex.split(text)[2:]
+    own, selected = words, []
+    if "--" in words:
+        own, selected = words[: words.index("--")], words[words.index("--") + 1 :]
+    if own and (len(own) != 2 or own[0] != "-e"):
+        yield "give scripts/test.sh -e and names alone"
+        return
+    names = own[1].split(",") if own else []
+    yield from (f"tox.ini has no environment {name}" for name in names if name not in environments())
+    command = tox().get(f"testenv:{names[0]}", "commands", fallback="") if names else ""
+    if program := re.match(r"python (\S+)", command):  # it runs no tests
+        yield from _unknown(Path(program[1]), " ".join(["", *selected]))
+    elif selected:
+        app = next((app for app in APPS if names[0].startswith(f"{app}-")), "mnist_ddp")
+        pytest_words = ["python", "-m", "pytest", "--collect-only", "--quiet", f"--app={app}", *selected]
+        yield from _ends(repository, shlex.join(pytest_words))
+
+
+def _unknown(path: Path, words: str) -> Iterator[str]:
+    """The options in these words that the program's source does not have."""
+    source = (ROOT / path).read_text()
+    options = re.findall(r" (--[\w-]+)", words)
+    yield from (f"{path} has no option {option}" for option in options if f'"{option}"' not in source)
+
+
+@cache
+def tox() -> configparser.ConfigParser:
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "tox.ini")
+    return config
+
+
+def environments() -> set[str]:
+    """The names of tox.ini's environments: `a-{b,c}` is two."""
+    found = set()
+    for section in tox().sections():
+        if section.startswith("testenv:"):
+            parts = re.split(r"\{(.*?)\}", section.removeprefix("testenv:"))
+            choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+            found |= {"".join(each) for each in itertools.product(*choices)}
+    return found
+
+
+def known(repository: Path, text: str) -> Iterator[str]:
+    path = Path(text.split()[1])
+    if not (ROOT / path).is_file():
+        yield f"there is no {path}"
+        return
+    yield from _unknown(path, text)
+    tests = "".join(test.read_text() for test in (ROOT / "tests").glob("*/test_*.py"))
+    if not re.search(rf'"{path.stem}"|{path.name}', tests):
+        yield f"no test runs {path}"
+
+
+def parsed(repository: Path, text: str) -> Iterator[str]:
+    app, words = re.findall(r" apps/(\w+)/train\.py(.*)", text)[0]
+    try:
+        options_of(app).parse(shlex.split(words))
+    except Exception as error:  # a UserError, or an app that is not there
+        yield str(error)
+
+
+CHECKS = {
+    "as it stands": as_it_stands,
+    "shown": shown,
+    "planned": planned,
+    "collected": collected,
+    "known": known,
+    "parsed": parsed,
+}
+
+
+# --- what is not run -------------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_run_or_listed_with_its_reason() -> None:
+    """In both directions: a command that nothing runs, and a row whose command no page has any more."""
+    assert CHECKS.keys() == commands.RULES.keys()
+    listed = commands.not_run()
+    pages: dict[str, set[str]] = {}
+    unknown = []
+    for command in commands.found():
+        if commands.rule_of(command.filled) or command.started:
+            continue
+        text = commands.of_any_app(command.text)
+        pages.setdefault(text, set()).add(commands.of_any_app(command.page))
+        if text not in listed:
+            unknown.append(command.place)
+    remedy = "give it a rule in tests/commands.py, a comment `<!-- run in ... -->`, or a row in docs/commands.md"
+    assert not unknown, f"nothing runs these: {remedy}\n" + "\n".join(unknown)
+    stale = "\n".join(sorted(listed.keys() - pages.keys()))
+    assert not stale, f"no page has these, or a test runs them: take their rows out of docs/commands.md\n{stale}"
+    assert {text: where for text, (where, _) in listed.items()} == pages
+
+
+def test_a_block_is_all_commands_or_marks_them() -> None:
+    """In a block that begins with a command, without `$ `, each line is one."""
+    listed = commands.not_run()
+    lines = [each for each in commands.found() if not commands.is_command(each.text, 0)]
+    unknown = "\n".join(each.place for each in lines if commands.of_any_app(each.text) not in listed)
+    assert not unknown, f"a program that tests/commands.py lacks, or output without `$ ` before commands\n{unknown}"
+
+
+def test_a_page_that_has_an_app_started_names_an_app_and_a_start() -> None:
+    for page in commands.pages():
+        text = (ROOT / page).read_text()
+        prose = commands.INLINE.sub("", commands.FENCE.sub("", text))
+        notes = commands.NOTE.findall(prose)
+        assert len(notes) == prose.count("<!-- run"), page
+        assert {app for app, _ in notes} <= {*APPS}, page
+        found = list(commands.commands(page, text))
+        for note in notes:
+            assert any((each.app, each.added) == note and each.started for each in found), (page, note)
+
+
+PAGE = """
+<!-- run in mnist_ddp: --max-steps=2 -->
+```
+bash scripts/run_mnist_ddp.sh 4    # a comment
+NNODES=2 MASTER_ADDR=10.0.0.1 bash scripts/run_mnist_ddp.sh 4 \\
+    --lr 0.1
+python x.py &
+```
+
+`torchrun` is a name, `bash scripts/run_<app>.sh N [options]` and ``pip
+install x`` are not; `python -u x.py` <!-- run in cifar_ddp: -->
+but not `<!-- run in cifar_ddp: -->` in `python -m x`
+
+```
+$ python -m this
+Beautiful is better than ugly.
+```
+
+```
+python: can't open file
+```
+
+```python
+import this
+```
+"""
+
+
+def test_commands_are_found_where_they_stand() -> None:
+    found = list(commands.commands("page.md", PAGE))
+    assert [(command.line, command.text, command.started) for command in found] == [
+        (4, "bash scripts/run_mnist_ddp.sh 4", "bash scripts/run_mnist_ddp.sh 4 --max-steps=2"),
+        (5, "NNODES=2 MASTER_ADDR=10.0.0.1 bash scripts/run_mnist_ddp.sh 4 --lr 0.1", None),
+        (7, "python x.py", "python x.py --max-steps=2"),
+        (15, "python -m this", None),
+        (10, "bash scripts/run_<app>.sh N [options]", None),
+        (10, "pip install x", None),
+        (11, "python -u x.py", "python -u x.py"),
+        (12, "python -m x", None),
+    ]
+    assert found[4].filled == "bash scripts/run_mnist_ddp.sh 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bash scripts/run_mnist_ddp.sh 4 --epoch 3", "--epochs"),
+        ("diff apps/mnist_ddp/train.py apps/no_such/train.py", "No such file"),
+        ("bash scripts/test.sh -e mnist_dpp-cpu", "no environment mnist_dpp-cpu"),
+        ("bash scripts/test.sh -e core -- tests/test_docs.py -k no_such", "ends with 5"),
+        ("python3.11 benchmarks/throughput.py --app=mnist_ddp", "no option --app"),
+        ("python3.11 benchmarks/no_such.py", "there is no benchmarks/no_such.py"),
+        ("torchrun apps/mnist_ddp/train.py --epoch 3", "--epoch"),
+        ("bash scripts/new_app.sh my_app --from no_such", "no_such is no app"),
+    ],
+)
+def test_a_command_that_rots_is_told(repository: Path, text: str, said: str) -> None:
+    (problem,) = CHECKS[commands.rule_of(text) or ""](repository, text)
+    assert said in problem

@@ -1,0 +1,39 @@
+"""The commands that a page has run for real, in the environment of their app: a comment beside them says how small."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+from harness import Harness
+from repository import clone
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each once, however many pages have it."""
+    app = metafunc.config.getoption("--app")
+    started = {command.started: command for command in commands.found() if command.app == app and command.started}
+    metafunc.parametrize("command", started, ids=[command.place for command in started.values()])
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clone(tmp_path_factory.mktemp("commands") / "samestep")
+
+
+def test_it_runs(harness: Harness, repository: Path, command: str) -> None:
+    """Typed in the repository, with this Python's programs first in PATH."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = harness.start_command(["bash", "-c", command], harness.folder / "run", repository, PATH=path)
+    outcome = job.finish()
+    assert outcome.code == 0, outcome
+    if "own_loop.py" in command:
+        assert outcome.stdout.split()[0] == command.split()[-1]  # steps, and the weights' digest
+        return
+    assert outcome.result["app"] == harness.app.name
+    assert outcome.result["steps"] == 2
+    run_dir = repository / outcome.result["run_dir"]
+    assert (run_dir / "result.json").exists()

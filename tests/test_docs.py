@@ -1,0 +1,205 @@
+"""The pages keep up with the code: links lead somewhere, claims name tests, messages are all there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samestep import UserError, datasets, env
+from samestep.options import Parser, add_common
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+# Errors without words of their own: they pass on what another machine or file said, which is listed there.
+PASSED_ON = {
+    "apps/*/each_device.py",
+    "apps/*/ranks.py",  # Horovod's options.py has the words
+    "core/samestep/log.py",  # it prints all others
+    "scripts/launcher/launch.py",
+    "scripts/launcher/meeting.py",
+}
+
+
+def pages() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.splitlines()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_a_heading_and_a_test(page: Path) -> None:
+    text = CODE.sub(lambda match: match[0] if "\n" not in match[0] else "", page.read_text())
+    for words, target, note in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)(,? \(?in the soak)?", text):
+        if re.match("[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(file / "README.md" if file.is_dir() else file), target
+        if words.strip("`").startswith("test_"):
+            functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+            decorators = {node.name: [*map(ast.unparse, node.decorator_list)] for node in functions}
+            assert words.strip("`") in decorators, target
+            assert bool(note) == ("pytest.mark.soak" in decorators[words.strip("`")]), f"{words}: in the soak, or not?"
+
+
+def test_each_concept_names_the_tests_that_prove_it() -> None:
+    sections = (ROOT / "docs" / "concepts.md").read_text().split("\n## ")[1:]
+    assert {section.partition("\n")[0] for section in sections} == {
+        "The global batch",
+        "Sharding",
+        "Weighting",
+        "Recovery",
+        "Signals",
+        "Launching",
+        "Checkpoints",
+        "Who may write a run dir",
+    }
+    for section in sections:
+        claims = re.findall(r"^- .*?(?=^- |^$|\Z)", section, re.MULTILINE | re.DOTALL)
+        unproved = [claim for claim in claims if "tests/" not in claim]
+        assert len(claims) >= 3
+        assert not unproved
+
+
+def test_a_page_that_shows_a_program_shows_it_as_it_is() -> None:
+    assert f"```python\n{(ROOT / 'docs' / 'own_loop.py').read_text()}```" in (ROOT / "docs" / "own_loop.md").read_text()
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "messages.py"))
+
+
+def test_the_page_of_messages_is_what_the_programs_say() -> None:
+    command = [sys.executable, "docs/messages.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_error_that_is_made_has_its_words_on_the_page(script: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "messages.md").read_text()
+    made, passed_on = 0, set()
+    for path in script["files"]():
+        for words, _ in script["Source"](path).messages():
+            if not re.search("[a-z]", words):
+                passed_on.add(re.sub(r"^apps/\w+/", "apps/*/", str(path.relative_to(ROOT))))
+                continue
+            made += 1
+            assert script["_code"](words) in page, words
+    assert made > 200
+    assert passed_on <= PASSED_ON, "give these errors words, or name their file above"
+
+
+EXAMPLE = """
+NO_MPI = "no MPI: use gloo"
+
+def check(name, count):
+    if count:
+        raise UserError(f"{name}={count} is " + ("odd" if count % 2 else "even") + ": choose another")
+    remedy = "start again"
+    first, remedy = "x", "buy a disk"
+    for thing, left in (("ranks", 1), ("machines", 2)):
+        raise samestep.FatalError(f"{thing} are gone ({reason(left)}): {remedy}")
+    raise UserError(NO_MPI)
+
+def reason(left):
+    return "stopped" if left else f"{left} left"
+
+def tuple_of(n):
+    if n:
+        return f"rank {n} is odd", ""
+    return "all are odd", ", so nobody is"
+
+def together():
+    who, proof = tuple_of(1)
+    raise FatalError(f"{who}{proof}")
+
+def fail(message):
+    raise RestartError(message)
+
+def other():
+    fail("a bit flipped")
+    fail(f"{other} differs")
+    remedy = "wait"
+    remedy += f" for {other}" if other else ", then start again"
+    fail(remedy)
+    raise UserError(str(problem))
+    say(f"error: the job ended with code {code}")
+    say("waiting")
+    log.error(f"rank {rank} is gone")
+    raise ValueError("a bug")
+"""
+
+
+def test_words_are_found_behind_names_calls_and_choices(script: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(EXAMPLE)
+    assert set(script["Source"](tmp_path / "example.py").messages()) == {
+        ("…=… is odd: choose another", "2"),
+        ("…=… is even: choose another", "2"),
+        *(
+            (f"{thing} are gone ({why}): {remedy}", "1")
+            for thing in ("ranks", "machines")
+            for why in ("stopped", "… left")
+            for remedy in ("start again", "buy a disk")
+        ),
+        ("no MPI: use gloo", "2"),
+        ("rank … is odd", "1"),
+        ("all are odd, so nobody is", "1"),
+        ("a bit flipped", "again"),
+        ("… differs", "again"),
+        ("wait", "again"),
+        ("wait for …", "again"),
+        ("wait, then start again", "again"),
+        ("…", "2"),
+        ("the job ended with code …", "1"),
+        ("rank … is gone", "1"),
+    }
+
+
+def parse(*arguments: str) -> None:
+    parser = Parser(prog="toy")
+    add_common(parser, epochs=1, global_batch_size=1, lr="1", datasets=("mnist",), devices=("auto",))
+    parser.parse(arguments)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: env.detect({"RANK": "1"}),
+        lambda: env.detect({"RANK": "3", "WORLD_SIZE": "2"}),
+        lambda: parse("--epoch=3"),
+        lambda: parse("--epochs=-1"),
+        lambda: parse("--evaluate-only"),
+        lambda: datasets.resolve("nist", Path("data")),
+        lambda: datasets.read_idx(Path("nowhere")),
+    ],
+)
+def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
+    with pytest.raises(UserError) as said:
+        mistake()
+    shown = re.findall(
+        r"^\| `+ ?(.*?) ?`+ \| (?:2|1|again) ", (ROOT / "docs" / "messages.md").read_text(), re.MULTILINE
+    )
+    patterns = [".*".join(map(re.escape, words.replace("\\|", "|").split("…"))) for words in shown]
+    found = [pattern for pattern in patterns if re.fullmatch(pattern, str(said.value))]
+    # One option's message stands behind its name: "--epochs: '-1' is not a whole number ... (see --help)".
+    assert [pattern for pattern in found if len(pattern) > 15], said.value
