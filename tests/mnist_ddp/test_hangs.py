@@ -50,14 +50,14 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
 )
 def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, its: str) -> None:
     """Of two nobody can say which one is wrong: the one that left out a collective, or called them in another order."""
-    line = hung(harness, kind, 1, 15).errors[0]
+    line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
         "skip": rf"all_gather (\d+) \[16\] long at {place('ranks.py', 'dist.all_gather(')}all_gather ",
         "order": rf"all_reduce (\d+) \[4\] double at {place('train.py', 'dist.all_reduce(sums)', 1)}train ",
     }
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
-        rf"error: no progress for 15 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{its}.*; "
+        rf"error: no progress for 25 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{its}.*; "
         r"these do not match; python -m samestep.autopsy \S+ shows all stacks",
         line,
     )
