@@ -29,8 +29,12 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
         ours = harness.train(2, *options, f"--api={api}", run_dir=harness.folder / api)
         assert relative_difference(expected, losses(harness.folder / api)) < 1e-7, api
         assert ours["test_accuracy"] == theirs["test_accuracy"]
+    weights = f"--init-from={ours['run_dir']}/model.safetensors"
+    back = ddp.train(1, *EXACT, *TORCH, "--max-steps=0", weights, run_dir=ddp.folder / "back")
+    assert back["test_loss"] == pytest.approx(ours["test_loss"], rel=1e-9)
 
 
+@pytest.mark.soak  # in the matrix the test above shows it, in float64
 def test_weights_travel(harness: Harness, ddp: Harness) -> None:
     """Each evaluates what the other trained, and counts the same digits; in float32 one score may tip over."""
     trained = {

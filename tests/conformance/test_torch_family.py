@@ -9,7 +9,6 @@ import pytest
 from harness import Harness, losses, relative_difference, row
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
-# A global batch of 125 is no multiple of 2 or 3.
 EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"]
 
 
@@ -32,17 +31,20 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     ],
 )
 def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
-    """At 3 ranks, in a soak at 1 and 2 as well; mnist_ddp's own curves are compared in tests/common."""
-    steps = 100 if soak else 50
+    """At 3 ranks, of which two have no sample in each epoch's last batch; a global batch is no multiple of 2 or 3.
+
+    mnist_ddp's own curves are compared in tests/common, mnist_lightning's in the matrix in its own environment.
+    """
+    batch, steps = (125, 100) if soak else (1333, 20)
 
     def curve(name: str, n: int) -> list[float]:
         run_dir = family[name].folder / str(n)
-        family[name].train(n, *EXACT, *variant, "--global-batch-size=125", f"--max-steps={steps}", run_dir=run_dir)
+        family[name].train(n, *EXACT, *variant, f"--global-batch-size={batch}", f"--max-steps={steps}", run_dir=run_dir)
         return losses(run_dir)
 
     expected = curve("mnist_ddp", 1)
     assert len(expected) == steps
-    for name in NAMES[1:]:
+    for name in NAMES[1:] if soak else NAMES[1:2]:
         for n in (1, 2, 3) if soak else (3,):
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
@@ -51,7 +53,7 @@ def test_weights_travel(family: dict[str, Harness]) -> None:
     """Trained by each in turn, from the one before; all three count the same correct digits."""
     weights: list[str] = []
     for harness in family.values():
-        result = harness.train(2, *harness.app.small, "--max-steps=8", *weights)
+        result = harness.train(1, *harness.app.small, "--max-steps=8", *weights)
         weights = [f"--init-from={Path(result['run_dir']) / 'model.safetensors'}"]
     for harness in [*family.values()][:-1]:  # what the last trained
         again = harness.train(1, *harness.app.small, "--max-steps=0", *weights, run_dir=harness.folder / "again")

@@ -31,10 +31,8 @@ WAYS = [
 IN_MATRIX = [
     ("basic", "launch", 3),
     ("fleet", "launch", 2),
-    ("highlevel", "launch", 3),
-    ("basic", "spawn", 3),
-    ("highlevel", "spawn", 1),
-]
+    ("highlevel", "spawn", 2),
+]  # the others by the hash of a run that was killed, below
 
 
 def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool) -> None:
@@ -222,7 +220,7 @@ for build, words in (
 @pytest.mark.parametrize(
     ("api", "launcher", "n"),
     [
-        ("highlevel", "launch", 3),
+        ("highlevel", "launch", 2),
         pytest.param("fleet", "launch", 3, marks=pytest.mark.soak),
         ("basic", "spawn", 2),
         pytest.param("highlevel", "spawn", 2, marks=pytest.mark.soak),
@@ -247,10 +245,11 @@ def test_a_killed_rank_changes_nothing(
 
 
 def test_paddles_launchers_alone_take_the_same_steps(
-    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
+    """In the matrix fleetrun; the other starts two ranks on two addresses below."""
     expected = undisturbed(2)
-    for name, command in (("launch", LAUNCH), ("fleetrun", FLEETRUN)):
+    for name, command in {"fleetrun": FLEETRUN, **({"launch": LAUNCH} if soak else {})}.items():
         outcome = bare(harness, [*command, TRAIN, *harness.app.small, f"--run-dir={name}"])
         assert outcome.code == 0, outcome
         result = json.loads((harness.folder / name / "result.json").read_text())
@@ -591,7 +590,7 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     (folder / "notes.txt").write_text("mine")
     options = [*SMALL, "--global-batch-size=1000", f"--visualdl={folder}"]  # 4 steps an epoch
     harness.train(2, *options, "--max-steps=5")
-    result = harness.train(2, *options, "--max-steps=9")
+    result = harness.train(1, *options, "--max-steps=9")
     assert result["resumed_from_step"] == 5
     (file,) = folder.glob("*vdlrecords*")
     assert (harness.folder / "run" / "visualdl-file").read_text() == f"{file.name}\n"
@@ -607,7 +606,7 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     assert (outcome.code, outcome.stderr.count("\n")) == (2, 1), outcome
     assert f"error: --visualdl {folder} holds {file.name}, of another run" in outcome.stderr
     before = file.read_bytes()
-    assert harness.run(2, *options, "--evaluate-only").code == 0
+    assert harness.run(1, *options, "--evaluate-only").code == 0
     assert file.read_bytes() == before
 
 

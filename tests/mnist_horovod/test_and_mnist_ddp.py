@@ -54,6 +54,7 @@ def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness)
     assert back["test_accuracy"] == trained["test_accuracy"]
 
 
+@pytest.mark.soak  # in the matrix tests/conformance shows it
 def test_a_rank_without_samples_takes_part(harness: Harness, ddp: Harness) -> None:
     options = [*harness.app.exact, "--global-batch-size=2", "--max-steps=10"]
     one, other = harness.train(3, *options), ddp.train(1, *options)

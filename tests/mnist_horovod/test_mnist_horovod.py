@@ -173,7 +173,7 @@ def verify(harness: Harness, *arguments: str) -> Outcome:
 
 
 def test_the_installation_is_verified(harness: Harness) -> None:
-    outcome = verify(harness, "3")
+    outcome = verify(harness, "2")
     assert outcome.code == 0, outcome
     rows = outcome.stdout.splitlines()
     assert len(rows) >= 11
