@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks += ["soak", *app.left_out]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # when there is no work left to hold up
     config.hook.pytest_deselected(items=left_out)
 
 
