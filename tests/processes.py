@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def parent(pid: int) -> int:
 
 
 def free_port(address: str = "127.0.0.1") -> str:
-    """A port on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return str(probe.getsockname()[1])
+    """A port on which nothing listens now, and none that the kernel gives to a connection before it is listened on."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
+            return str(port)

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -254,15 +255,15 @@ def reserved_port(given: int | None) -> Iterator[int]:
     if given:
         yield given
         return
-    # One byte of a common file is locked for each port; the kernel frees it with the process.
+    # One byte of a common file is locked for each port; the kernel frees it with the process. These ports are below
+    # those that a kernel gives to connections, which could take one before the launcher listens on it.
     with Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}.lock").open("ab") as locks:
         while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
+            port = random.randrange(20_000, 32_768)
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-                break
+                if port_is_free(port):
+                    break
         yield port
 
 
