@@ -17,6 +17,7 @@ OPTIMIZERS = {"sgd": ["--lr=0.01", "--momentum=0.875"], "adam": ["--lr=0.001"]}
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.soak), "adam"])
 def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
+    """From PyTorch's weights; and PyTorch evaluates what comes of them as Paddle does."""
     options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
     steps = 100 if soak else 50
