@@ -155,7 +155,7 @@ def not_written(folder: Path, written: Sequence[IO[bytes]], error: OSError) -> F
         with contextlib.suppress(OSError):
             file.close()
     shutil.rmtree(temporary_of(folder), ignore_errors=True)
-    return FatalError(f"cannot write checkpoint {folder}: {_reason(error)}")
+    return FatalError(f"cannot write checkpoint {folder}: {reason(error)}")
 
 
 def clear(run_dir: Path) -> None:
@@ -242,7 +242,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
         its = body["state"], body["arithmetic"], contents, body["files"], body.get("pieces", {})
         return Checkpoint(folder, str(body["app"]), body["step"], *its)
     except OSError as error:
-        raise Damaged(_reason(error)) from error
+        raise Damaged(reason(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
 
@@ -287,7 +287,7 @@ def save_weights(path: Path, weights: Arrays) -> None:
     try:
         write_atomic(path, *encode(weights))
     except OSError as error:
-        raise FatalError(f"cannot write {path}: {_reason(error)}") from error
+        raise FatalError(f"cannot write {path}: {reason(error)}") from error
 
 
 def load_weights(path: Path) -> Arrays:
@@ -295,7 +295,7 @@ def load_weights(path: Path) -> Arrays:
     try:
         return safetensors.numpy.load(path.read_bytes())
     except OSError as error:
-        raise UserError(f"--init-from {path}: {_reason(error)}") from error
+        raise UserError(f"--init-from {path}: {reason(error)}") from error
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"--init-from {path} is not a readable safetensors file: {error}") from error
 
@@ -381,7 +381,7 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
