@@ -1,0 +1,19 @@
+"""Every device path of gpt_fsdp, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
+
+OWN = "tests/gpt_fsdp/test_gpt_fsdp.py"
+PATHS = [
+    # device, transport, by what it is started or which part, how it is shown, by what
+    ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
+    (
+        *("cpu", "gloo", "batch normalisation over the global batch", "run"),
+        f"{OWN}::test_everything_on_is_the_same_step_at_any_number_of_ranks",
+    ),
+    (
+        *("cuda", "NCCL", "which GPU a rank takes (ranks.py is mnist_ddp's)", "simulated"),
+        "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
+    ),
+    (
+        *("cuda", "NCCL", "DistributedDataParallel(device_ids=[...]), all-reduce in backward, autocast", "read"),
+        "torch/nn/parallel/distributed.py of torch 2.13.0",
+    ),
+]

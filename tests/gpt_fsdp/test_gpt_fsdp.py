@@ -1,0 +1,466 @@
+"""What is particular to this app: all that a step usually has, the same at any number of ranks and after kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Harness, last_step, losses, relative_difference, row, told_by
+from samestep import checkpoint
+
+SMALL = ("--dataset=synthetic-cifar10", "--epochs=100", "--log-every=1")
+EVERYTHING = row("gpt_fsdp").variants[0]
+# 1,024 samples by 93, in micro-batches of 31: no number of ranks but 1 divides them, and the twelfth batch of an epoch
+# has one sample.
+UNEVEN = "--global-batch-size=93"
+
+
+def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness, soak: bool) -> None:
+    curves, averages = [], []
+    for n in (1, 2, 3, 4) if soak else (1, 3):
+        run_dir = harness.folder / str(n)
+        steps = 50 if soak else 20
+        harness.train(n, *SMALL, *EVERYTHING, UNEVEN, "--dtype=float64", f"--max-steps={steps}", run_dir=run_dir)
+        curves.append(losses(run_dir))
+        averages.append(checkpoint.load_weights(run_dir / "model-ema.safetensors"))
+    assert len(curves[0]) == steps
+    assert min(curves[0]) < 0.5 * curves[0][0]
+    assert max(relative_difference(curves[0], curve) for curve in curves[1:]) < 1e-9
+    for average in averages[1:]:
+        assert max(np.abs(average[name] - array).max() for name, array in averages[0].items()) < 1e-9
+
+
+MEMORY, LOADER = ("--input=memory",), ("--input=loader", "--workers=1")
+
+
+@pytest.mark.parametrize(
+    ("n", "autocast", "way"),
+    [
+        (2, "bfloat16", LOADER),
+        # tests/common kills one of these too, in the matrix
+        pytest.param(3, "none", MEMORY, marks=pytest.mark.soak),
+        pytest.param(2, "none", LOADER, marks=pytest.mark.soak),
+        pytest.param(3, "bfloat16", MEMORY, marks=pytest.mark.soak),
+    ],
+)
+def test_everything_on_survives_kills(
+    harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str], table: list[str]
+) -> None:
+    """The launch script starts the job again from its last checkpoint; a killed rank's workers end, too."""
+    runs, kills, chance = (5, 4, random.Random(n)) if soak else (1, 1, random.Random(0))
+    options = [*SMALL, *EVERYTHING, UNEVEN, f"--autocast={autocast}", "--checkpoint-every=5"]
+    options += [f"--max-steps={14 + 10 * kills}", f"--max-restarts={kills}"]
+    expected = ends_of(harness.train(n, *options, run_dir=harness.folder / "undisturbed"))
+    for i in range(runs):
+        job = harness.start(n, *options, *way, run_dir=harness.folder / str(i))
+        for kill in range(kills):
+            job.wait_for_step(10 * kill + chance.randrange(1, 11))
+            os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
+            time.sleep(1)  # the dead rank is still listed
+        result = harness.checked(job.finish(), n)
+        assert result["restarts"] == kills
+        assert ends_of(result) == expected
+    what = f"SIGKILL of a random rank, everything on, {autocast}, {way[0][2:]}"
+    table.append(f"| {harness.app.name} | {n} | {what} | {runs * kills} | {runs * kills} |")
+
+
+@pytest.mark.soak
+def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
+    """A start that compiles for another first batch makes the same kernels: the same bits as undisturbed."""
+    options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5"]
+    whole = harness.start(2, *options, "--max-steps=14", run_dir=harness.folder / "undisturbed").finish(1200)
+    expected = ends_of(harness.checked(whole, 2))
+    job = harness.start(2, *options, "--max-steps=14", run_dir=harness.folder / "killed")
+    job.wait_for(lambda: last_step(job.run_dir) >= 7, limit=1200)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    result = harness.checked(job.finish(1200), 2)
+    assert (result["restarts"], ends_of(result)) == (1, expected)
+    # The first batch that the second start sees is the epoch's last, of one sample.
+    for stop in (11, 14):
+        parts = harness.start(2, *options, f"--max-steps={stop}", run_dir=harness.folder / "parts").finish(1200)
+    result = harness.checked(parts, 2)
+    assert (result["resumed_from_step"], ends_of(result)) == (11, expected)
+    plain = harness.train(2, *SMALL, *EVERYTHING, UNEVEN, "--max-steps=14", run_dir=harness.folder / "plain")
+    # The same random numbers; rounding in float32 grows from step to step.
+    assert relative_difference(losses(Path(plain["run_dir"]))[:6], losses(Path(result["run_dir"]))[:6]) < 1e-3
+
+
+def ends_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    """What two runs that took the same steps have in common: weights, their average, losses, what was evaluated."""
+    run_dir = Path(result["run_dir"])
+    average = checkpoint.weights_sha256(checkpoint.load_weights(run_dir / "model-ema.safetensors"))
+    return result["weights_sha256"], average, losses(run_dir), result["test_loss"], result["test_accuracy"]
+
+
+PLAIN = """
+import copy
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from data import load
+from samestep import checkpoint
+from samestep.sharding import GlobalBatches
+from torch import nn
+
+STEPS, BATCH, SEED = 14, 93, 1
+kind, initial = "{kind}", "{initial}"
+torch.set_num_threads(1)
+training, test = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
+batches = GlobalBatches(len(training.labels), BATCH, SEED)
+layers, channels = [], 3
+for width in (32, 64, 128, 128):
+    layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.ReLU()]
+    channels = width
+model = nn.ModuleDict(dict(features=nn.Sequential(*layers), fc=nn.Linear(channels, 10))).double()
+arrays = checkpoint.load_weights(Path(initial))
+model.load_state_dict(dict((name, torch.from_numpy(array)) for name, array in arrays.items()))
+scores = lambda model, images: model["fc"](model["features"](images).mean((2, 3)))
+average = copy.deepcopy(model)
+weights = [each for each in model.parameters() if each.ndim > 1]
+others = [each for each in model.parameters() if each.ndim == 1]
+groups = [dict(params=weights, weight_decay=0.05), dict(params=others, weight_decay=0.0)]
+if kind == "adamw":
+    optimizer = torch.optim.AdamW(groups, lr=0.003)
+else:
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+losses = []
+for step in range(STEPS):
+    if kind == "adamw":  # three steps of warm-up, and half a cosine over what is left of two epochs of twelve
+        lr = 0.003 * ((step + 1) / 3 if step < 3 else 0.5 * (1 + math.cos(math.pi * (step - 3) / (24 - 3))))
+    else:  # a tenth after half, a hundredth after three quarters
+        lr = 0.1 * 0.1 ** ((step >= 12) + (step >= 18))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    images, labels = training.batch(batches.indices(step), torch.float64, (SEED, batches.epoch(step)))
+    loss = F.cross_entropy(scores(model, images), labels, label_smoothing=0.2)
+    optimizer.zero_grad()
+    loss.backward()
+    if kind == "adamw":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    losses.append(loss.item())
+    decay = min(0.8, (step + 1) / (step + 10))
+    for mine, theirs in zip(average.state_dict().values(), model.state_dict().values()):
+        mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
+evaluated = (average if kind == "adamw" else model).eval()
+with torch.no_grad():
+    images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
+    test_loss = F.cross_entropy(scores(evaluated, images), labels).item()
+total = [sum(each.abs().sum().item() for each in one.parameters()) for one in (model, average)]
+print(json.dumps(dict(losses=losses, test_loss=test_loss, weights=total)))
+"""
+
+
+KINDS = {
+    "adamw": ["--warmup-steps=3", "--clip-norm=0.5", "--ema=0.8", "--keep-best"],
+    "sgd": ["--schedule=step"],
+}
+
+
+def test_the_steps_are_those_of_a_plain_loop(harness: Harness) -> None:
+    """One process, torch's own batch normalisation, mean loss, two groups of weights, and the rate by its formula."""
+    options = ["--dataset=synthetic-cifar10", "--epochs=2", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
+    options += ["--label-smoothing=0.2", "--weight-decay=0.05"]
+    start = harness.train(1, *options, "--max-steps=0", run_dir=harness.folder / "start")
+    for kind, more in KINDS.items():
+        plain = told_by("gpt_fsdp", PLAIN.format(kind=kind, initial=f"{start['run_dir']}/model.safetensors"))
+        run_dir = harness.folder / kind
+        result = harness.train(3, *options, f"--optimizer={kind}", *more, "--max-steps=14", run_dir=run_dir)
+        assert relative_difference(plain["losses"], losses(run_dir)) < 1e-9
+        assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-9)
+        names = ["model", "model-ema"] if kind == "adamw" else ["model"]
+        for name, expected in zip(names, plain["weights"]):
+            arrays = checkpoint.load_weights(run_dir / f"{name}.safetensors")
+            total = sum(float(np.abs(array).sum()) for key, array in arrays.items() if key.endswith(("weight", "bias")))
+            assert total == pytest.approx(expected, rel=1e-9)
+    # The best is of the average, which is what was evaluated.
+    run_dir = harness.folder / "adamw"
+    best = checkpoint.load_weights(run_dir / "model-best.safetensors")
+    step = json.loads((run_dir / "result.json").read_text())["best_step"]
+    kept = checkpoint.load_weights(run_dir / "checkpoints" / f"step-{step:08d}" / "ema.safetensors")
+    assert checkpoint.weights_sha256(best) == checkpoint.weights_sha256(kept)
+
+
+# --- in one process --------------------------------------------------------------------------------------------------
+
+ALONE = """
+import json
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+told = {}
+"""
+
+PARTS = """
+from augment import crop_and_flip
+from ema import Average
+from norm import GlobalBatchNorm2d
+from options import parse
+from samestep.sharding import Rows
+from torch import nn
+from train import learning_rate
+
+# Learning rates beside torch's schedulers, which count their calls.
+warnings.simplefilter("ignore")  # torch's warn of a step without an optimizer's
+steps, schedulers = 40, torch.optim.lr_scheduler
+for name, make in {
+    "cosine": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, steps),
+    "linear": lambda optimizer: schedulers.LinearLR(optimizer, 1.0, 0.0, steps),
+    "step": lambda optimizer: schedulers.MultiStepLR(optimizer, [20, 30]),
+    "one-cycle": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, steps, cycle_momentum=False),
+    "constant": lambda optimizer: schedulers.ConstantLR(optimizer, 1.0),
+}.items():
+    scheduler = make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2))
+    theirs = []
+    for _ in range(steps):
+        theirs.append(scheduler.get_last_lr()[0])
+        scheduler.step()
+    options = parse([f"--schedule={name}", "--lr=0.2"])
+    ours = [learning_rate(options, step, steps) for step in range(steps)]
+    told[f"rates of {name}"] = float(np.abs(np.subtract(ours, theirs)).max())
+options = parse(["--lr=0.2", "--warmup-steps=4"])
+told["warm-up"] = [learning_rate(options, step, 40) for step in range(5)]
+
+# A sample's crop and flip, in any batch, against one written out.
+images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (50, 32, 32, 3), np.uint8))
+everything = np.arange(50)
+whole = crop_and_flip(images, everything, 1, 3)
+some = np.array([7, 3, 44])
+told["crops"] = {
+    "of the sample alone": torch.equal(crop_and_flip(images[some], some, 1, 3), whole[some]),
+    "of nothing": list(crop_and_flip(images[:0], everything[:0], 1, 3).shape),
+    "another epoch": bool((crop_and_flip(images, everything, 1, 4) != whole).any()),
+    "another seed": bool((crop_and_flip(images, everything, 2, 3) != whole).any()),
+}
+padded = torch.nn.functional.pad(images, (0, 0, 4, 4, 4, 4))
+windows = [[padded[i, y : y + 32, x : x + 32] for y in range(9) for x in range(9)] for i in range(50)]
+straight = [any(torch.equal(whole[i], window) for window in windows[i]) for i in range(50)]
+mirrored = [any(torch.equal(whole[i].flip(1), window) for window in windows[i]) for i in range(50)]
+told["crops"]["each a window"] = all(a != b for a, b in zip(straight, mirrored))
+told["crops"]["mirrored"] = sum(mirrored)
+
+# Batch normalisation at one rank is torch's, with its gradients and its running statistics.
+x = torch.randn(6, 8, 5, 5, dtype=torch.float64) * 3 + 2
+ours, theirs = GlobalBatchNorm2d(8).double(), nn.BatchNorm2d(8).double()
+gaps = []
+for _ in range(3):
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [norm(each) for norm, each in zip((ours, theirs), inputs)]
+    for output in outputs:
+        output.pow(3).sum().backward()
+    gaps += [(outputs[0] - outputs[1]).abs().max(), (inputs[0].grad - inputs[1].grad).abs().max()]
+gaps += [(a - b).abs().max() for a, b in zip(ours.state_dict().values(), theirs.state_dict().values())]
+gaps += [(a.grad - b.grad).abs().max() / b.grad.abs().max() for a, b in zip(ours.parameters(), theirs.parameters())]
+gaps += [(ours.eval()(x) - theirs.eval()(x)).abs().max()]
+told["norm"] = float(max(gaps))
+far = torch.randn(64, 8, 8, 8) / 10 + 50  # its variance is the small difference of large numbers
+told["norm far off"] = float((GlobalBatchNorm2d(8)(far) - nn.BatchNorm2d(8)(far)).abs().max())
+frozen = GlobalBatchNorm2d(8, frozen=True).double()
+told["frozen"] = torch.equal(frozen(x), frozen.eval()(x)) and not frozen.running_mean.any()
+
+# The average forgets the first weights, and counts of batches are no averages.
+model = nn.Sequential(nn.Linear(1, 1), GlobalBatchNorm2d(1))
+average = Average(model, 0.9)
+value = average.model[0].weight.item()
+for step in range(200):
+    nn.init.constant_(model[0].weight, float(step))
+    model[1].num_batches_tracked.fill_(step)
+    average.update(model, step)
+    decay = min(0.9, (step + 1) / (step + 10))
+    value = decay * value + (1 - decay) * step
+told["average"] = [abs(average.model[0].weight.item() - value) < 1e-3, average.model[1].num_batches_tracked.item()]
+print(json.dumps(told))
+"""
+
+
+def test_schedules_crops_norm_and_average_are_what_they_are_called() -> None:
+    told = told_by("gpt_fsdp", ALONE + PARTS)
+    assert all(told[f"rates of {name}"] < 1e-15 for name in ("cosine", "linear", "step", "one-cycle", "constant"))
+    assert told["warm-up"] == [0.05, 0.1, 0.15000000000000002, 0.2, 0.2]
+    mirrored = told["crops"].pop("mirrored")
+    assert 10 < mirrored < 40
+    assert told["crops"].pop("of nothing") == [0, 32, 32, 3]
+    assert all(told["crops"].values()), told["crops"]
+    assert told["norm"] < 1e-9
+    assert told["norm far off"] < 1e-3
+    assert told["frozen"]
+    assert told["average"] == [True, 199]
+
+
+STEPS = """
+from pathlib import Path
+
+import data
+import train
+from model import build_model
+from options import parse
+from samestep.phases import Phases
+from samestep.sharding import GlobalBatches
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+device = torch.device("cpu")
+training, _ = data.load("synthetic-cifar10", Path("data"), device)
+
+
+def curve(*arguments, batch=20, steps=5):
+    '''The losses of some steps at one rank, in float64.'''
+    options = parse(["--dtype=float64", "--lr=0.02", *arguments])
+    dtype = getattr(torch, options.dtype)
+    model = build_model(options, dtype)
+    ddp, optimizer = DistributedDataParallel(model, forward_sync_buffers=False), train.build_optimizer(options, model)
+    batches = GlobalBatches(1_024, batch, options.seed)
+    shards = data.feed(options, training, batches, range(steps), dtype)
+    found = [train.train_step(options, ddp, optimizer, shards, batches, step, Phases()).item() for step in range(steps)]
+    state = [each for entry in optimizer.state.values() for each in entry.values() if torch.is_tensor(each)]
+    assert all(each.dtype == dtype for each in [*model.parameters(), *state])
+    return found
+
+
+def gap(one, other):
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other))
+
+
+# The same shards by both inputs, of one rank of three, from a step in mid-epoch to after its last batch of one sample.
+batches = GlobalBatches(1_024, 341, 1, rank=2, world_size=3)
+both = [parse(["--accumulate=2", f"--input={way}"]) for way in ("memory", "loader")]
+fed = [list(data.feed(options, training, batches, range(2, 5), torch.float32)) for options in both]
+told["inputs"] = [[len(labels) for _, labels in shards] for shards in fed]
+told["equal"] = all(torch.equal(a, b) for one, other in zip(*fed) for a, b in zip(one, other))
+for norm in ("group", "batch"):
+    whole = curve(f"--norm={norm}")
+    told[norm] = {k: gap(whole, curve(f"--norm={norm}", f"--accumulate={k}")) for k in (4, 7)}
+told["does nothing"] = [
+    words
+    for words in ("--no-augment", "--dropout=0", "--label-smoothing=0.3", "--norm=group", "--freeze-bn", "--momentum=0")
+    if gap(curve(), curve(words)) < 1e-6
+]
+told["bfloat16"] = gap(curve("--dtype=float32"), curve("--dtype=float32", "--autocast=bfloat16"))
+told["frozen"] = gap(curve("--freeze-bn"), curve("--freeze-bn", "--accumulate=4"))
+told["more than samples"] = gap(curve("--norm=group", batch=3), curve("--norm=group", "--accumulate=9", batch=3))
+print(json.dumps(told))
+"""
+
+
+def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
+    """Dropout, augmentation and the mean over samples do not rest on them. Batch statistics are a micro-batch's.
+
+    And a DataLoader's workers make the same batches as one index into memory.
+    """
+    told = told_by("gpt_fsdp", ALONE + STEPS)
+    assert told["inputs"] == [[57, 56, 0, 57, 56]] * 2
+    assert told["equal"]
+    assert max(told["group"].values()) < 1e-9
+    assert told["frozen"] < 1e-9
+    assert told["does nothing"] == []
+    assert 1e-4 < told["bfloat16"] < 0.1
+    assert told["more than samples"] < 1e-9
+    assert min(told["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
+
+
+RESNETS = """
+from model import build_model
+from options import parse
+from samestep.sharding import Rows
+from vision import models
+
+images = torch.randn(2, 3, 64, 64)
+for name in ("resnet18", "resnet50"):
+    ours = build_model(parse([f"--model={name}", "--stem=imagenet"]), torch.float32).eval()
+    theirs = getattr(models, name)(num_classes=10)
+    theirs.load_state_dict(ours.state_dict())  # strictly: all names and shapes
+    with torch.inference_mode():
+        told[name] = (ours(images, Rows(0, 2)) - theirs.eval()(images)).abs().max().item()
+small = build_model(parse([]), torch.float32)
+told["small"] = sum(parameter.numel() for parameter in small.parameters())
+for words in ("--model=resnet18", "--model=resnet18 --norm=group", "--model=resnet18 --freeze-bn --stem=imagenet"):
+    model = build_model(parse(words.split()), torch.float64)
+    model(images[:, :, :32, :32].double(), Rows(0, 2)).sum().backward()
+    told[words] = all(parameter.grad.isfinite().all().item() for parameter in model.parameters())
+print(json.dumps(told))
+"""
+
+
+def test_the_resnets_are_torchvisions() -> None:
+    told = told_by("gpt_fsdp", ALONE + RESNETS)
+    assert max(told.pop("resnet18"), told.pop("resnet50")) < 1e-4
+    assert told.pop("small") == 242_474
+    assert all(told.values())
+
+
+APART = {
+    "ranks: mean over ranks": 3e-3,
+    "ranks: augmentation": 1e-2,
+    "ranks: dropout": 3e-2,
+    "ranks: batch norm": 4e-3,
+    "ranks: clipping": 9e-3,
+    "micro-batches: mean over micro-batches": 4e-3,
+    "micro-batches: dropout": 4e-2,
+    "resumed: scheduler": 4e-2,
+    "resumed: average": 2e-3,
+    "bfloat16 weights: updates lost": 0.78,
+}
+
+
+def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
+    """The README's figures: each way by itself, and none of them."""
+    told = told_by("gpt_fsdp", "import wrong_ways; wrong_ways.main()")
+    right = [told.pop(f"{divided}: none") for divided in ("ranks", "micro-batches", "resumed")]
+    assert max(right) < 1e-12
+    assert right[-1] == 0
+    # What the README says, which another processor or torch may round otherwise.
+    assert told.keys() == APART.keys()
+    assert all(apart / 3 < told[way] < 3 * apart for way, apart in APART.items()), told
+
+
+MISTAKES = """
+import os
+
+from options import parse
+from samestep import UserError
+from samestep.options import arithmetic
+
+for words in (
+    "--model=small --stem=imagenet",
+    "--norm=group --freeze-bn",
+    "--dtype=float64 --autocast=bfloat16",
+    "--accumulate=0",
+    "--clip-norm=0",
+    "--compile",
+):
+    if words == "--compile":
+        os.environ.update(PATH="/nowhere", CXX="")
+    try:
+        parse(words.split())
+    except UserError as mistake:
+        told[words] = str(mistake)
+told["inputs"] = arithmetic(parse(["--input=loader", "--workers=7"])) == arithmetic(parse([]))
+told["horizon"] = ["epochs" in arithmetic(parse([f"--schedule={name}"])) for name in ("cosine", "constant")]
+print(json.dumps(told))
+"""
+
+
+def test_a_mistake_is_one_line_and_a_schedules_horizon_stays() -> None:
+    told = told_by("gpt_fsdp", "import json; told = {}" + MISTAKES)
+    assert told.pop("horizon") == [True, False]
+    assert told.pop("inputs")  # they may change at a resume
+    assert len(told) == 6
+    for words, text in told.items():
+        assert "\n" not in text
+        assert words.split()[-1].partition("=")[0] in text
