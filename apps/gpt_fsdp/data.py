@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from options import TEXTS
+from options import SIZES, TEXTS
 from samestep import UserError
 from samestep.options import Options
 from samestep.sharding import GlobalBatches
@@ -60,35 +59,39 @@ def count_of(options: Options, batches: GlobalBatches, step: int) -> int:
     return min(int(options.accumulate), batches.size(step))
 
 
-def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
-    """The training part, of whole windows, and the held-out part. Raises UserError for a file that is too short."""
-    path = options.data_file or TEXTS / f"{options.dataset}.txt"
+def read(options: Options) -> NDArray[np.uint8]:
+    """The text's bytes, mapped. Raises UserError for a file that cannot be read, or is too short."""
+    path = options.data_file or TEXTS / "jargon.txt"
     try:
-        text = np.memmap(path, np.uint8, "r")
+        text: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")[: SIZES.get(options.dataset)]
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; name another --data-file") from None
+        raise UserError(f"cannot read {path}: {error}: name another --data-file") from None
+    if len(text) - len(text) // HELD_OUT <= options.context or len(text) < HELD_OUT:
+        raise UserError(
+            f"{path} has {len(text)} bytes: too few for --context {options.context}: name another --data-file"
+        )
+    return text
+
+
+def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
+    """The training part, of whole windows, and the held-out part. Raises as `read`."""
+    text = read(options)
     cut = len(text) - len(text) // HELD_OUT
     whole = (cut - 1) // options.context * options.context
-    if whole < 1 or cut == len(text):
-        raise UserError(f"{path} has {len(text)} bytes: too few for --context {options.context}")
-    windows = (
-        Windows(text, 1, 1 + whole, options.context, device),
-        Windows(text, cut, len(text), options.context, device),
-    )
-    return windows
+    training = Windows(text, 1, 1 + whole, options.context, device)
+    return training, Windows(text, cut, len(text), options.context, device)
 
 
-def markov_bits(text: Path) -> float | None:
+def markov_bits(text: NDArray[np.uint8]) -> float | None:
     """Bits a byte of the held-out part by an interpolated Markov model of two bytes of context; None for a large file.
 
     Its counts are the training part's, and each context is mixed with the shorter one by how many successors it had.
     Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory 37(4), 1991, method C.
     """
-    content = np.memmap(text, np.uint8, "r")
-    if len(content) > 2**28:
+    if len(text) > 2**28:
         return None
-    cut = len(content) - len(content) // HELD_OUT
-    seen, held_out = content[:cut].astype(np.int64), content[cut - 2 :].astype(np.int64)
+    cut = len(text) - len(text) // HELD_OUT
+    seen, held_out = text[:cut].astype(np.int64), text[cut - 2 :].astype(np.int64)
     chance = np.full(len(held_out) - 2, 1 / 256)
     for order in range(3):
         key = sum(seen[order - back : len(seen) - back] << 8 * back for back in range(order + 1))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from samestep.options import Options
 from samestep.sharding import sample_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from weights import place
 
@@ -113,10 +114,11 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
     with torch.device("meta"):
         model = GPT(options.layers, options.width, options.heads, options.checkpoint_activations).to(dtype)
     if mesh["tp"].size() > 1:
-        by_rows = dict.fromkeys(("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up"))
+        wide = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in wide}
+        plan |= {name: RowwiseParallel() for name in ("attention.out", "feed_forward.down")}
         for block in model.blocks:
-            plan = {**{name: ColwiseParallel() for name in by_rows}, "attention.out": RowwiseParallel()}
-            parallelize_module(block, mesh["tp"], {**plan, "feed_forward.down": RowwiseParallel()})
+            parallelize_module(block, mesh["tp"], plan)
     policy = MixedPrecisionPolicy()
     if (
         options.autocast == "bfloat16"
@@ -152,10 +154,10 @@ def initialise(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> No
             part.copy_(torch.from_numpy(normal(seed, number, indices) * std))
 
 
-def normal(seed: int, number: int, indices: np.ndarray) -> np.ndarray:
-    """Standard normal values float64 of ``indices``' shape. Source: Box & Muller, Ann. Math. Statist. 29(2), 1958."""
+def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Standard normal values of ``indices``' shape. Source: Box & Muller, Ann. Math. Statist. 29(2), 1958."""
     bits = sample_bits(seed, number, indices.reshape(-1))
-    one, two = (
-        ((half & np.uint64(2**32 - 1)).astype(np.float64) + 0.5) / 2**32 for half in (bits >> np.uint64(32), bits)
-    )
-    return (np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)).reshape(indices.shape)
+    halves = (bits >> np.uint64(32), bits & np.uint64(2**32 - 1))
+    one, two = ((half.astype(np.float64) + 0.5) / 2**32 for half in halves)
+    found: NDArray[np.float64] = np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)
+    return found.reshape(indices.shape)

@@ -14,6 +14,7 @@ from samestep import UserError
 from samestep.options import Options, Parser, add_common, real, whole
 
 TEXTS = Path(__file__).resolve().parent / "text"
+SIZES = {"jargon": None, "jargon-64k": 2**16}  # bytes of the embedded text's beginning; None: all
 BLOCKS, BLOCK = 64, 2**16  # of a file, spread over it, that its fingerprint is of
 
 
@@ -34,7 +35,7 @@ def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = 
 
     if name == "file" and data_file is None:
         raise UserError("--dataset file, but which? Name it by --data-file, also to go on with a run of one")
-    path = TEXTS / f"{name}.txt" if data_file is None else data_file
+    path = data_file or TEXTS / "jargon.txt"
     if os.path.exists(data_dir) and not os.path.isdir(data_dir):
         raise UserError(f"--data-dir: the data folder {data_dir} is not a folder")
     try:
@@ -55,7 +56,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         epochs=3,
         global_batch_size=32,
         lr="0.003",
-        datasets=("jargon", "file"),
+        datasets=(*SIZES, "file"),
         devices=("auto", "cpu", "cuda"),
         may_change_at_resume=("mesh", "data_file", "checkpoint_activations"),
     )

@@ -18,7 +18,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ranks
@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import weights
-from data import IGNORED, Windows, count_of, load, markov_bits
+from data import IGNORED, Windows, count_of, load, markov_bits, read
 from model import GPT, build_model
-from options import TEXTS, parse
+from options import parse
 from samestep import env, log, schedules
 from samestep.options import Options
 from samestep.phases import Phases
@@ -51,7 +51,7 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
     groups: dict[tuple[float, int], list[torch.nn.Parameter]] = {}
     for parameter in model.parameters():
         decay = options.weight_decay if parameter.ndim > 1 else 0.0
-        groups.setdefault((decay, parameter.device_mesh.ndim), []).append(parameter)
+        groups.setdefault((decay, cast(DTensor, parameter).device_mesh.ndim), []).append(parameter)
     settings = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
     return torch.optim.AdamW(settings, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
@@ -126,6 +126,7 @@ def evaluate(model: GPT, test: Windows, mesh: DeviceMesh, dtype: torch.dtype, wa
             sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
         watchdog.beat()
     model.train()
+    model.reshard()  # without a backward pass FSDP keeps what it gathered last: a checkpoint would be of all of it
     dist.all_reduce(sums)  # ranks talk
     loss, examples = sums.tolist()
     return {
@@ -185,7 +186,7 @@ def main() -> None:
     dist.destroy_process_group()
     facts = {}
     if run.world.rank == 0:
-        facts["markov_bits_per_byte"] = markov_bits(options.data_file or TEXTS / f"{options.dataset}.txt")
+        facts["markov_bits_per_byte"] = markov_bits(read(options))
     run.report("torch", torch.__version__, ranks.backend(device), device.type, **facts)
 
 

@@ -79,6 +79,8 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
     cuts: dict[str, Any] = {}
     if isinstance(tensor, DTensor):
         cuts = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements))
+    elif tensor.ndim:
+        raise FatalError(f"a tensor of shape {[*tensor.shape]} is whole on this rank: FSDP has gathered it")
     offset, extent, is_copy = [0] * tensor.ndim, [*tensor.shape], False
     for name in ("tp", "dp"):
         coordinate, size = mesh[name].get_local_rank(), mesh[name].size()

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 from harness import App
 
-EVERYTHING = (
-    *("--optimizer=adamw", "--schedule=cosine", "--warmup-steps=5", "--clip-norm=1", "--accumulate=3"),
-    *("--dropout=0.2", "--label-smoothing=0.1", "--ema=0.99"),
-)
+TINY = ("--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--warmup-steps=5")
 
 ROW = App(
-    accuracy=0.9,
-    dataset="synthetic-cifar10",
-    test_examples=256,
-    # 1,024 samples by 64: 16 steps an epoch. Everything is on in what is killed, stopped, damaged and resumed.
+    dataset="jargon-64k",
+    test_examples=6553,
+    # 1,843 windows by 120: 16 steps an epoch.
     small=(
-        *("--dataset=synthetic-cifar10", "--epochs=3", "--global-batch-size=64", "--checkpoint-every=5"),
-        *("--log-every=1", *EVERYTHING),
+        *(*TINY, "--epochs=3", "--global-batch-size=120", "--checkpoint-every=5", "--log-every=1"),
+        *("--clip-norm=1", "--accumulate=2"),
     ),
-    exact=("--dataset=synthetic-cifar10", "--dtype=float64", "--log-every=1", "--epochs=100"),
-    variants=[EVERYTHING, ("--norm=group", "--optimizer=sgd")],
+    exact=(*TINY, "--dtype=float64", "--log-every=1", "--epochs=100"),
+    variants=[("--clip-norm=1", "--accumulate=3"), ("--layers=2", "--schedule=constant")],
     arithmetic=[
-        "--model=resnet18",
-        "--global-batch-size=65",
+        "--layers=2",
+        "--width=64",
+        "--heads=2",
+        "--context=16",
+        "--global-batch-size=121",
         "--seed=7",
-        "--optimizer=sgd",
         "--dtype=float64",
+        "--autocast=bfloat16",
         "--lr=0.5",
         "--epochs=4",
-        "--accumulate=2",
-        "--ema=0.9",
-        "--schedule=linear",
-        "--compile",
-        "--dataset=fashion-mnist",
+        "--accumulate=3",
+        "--clip-norm=2",
+        "--dataset=jargon",
     ],
-    defaults=("--log-every=1",),
-    parts=(40, 3),
+    defaults=("--dataset=jargon-64k", "--layers=2", "--width=64", "--epochs=5", "--log-every=1", "--warmup-steps=10"),
+    parts=(20, 3),
     exact_steps=(50, 6),
-    delay=30,  # in each of three micro-batches
-    left_out=("once",),
+    diverges=("--lr=1e30", "--warmup-steps=0"),
+    left_out=("once", "best", "curves", "kills", "launcher", "stall", "torchrun", "stragglers"),
 )
