@@ -37,6 +37,7 @@ from samestep.sharding import GlobalBatches, shard
 from samestep.watchdog import Watchdog
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 APP = Path(__file__).resolve().parent.name
@@ -126,7 +127,9 @@ def evaluate(model: GPT, test: Windows, mesh: DeviceMesh, dtype: torch.dtype, wa
             sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
         watchdog.beat()
     model.train()
-    model.reshard()  # without a backward pass FSDP keeps what it gathered last: a checkpoint would be of all of it
+    cast(
+        FSDPModule, model
+    ).reshard()  # without a backward pass FSDP keeps what it gathered last: a checkpoint would be of all of it
     dist.all_reduce(sums)  # ranks talk
     loss, examples = sums.tolist()
     return {
@@ -157,9 +160,8 @@ def train(run: ShardedRun, options: Options, device: torch.device) -> None:
         run.phases.begin()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        loss_sum = counted * train_step(
-            options, model, optimizer, training, batches, step, mesh, run.phases
-        )  # ranks talk
+        loss_sum = train_step(options, model, optimizer, training, batches, step, mesh, run.phases)  # ranks talk
+        loss_sum *= counted
         sum_since += loss_sum
         due = run.done(step)
         if due.talk:

@@ -31,7 +31,7 @@ ROW = App(
         "--clip-norm=2",
         "--dataset=jargon",
     ],
-    defaults=("--dataset=jargon-64k", "--layers=2", "--width=64", "--epochs=5", "--log-every=1", "--warmup-steps=10"),
+    defaults=(*TINY, "--epochs=2", "--log-every=1", "--lr=0.01"),
     parts=(20, 3),
     exact_steps=(50, 6),
     diverges=("--lr=1e30", "--warmup-steps=0"),

@@ -107,7 +107,7 @@ print(json.dumps(dict(losses=losses, test_loss=total / (len(text) - cut))))
 
 def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(harness: Harness, soak: bool) -> None:
     """AdamW, warm-up and cosine, clipping and three micro-batches, in batches that no number of ranks divides."""
-    steps = 50 if soak else 12
+    steps = 50 if soak else 10
     start = harness.train(1, *EXACT, "--max-steps=0", run_dir=harness.folder / "start")
     text, initial = APP / "text" / "jargon.txt", f"{start['run_dir']}/model.safetensors"
     plain = told_by("gpt_fsdp", PLAIN.format(steps=steps, text=text, initial=initial))
@@ -121,25 +121,25 @@ def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(harness: Harness, soak:
 
 
 def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(harness: Harness, soak: bool, table: list[str]) -> None:
-    """Losses as undisturbed, every window once."""
-    steps, killed_at = 80, 40
-    options = [*EXACT, "--checkpoint-every=10", f"--max-steps={steps}"]
+    """Losses as undisturbed, every window once: 1,843 by 203 are ten steps an epoch, of which 16 are made."""
+    batch, killed_at = 203, 5
+    options = [*EXACT, f"--global-batch-size={batch}", "--accumulate=1", "--checkpoint-every=3", "--max-steps=16"]
     harness.train(2, *options, run_dir=harness.folder / "undisturbed")
     expected = losses(harness.folder / "undisturbed")
     job = harness.start(4, *options, "--mesh=4x1", "--max-restarts=0", run_dir=harness.folder / "killed")
     landed = job.wait_for_step(killed_at)
     os.kill(job.ranks()[random.Random(1).randrange(4)], signal.SIGKILL)
     assert job.finish().code == 1
-    meshes = ("3x1", "2x2", "1x1", "1x2") if soak else ("3x1", "2x2")
+    meshes = ("3x1", "2x2", "1x1", "1x2") if soak else ("2x2",)
     for mesh in meshes:
         run_dir = shutil.copytree(harness.folder / "killed", harness.folder / mesh)
         result = harness.train(size(mesh), *options, f"--mesh={mesh}", run_dir=run_dir)
-        assert killed_at - 10 <= result["resumed_from_step"] <= landed + 10
+        assert killed_at - 3 < result["resumed_from_step"] <= landed + 3
         assert relative_difference(expected, losses(run_dir)) < 1e-9
         taken, n = [], result["train_examples"]
-        for step in range(GlobalBatches(n, 25, 1).steps_per_epoch):
+        for step in range(GlobalBatches(n, batch, 1).steps_per_epoch):
             dp = 4 if step < result["resumed_from_step"] else int(mesh.partition("x")[0])
-            taken += [GlobalBatches(n, 25, 1, rank, dp).indices(step) for rank in range(dp)]
+            taken += [GlobalBatches(n, batch, 1, rank, dp).indices(step) for rank in range(dp)]
         assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(n))
     table.append(
         f"| {harness.app.name} | 4x1 | SIGKILL, gone on from at {', '.join(meshes)} | {len(meshes)} | {len(meshes)} |"
@@ -158,8 +158,8 @@ def test_a_kill_costs_no_bit_at_the_same_mesh(
     harness: Harness, soak: bool, mesh: str, autocast: str, table: list[str]
 ) -> None:
     runs, kills, chance = (5, 4, random.Random(mesh)) if soak else (1, 1, random.Random(mesh))
-    options = [*UNEVEN, f"--mesh={mesh}", f"--autocast={autocast}", "--checkpoint-every=5", "--epochs=2"]
-    options += [f"--max-steps={14 + 10 * kills}", f"--max-restarts={kills}"]
+    options = [*UNEVEN, f"--mesh={mesh}", f"--autocast={autocast}", "--checkpoint-every=4", "--epochs=3"]
+    options += [f"--max-steps={6 + 10 * kills}", f"--max-restarts={kills}"]
     reference = harness.train(4, *options, run_dir=harness.folder / "undisturbed")
     for i in range(runs):
         job = harness.start(4, *options, run_dir=harness.folder / str(i))
@@ -198,7 +198,7 @@ def test_a_rank_is_killed_while_a_checkpoint_is_written(
     harness: Harness, soak: bool, stage: str, rank: int, table: list[str]
 ) -> None:
     """The checkpoint before is gone on from: tests/core kills the ranks at each thing they do to a checkpoint."""
-    options = [*UNEVEN, "--checkpoint-every=5", "--max-steps=12"]
+    options = [*UNEVEN, "--accumulate=1", "--checkpoint-every=5", "--max-steps=12"]
     reference = harness.train(3, *options, run_dir=harness.folder / "undisturbed")
     fault = {"rank": rank, **STAGES[stage], "signal": signal.SIGKILL}
     outcome = harness.run(3, *options, **faulty(fault))
