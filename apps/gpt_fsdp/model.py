@@ -17,7 +17,7 @@ from weights import place
 
 BYTES = 256  # the vocabulary
 STD = 0.02  # of initial weights, as GPT-2's
-BLOCK = 2**20  # values at a time, so that drawing them needs no memory of a model's size
+BLOCK = 2**17  # values at a time, so that drawing them needs no memory of a model's size
 
 
 class RMSNorm(nn.Module):

@@ -53,9 +53,9 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     )
     add_common(
         parser,
-        epochs=3,
-        global_batch_size=32,
-        lr="0.003",
+        epochs=1,
+        global_batch_size=16,
+        lr="0.001",
         datasets=(*SIZES, "file"),
         devices=("auto", "cpu", "cuda"),
         may_change_at_resume=("mesh", "data_file", "checkpoint_activations"),
@@ -84,7 +84,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--weight-decay", type=real(0.0), default=0.1, metavar="W", help=f"of all but norms {default}")
     add("--schedule", choices=("cosine", "constant"), default="cosine", help=f"of --lr, over --epochs {default}")
-    add("--warmup-steps", type=whole(0), default=50, metavar="S", help=f"linear, before the schedule {default}")
+    add("--warmup-steps", type=whole(0), default=30, metavar="S", help=f"linear, before the schedule {default}")
     parser.add_argument_group("data").add_argument("--data-file", type=Path, metavar="FILE", help="train on its bytes")
     # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         found = os.environ.get("LOCAL_RANK", "not set")
         raise UserError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
     if options.lr is None:
-        options.lr = 0.003
+        options.lr = 0.001
     if options.width % (2 * options.heads):
         raise UserError(f"--width {options.width} is no multiple of 2 x --heads {options.heads}: heads have even parts")
     if options.autocast != "none" and options.dtype == "float64":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,8 @@ from samestep.run import processor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
+
 
 def choose_device(wanted: str, world: World) -> torch.device:
     """The CPU, or this rank's own GPU. Raises UserError when ``cuda`` is asked for and ranks would share GPUs."""
@@ -29,11 +33,21 @@ def choose_device(wanted: str, world: World) -> torch.device:
             f"--device cuda: this machine has {gpus} GPUs for {ranks} ranks: start fewer, or use --device cpu"
         )
     if wanted == "cpu" or gpus < ranks:
+        give_back()
         return torch.device("cpu")
     torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bits
     device = torch.device("cuda", world.local_rank or 0)
     torch.cuda.set_device(device)
     return device
+
+
+def give_back() -> None:
+    """Have memory of 2 MB and more go back to the system as soon as it is free: gathered weights, say.
+
+    By itself the GNU C library learns to keep pieces of up to 32 MB, which a rank then holds beside what it needs.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library has its own way
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**21)
 
 
 def backend(device: torch.device) -> str:

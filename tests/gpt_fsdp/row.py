@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness import App
 
-TINY = ("--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--warmup-steps=5")
+TINY = ("--lr=0.003", "--dataset=jargon-64k", "--layers=1", "--width=32", "--context=32", "--warmup-steps=5")
 
 ROW = App(
     dataset="jargon-64k",

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from samestep.sharding import GlobalBatches
 APP = ROOT / "apps" / "gpt_fsdp"
 TINY = ("--dataset=jargon-64k", "--layers=2", "--width=48", "--context=32", "--warmup-steps=5", "--log-every=1")
 # 1,843 windows by 25 in micro-batches of 9, 8 and 8: no number of ranks but 1 divides them, and an epoch's last has 18.
-UNEVEN = (*TINY, "--global-batch-size=25", "--accumulate=3", "--clip-norm=0.5")
+UNEVEN = (*TINY, "--lr=0.003", "--global-batch-size=25", "--accumulate=3", "--clip-norm=0.5")
 EXACT = (*UNEVEN, "--dtype=float64", "--epochs=2")
 MESHES = ("1x1", "2x1", "3x1", "4x1", "2x2", "1x2")
 
@@ -325,3 +326,36 @@ def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
     header = json.loads((harness.folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert header["mesh"] == "4x1"
     assert metrics(harness.folder / "run")
+
+
+@pytest.mark.soak
+def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[str]) -> None:
+    """Peak memory of each of four ranks, above that of a tiny model's, while it trains, saves, loads, and ends."""
+    few = ("--dataset=jargon-64k", "--context=64", "--global-batch-size=4", "--warmup-steps=2", "--checkpoint-every=2")
+    idle = peaks(harness, "tiny", [*few, "--layers=1", "--width=32", "--max-steps=1"])
+    options = [*few, "--layers=16", "--width=1024", "--heads=16"]
+    for steps in (2, 3):  # the second goes on from what the first saved
+        found = peaks(harness, "large", [*options, f"--max-steps={steps}"])
+        block = 4 * 1024**2 + 3 * 1024 * 2752 + 2 * 1024
+        parameters = 16 * block + 257 * 1024
+        allowed = 1.3 * 16 * parameters / 4 + 3 * 4 * block
+        above = [peak - tiny for peak, tiny in zip(found, idle)]
+        assert max(above) <= allowed, (steps, above, allowed)
+        table.append(
+            f"| {harness.app.name} | 4x1 | {parameters:,} parameters, to step {steps}: {max(above) / allowed:.2f} of what is allowed | 1 | 1 |"
+        )
+
+
+def peaks(harness: Harness, name: str, options: Sequence[str]) -> list[float]:
+    """The most bytes that each of four ranks held, as long as it could be asked."""
+    job, most = harness.start(4, *options, run_dir=harness.folder / name), [0.0] * 4
+    begun = time.time()
+    while job.process.poll() is None:
+        for rank, alive in ((rank, job.alive(rank)) for rank in range(4)):
+            status = Path(f"/proc/{alive.get('pid', 0)}/status")
+            if alive.get("time", 0) > begun and status.exists():
+                held = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+                most[rank] = max(most[rank], 1024.0 * int(held[1]) if held else 0.0)
+        time.sleep(0.05)
+    harness.checked(job.finish(), 4)
+    return most
