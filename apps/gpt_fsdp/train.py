@@ -108,7 +108,7 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
     square = torch.zeros((), dtype=torch.float64, device=placed[0][0].device)
     for local, _, is_copy in placed:
         if not is_copy:
-            square += local.double().square().sum()
+            square += torch.linalg.vector_norm(local, dtype=torch.float64).square()
     dist.all_reduce(square)  # ranks talk
     torch._foreach_mul_([local for local, *_ in placed], min(1.0, most / (square.sqrt().item() + 1e-6)))
 
