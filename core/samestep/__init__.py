@@ -2,9 +2,9 @@
 
 Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where are the bytes?), ``run`` (what is due,
 and what came of it?), ``rundir`` (whose folder is it?), ``checkpoint`` (what survives?), ``log`` (what happened?),
-``watchdog`` (is everyone alive?) and ``options`` (the options every app shares). ``download`` and
-``safetensors_writer`` serve ``datasets`` and ``checkpoint``, ``hang`` serves the watchdog; ``autopsy`` is a program: it
-prints where ranks stood. None imports a training framework.
+``watchdog`` (is everyone alive?) and ``options`` (the options every app shares); ``sharded`` is for models that no rank
+holds. ``download`` and ``safetensors_writer`` serve ``datasets`` and ``checkpoint``, ``hang`` serves the watchdog;
+``autopsy`` is a program: it prints where ranks stood. None imports a training framework.
 """
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ class RestartError(Exception):
 
 
 class RankZeroError(Exception):
-    """Rank 0 has failed, for a reason that it tells itself: this rank ends as well, silently, with its exit code."""
+    """Rank 0 has failed, or another, for a reason that it tells itself: this rank ends too, silently, with its code."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"rank 0 ends with code {exit_code}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ class Best:
         if name and (name not in self.state or MEASURES[name] * (tested[name] - self.state[name]) > 0):
             self.state = {"step": step, name: tested[name]}
 
-    def write(self, run_dir: Path, group: str) -> dict[str, Any]:
+    def write(self, run_dir: Path, group: str, copy: Callable[[Path, str, Path], None] | None = None) -> dict[str, Any]:
         """Write ``model-best.safetensors``, the ``group`` of the best one's checkpoint; returns what a result says.
 
+        ``copy`` does so where its own way does not do: from the checkpoint's folder, the group, to the file's path.
         A checkpoint that is damaged costs the file, not the run. Raises FatalError where the disk is full.
         """
         (run_dir / "model-best.safetensors").unlink(missing_ok=True)  # of an earlier end of this run
@@ -44,10 +45,13 @@ class Best:
             return {}
         checkpoint.finish()
         try:
-            found = checkpoint.read(checkpoint.folder_of(run_dir, self.step))
-            checkpoint.save_weights(run_dir / "model-best.safetensors", found.arrays(group))
+            (copy or _copy)(checkpoint.folder_of(run_dir, self.step), group, run_dir / "model-best.safetensors")
         except checkpoint.Damaged as problem:
             log.warning(
                 f"no model-best.safetensors: the checkpoint of the best, step {self.step}, is damaged: {problem}"
             )
         return {f"best_{name}": value for name, value in self.state.items()}
+
+
+def _copy(folder: Path, group: str, path: Path) -> None:
+    checkpoint.save_weights(path, checkpoint.read(folder).arrays(group))

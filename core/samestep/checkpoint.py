@@ -6,7 +6,7 @@ seconds), the options that decide the arithmetic, and size and SHA-256 of every 
 of itself, so that one flipped bit anywhere is noticed. The folder is written beside its place, synced and renamed.
 
 Rank 0 alone reads and writes; it broadcasts what it read, so no shared disk is assumed. What only computes (`bit_sum`,
-`weights_sha256`, `mismatch`) every rank calls.
+`weights_sha256`, `mismatch`) every rank calls. A checkpoint whose ranks write a shard each is `sharded`'s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MANIFEST = "manifest.json"
 _disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _pending: Future[None] | None = None  # of the checkpoint that is not yet under its name
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
-_FILE_NAME = re.compile(r"[a-z_]+\.safetensors")
+_FILE_NAME = re.compile(r"[a-z_]+(-\d{5,})?\.safetensors")
 
 
 class Damaged(Exception):
@@ -55,6 +55,7 @@ class Checkpoint:
     """A good checkpoint. ``state`` and ``arithmetic`` are JSON values.
 
     ``contents`` has the verified bytes of each group's safetensors file; it is empty where the manifest alone was read.
+    ``files`` and, of a sharded one, ``pieces`` are the manifest's.
     """
 
     folder: Path
@@ -63,6 +64,8 @@ class Checkpoint:
     state: dict[str, Any]
     arithmetic: dict[str, Any]
     contents: dict[str, bytes]
+    files: dict[str, dict[str, Any]]
+    pieces: dict[str, Any]
 
     def arrays(self, group: str) -> Arrays:
         """The arrays of one group, by name. Raises FatalError when the file is not a safetensors file."""
@@ -88,37 +91,30 @@ def save(
     the checkpoint its name and deletes old ones: `finish` waits for that, and so does the next call.
     Raises FatalError when this or the checkpoint before cannot be written; earlier ones are then untouched.
     """
-    global _pending
     finish()
     folder = folder_of(run_dir, step)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    written: list[IO[bytes]] = []
+    temporary, written, files = temporary_of(folder), list[IO[bytes]](), {}
     try:
-        for leftover in _entries(run_dir):  # of a process killed while it wrote
-            if leftover.startswith(".step-") and leftover.endswith(".tmp"):
-                shutil.rmtree(folder.with_name(leftover))
+        clear(run_dir)
         temporary.mkdir(parents=True)
-        files = {}
         for group, arrays in groups.items():
-            name, parts = f"{group}.safetensors", encode(arrays)
-            written.append((temporary / name).open("wb"))
-            files[name] = {"size": sum(len(part) for part in parts), "sha256": _write(written[-1], parts)}
-        body = _canonical(
-            {
-                "format": FORMAT,
-                "app": app,
-                "step": step,
-                "state": dict(state),
-                "arithmetic": dict(arithmetic),
-                "files": files,
-            }
-        )
-        written.append((temporary / _MANIFEST).open("wb"))
-        _write(written[-1], [b'{"manifest": %b,\n "sha256": "%b"}' % (body, _sha256(body).encode())])
+            written.append((temporary / f"{group}.safetensors").open("wb"))
+            files[f"{group}.safetensors"] = write_file(written[-1], encode(arrays))
+        body = {"format": FORMAT, "app": app, "step": step, "files": files}
+        seal(folder, written, {**body, "state": dict(state), "arithmetic": dict(arithmetic)}, keep, spare)
     except OSError as error:
-        raise _not_written(folder, temporary, written, error) from error
-    _pending = _disk.submit(_commit, run_dir, folder, temporary, written, keep, spare)
+        raise not_written(folder, written, error) from error
     return folder
+
+
+def seal(folder: Path, written: list[IO[bytes]], body: Mapping[str, Any], keep: int, spare: int | None) -> None:
+    """Give the files ``written`` a manifest and, in a thread, their place; see `save`. Raises OSError."""
+    global _pending
+    content = _canonical(body)
+    digest = hashlib.sha256(content).hexdigest().encode()
+    written.append((temporary_of(folder) / _MANIFEST).open("wb"))
+    write_file(written[-1], [b'{"manifest": %b,\n "sha256": "%b"}' % (content, digest)])
+    _pending = _disk.submit(_commit, folder, written, keep, spare)
 
 
 def finish() -> None:
@@ -132,38 +128,49 @@ def finish() -> None:
         pending.result()
 
 
-def _commit(
-    run_dir: Path, folder: Path, temporary: Path, written: Sequence[IO[bytes]], keep: int, spare: int | None
-) -> None:
+def _commit(folder: Path, written: Sequence[IO[bytes]], keep: int, spare: int | None) -> None:
     """What of `save` takes the disk's time. A kill at any moment leaves whole checkpoints, the newest or the others."""
+    temporary = temporary_of(folder)
     try:
         for file in written:
             os.fsync(file.fileno())
             file.close()
-        _sync_folder(temporary)
+        sync_folder(temporary)
         if folder.exists():  # only a damaged one can be in the way: a good one would have been resumed from
             shutil.rmtree(folder)
         temporary.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
-        raise _not_written(folder, temporary, written, error) from error
-    for old in folders(run_dir)[keep:]:
+        raise not_written(folder, written, error) from error
+    for old in folders(folder.parents[1])[keep:]:
         if int(old.name[5:]) == spare:
             continue
         with contextlib.suppress(OSError):
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
+            shutil.rmtree(old.rename(temporary_of(old)))
 
 
-def _not_written(folder: Path, temporary: Path, written: Sequence[IO[bytes]], error: OSError) -> FatalError:
+def not_written(folder: Path, written: Sequence[IO[bytes]], error: OSError) -> FatalError:
+    """For a checkpoint that is given up: closes its files, and deletes them."""
     for file in written:
         with contextlib.suppress(OSError):
             file.close()
-    shutil.rmtree(temporary, ignore_errors=True)
-    return FatalError(f"cannot write checkpoint {folder}: {_reason(error)}")
+    shutil.rmtree(temporary_of(folder), ignore_errors=True)
+    return FatalError(f"cannot write checkpoint {folder}: {reason(error)}")
+
+
+def clear(run_dir: Path) -> None:
+    """Delete what a process that was killed left half-written, or half-deleted. Raises OSError."""
+    for leftover in _entries(run_dir):
+        if leftover.startswith(".step-") and leftover.endswith(".tmp"):
+            shutil.rmtree(run_dir / "checkpoints" / leftover)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def temporary_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
 
 
 def folders(run_dir: Path) -> list[Path]:
@@ -172,9 +179,12 @@ def folders(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
-def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> Checkpoint | None:
+def newest(
+    run_dir: Path, warn: Callable[[str], None], verify: bool = True, reader: Callable[..., Checkpoint] | None = None
+) -> Checkpoint | None:
     """The newest good checkpoint; None when the run dir has none at all. Without ``verify``, by manifests alone.
 
+    ``reader`` is in the place of `read`, as is one that shares the work among ranks.
     Every damaged one that is newer is named through ``warn``. Raises FatalError, listing them, when there are
     checkpoints but none is good: starting again silently would throw the run away; UserError at one that another
     version of this package wrote.
@@ -183,7 +193,7 @@ def newest(run_dir: Path, warn: Callable[[str], None], verify: bool = True) -> C
     retired = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
     for folder in folders(run_dir):
         try:
-            found = read(folder, verify)
+            found = (reader or read)(folder, verify)
         except OtherFormat as problem:  # an older one would make its steps again, and rename it
             raise UserError(
                 f"checkpoint {folder} is of another version of samestep: {problem}: use that version, or start anew "
@@ -208,7 +218,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         body = manifest["manifest"]
-        if manifest["sha256"] != _sha256(_canonical(body)):
+        if manifest["sha256"] != hashlib.sha256(_canonical(body)).hexdigest():
             raise Damaged(f"{_MANIFEST} does not match its own checksum")
         if body["format"] != FORMAT:
             raise OtherFormat(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
@@ -222,16 +232,17 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
             if not verify:
                 continue
             content = (folder / name).read_bytes()
-            if _sha256(content) != facts["sha256"]:
+            if hashlib.sha256(content).hexdigest() != facts["sha256"]:
                 raise Damaged(f"{name} does not match its checksum")
             contents[name.removesuffix(".safetensors")] = content
         if folder.name != f"step-{body['step']:08d}":
             raise Damaged(f"{_MANIFEST} is of step {body['step']}")
         if not (isinstance(body["state"], dict) and isinstance(body["arithmetic"], dict)):
             raise Damaged(f"{_MANIFEST} lacks its state")
-        return Checkpoint(folder, str(body["app"]), body["step"], body["state"], body["arithmetic"], contents)
+        its = body["state"], body["arithmetic"], contents, body["files"], body.get("pieces", {})
+        return Checkpoint(folder, str(body["app"]), body["step"], *its)
     except OSError as error:
-        raise Damaged(_reason(error)) from error
+        raise Damaged(reason(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
 
@@ -249,9 +260,14 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
     for name in sorted(weights):
         array = np.asarray(weights[name], order="C")
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
+        digest.update(digest_line(name, array))
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def digest_line(name: str, array: Any) -> bytes:
+    """What `weights_sha256` has of an array before its bytes."""
+    return f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
 
 
 def bit_sum(array: NDArray[Any]) -> int:
@@ -271,7 +287,7 @@ def save_weights(path: Path, weights: Arrays) -> None:
     try:
         write_atomic(path, *encode(weights))
     except OSError as error:
-        raise FatalError(f"cannot write {path}: {_reason(error)}") from error
+        raise FatalError(f"cannot write {path}: {reason(error)}") from error
 
 
 def load_weights(path: Path) -> Arrays:
@@ -279,13 +295,13 @@ def load_weights(path: Path) -> Arrays:
     try:
         return safetensors.numpy.load(path.read_bytes())
     except OSError as error:
-        raise UserError(f"--init-from {path}: {_reason(error)}") from error
+        raise UserError(f"--init-from {path}: {reason(error)}") from error
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"--init-from {path} is not a readable safetensors file: {error}") from error
 
 
-def mismatch(given: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> str | None:
-    """The first difference in names, shapes or dtypes in words; None when ``given`` fits ``wanted``."""
+def mismatch(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first difference of arrays in names, shapes or dtypes, in words; None when ``given`` fits ``wanted``."""
     for name in sorted({*given, *wanted}):
         if name not in given:
             return f"{name} is missing"
@@ -320,29 +336,28 @@ def _entries(run_dir: Path) -> list[str]:
         return []
 
 
-def _write(file: IO[bytes], parts: Sequence[Part]) -> str:
-    """Write the parts, have the disk begin with them, and return their SHA-256, made at the same time."""
-    digest = hashlib.sha256()
+def write_file(file: IO[bytes], parts: Sequence[Part]) -> dict[str, Any]:
+    """Write the parts, have the disk begin with them, and return their size and SHA-256, made at the same time."""
+    digest, size = hashlib.sha256(), sum(len(part) for part in parts)
 
     def checksum() -> None:
         for part in parts:
             digest.update(part)
 
-    if sum(len(part) for part in parts) <= safetensors_writer.SMALL:
+    if size <= safetensors_writer.SMALL:
         file.writelines(parts)
         _have_written(file, 0)
         checksum()
-        return digest.hexdigest()
-    thread = threading.Thread(target=checksum)
-    thread.start()
-    begun = 0
-    for part in parts:
-        file.write(part)
-        if file.tell() - begun > safetensors_writer.SMALL:
-            begun = _have_written(file, begun)
-    _have_written(file, begun)
-    thread.join()
-    return digest.hexdigest()
+    else:
+        thread, begun = threading.Thread(target=checksum), 0
+        thread.start()
+        for part in parts:
+            file.write(part)
+            if file.tell() - begun > safetensors_writer.SMALL:
+                begun = _have_written(file, begun)
+        _have_written(file, begun)
+        thread.join()
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def _have_written(file: IO[bytes], begin: int) -> int:
@@ -353,7 +368,7 @@ def _have_written(file: IO[bytes], begin: int) -> int:
     return file.tell()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -366,11 +381,7 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)

@@ -111,55 +111,36 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)  # checks gzip's CRC-32 and length
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _damaged(path, f"gzip: {error}") from None
+        raise damaged(path, f"gzip: {error}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; put a good file in its place") from None
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != 8 or data[3] == 0:
-        raise _damaged(path, f"not an IDX file of unsigned bytes, it starts with {data[:4].hex() or 'nothing'}")
+        raise damaged(path, f"not an IDX file of unsigned bytes, it starts with {data[:4].hex() or 'nothing'}")
     start = 4 + 4 * data[3]
     if len(data) < start:
-        raise _damaged(path, "truncated in its header")
+        raise damaged(path, "truncated in its header")
     shape = [int(size) for size in np.frombuffer(data, ">u4", data[3], 4)]
     if excess := len(data) - start - math.prod(shape):
         trouble = f"truncated, {-excess} bytes are missing" if excess < 0 else f"{excess} bytes too many"
-        raise _damaged(path, f"{trouble} for shape {shape}")
+        raise damaged(path, f"{trouble} for shape {shape}")
     try:
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
     except ValueError:  # more dimensions than NumPy has, or sizes beside a 0 that it cannot count
-        raise _damaged(path, f"impossible shape {shape}") from None
+        raise damaged(path, f"impossible shape {shape}") from None
 
 
-def read_cifar(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Read one file of CIFAR-10's binary version.
-
-    Format: one record an image, its label in one byte, then its red, its green and its blue plane, each 32 x 32 in C
-    order. Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
-
-    Returns images uint8 [records, 32, 32, 3], the planes now last, and labels uint8 [records]. Raises UserError, which
-    names the file, when it cannot be read or is damaged.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; put a good file in its place") from None
-    size = 1 + 3 * CIFAR_SIDE**2
-    if excess := len(data) - records * size:
-        trouble = f"truncated, {-excess} bytes are missing" if excess < 0 else f"{excess} bytes too many"
-        raise _damaged(path, f"{trouble} for {records} images")
-    rows = np.frombuffer(data, np.uint8).reshape(records, size)
-    if rows[:, 0].max() > 9:
-        raise _damaged(path, f"label {rows[:, 0].max()}, expected 0 to 9")
-    images = rows[:, 1:].reshape(records, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(images), rows[:, 0].copy()
-
-
-def _damaged(path: Path, trouble: str) -> UserError:
+def damaged(path: Path, trouble: str) -> UserError:
     return UserError(f"{path} is damaged ({trouble}); delete it or put a good one in its place")
 
 
 def _read(found: Found) -> Dataset:
     """The files as a Dataset, checked against each other."""
-    arrays = _read_cifar_files(found) if found.name in CIFAR_RECORDS else _read_idx_files(found)
+    if found.name in CIFAR_RECORDS:
+        from samestep import cifar  # here, because most ranks have no use for it
+
+        arrays = cifar.read_files(found)
+    else:
+        arrays = _read_idx_files(found)
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"uint8 {list(array.shape)}\n".encode())
@@ -168,23 +149,17 @@ def _read(found: Found) -> Dataset:
     return Dataset(found.name, train_images, train_labels, test_images, test_labels, digest.hexdigest())
 
 
-def _read_cifar_files(found: Found) -> list[NDArray[np.uint8]]:
-    files = [read_cifar(found.folder / file, records) for file, records in zip(CIFAR_FILES, CIFAR_RECORDS[found.name])]
-    images, labels = zip(*files[:-1])
-    return [np.concatenate(images), np.concatenate(labels), *files[-1]]
-
-
 def _read_idx_files(found: Found) -> list[NDArray[np.uint8]]:
     arrays: list[NDArray[np.uint8]] = []
     for images_file, labels_file in (FILES[:2], FILES[2:]):
         images_path, labels_path = _path(found.folder, images_file), _path(found.folder, labels_file)
         images, labels = read_idx(images_path), read_idx(labels_path)
         if images.ndim != 3 or images.shape[1:] != (28, 28) or not len(images):
-            raise _damaged(images_path, f"shape {list(images.shape)}, expected [n, 28, 28] with n >= 1")
+            raise damaged(images_path, f"shape {list(images.shape)}, expected [n, 28, 28] with n >= 1")
         if labels.shape != images.shape[:1]:
-            raise _damaged(labels_path, f"shape {list(labels.shape)}, but {images_path.name} has {len(images)} images")
+            raise damaged(labels_path, f"shape {list(labels.shape)}, but {images_path.name} has {len(images)} images")
         if labels.max() > 9:
-            raise _damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
+            raise damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
         arrays += [images, labels]
     return arrays
 

@@ -39,6 +39,7 @@ def unequal_at_the_end(digests: NDArray[Any]) -> RestartError:
 
 def retire_newest(run_dir: Path) -> None:
     """Rename the newest checkpoint, in which ranks turned out to differ, so that no start goes on from it."""
+    checkpoint.finish()
     for folder in checkpoint.folders(run_dir)[:1]:
         checkpoint.retire(folder, "unequal")
 

@@ -128,6 +128,9 @@ class Run:
         contents = {group: ranks.broadcast(contents.get(group, b"")) for group in answer["groups"]}
         if contents and self.world.rank != 0:
             load({group: safetensors.numpy.load(content) for group, content in contents.items()})
+        self._go_on(answer)
+
+    def _go_on(self, answer: Mapping[str, Any]) -> None:
         self.options.run_dir, self.options.dataset = Path(answer["run_dir"]), answer["dataset"]
         self.resumed_from, self._state = answer["step"], answer["state"]
         self.start = self.resumed_from or 0
@@ -160,7 +163,7 @@ class Run:
 
             self._judge = Judge(options.straggler, world.world_size, options.global_batch_size, self.start)
         log.info(
-            f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test images, "
+            f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test examples, "
             f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
         )
         self._begun = time.monotonic() - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
@@ -259,7 +262,10 @@ class Run:
 
             raise rollback.unequal(everyones, [" ".join(name) for name in names], self._step)
         if self._metrics:
-            self._write(self._metrics, groups)
+            checkpoint.save(self.options.run_dir, self.app, self._step, groups, *self._vouched(self._metrics))
+        self._stop(ranks)
+
+    def _stop(self, ranks: Ranks) -> None:
         if self._stops:
             if self.world.rank == 0:
                 checkpoint.finish()
@@ -268,16 +274,15 @@ class Run:
             said = f"stopped by {name} at step {self._step}, which is saved"
             raise signals.Stopped(self._stops, said, stands=not self._orphans)
 
-    def _write(self, metrics: Metrics, groups: Groups) -> None:
-        """Rank 0: the checkpoint's files."""
-        metrics.sync()  # the checkpoint vouches for its lines
+    def _vouched(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
+        """What a checkpoint has beside arrays, and which are kept; it vouches for the lines of ``metrics``."""
+        metrics.sync()
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_sum, "epoch_correct": self._epoch_correct}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}
         options, best = self.options, self._best
         state |= {"best": best.state} if best and best.state else {}
-        kept = options.keep_checkpoints, best.step if best else None
-        checkpoint.save(options.run_dir, self.app, self._step, groups, state, arithmetic(options), *kept)
+        return state, arithmetic(options), options.keep_checkpoints, best.step if best else None
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
@@ -288,21 +293,7 @@ class Run:
         self._check_finite({"test loss": tested.get("test_loss", 0.0)})
         seconds = time.monotonic() - self._begun
         samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.stop)
-        digest = checkpoint.weights_sha256(weights)
-        everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
-        if (everyones != everyones[0]).any():
-            from samestep import rollback
-
-            if self._metrics:
-                checkpoint.finish()
-                rollback.retire_newest(self.options.run_dir)
-            ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
-            raise rollback.unequal_at_the_end(everyones)
-        if self._metrics:
-            files = {"model": weights, **{f"model-{name}": arrays for name, arrays in (also or {}).items()}}
-            for name, arrays in files.items():
-                checkpoint.save_weights(self.options.run_dir / f"{name}.safetensors", arrays)
-        best = self._best.write(self.options.run_dir, self.evaluates) if self._best and self.options.keep_best else {}
+        digest, best = self._leave_weights(ranks, weights, also or {})
         self._result = {
             "train_examples": self._batches.n,
             "steps": self.stop,
@@ -314,6 +305,22 @@ class Run:
             "resumed_from_step": self.resumed_from,
             "weights_sha256": digest,
         }
+
+    def _leave_weights(self, ranks: Ranks, weights: Arrays, also: Groups) -> tuple[str, dict[str, Any]]:
+        """The files of weights; returns the digest, all ranks' own, and what a result says of the best."""
+        digest, folder = checkpoint.weights_sha256(weights), self.options.run_dir
+        everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
+        if (everyones != everyones[0]).any():
+            from samestep import rollback
+
+            if self._metrics:
+                rollback.retire_newest(folder)
+            ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
+            raise rollback.unequal_at_the_end(everyones)
+        if self._metrics:
+            for name, arrays in {"model": weights, **{f"model-{name}": also[name] for name in also}}.items():
+                checkpoint.save_weights(folder / f"{name}.safetensors", arrays)
+        return digest, self._best.write(folder, self.evaluates) if self._best and self.options.keep_best else {}
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **facts: Any) -> None:
         """Rank 0 writes result.json and, as the last line on stdout, ``RESULT {json}``."""

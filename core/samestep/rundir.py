@@ -41,11 +41,18 @@ class Resolved:
     checkpoint: checkpoint.Checkpoint | None
 
 
-def resolve(app: str, options: Options, fresh: bool = True, verify: bool = True) -> Resolved:
+def resolve(
+    app: str,
+    options: Options,
+    fresh: bool = True,
+    verify: bool = True,
+    reader: Callable[..., checkpoint.Checkpoint] | None = None,
+) -> Resolved:
     """Decide run dir, data set and checkpoint, and lock the run dir.
 
     ``fresh`` is False in a process that a launcher started again: --no-resume then no longer applies. Without
     ``verify`` checkpoints are judged by their manifests, and neither renamed nor warned of: rank 0 will do so.
+    ``reader`` is `checkpoint.newest`'s.
     Raises UserError when the run dir holds another run or other data, FatalError when none of its checkpoints is good.
     """
     if options.evaluate_only and not (options.init_from or checkpoint.folders(options.run_dir)):
@@ -54,7 +61,7 @@ def resolve(app: str, options: Options, fresh: bool = True, verify: bool = True)
     run_dir, lock = claim(app, options.run_dir or _of_this_job(app))
     found = None
     if options.resume or not fresh:
-        found = checkpoint.newest(run_dir, log.warning if verify else lambda text: None, verify)
+        found = checkpoint.newest(run_dir, log.warning if verify else lambda text: None, verify, reader)
     else:
         set_aside(run_dir)
 
@@ -101,10 +108,16 @@ def open_run(
         if found:
             raise FatalError(f"checkpoint {found.folder} does not fit the model: {problem}") from problem
         raise UserError(f"--init-from {init_from} does not fit the model: {problem}") from problem
+    return {**answer(resolved), "groups": list(contents)}, contents
+
+
+def answer(resolved: Resolved) -> dict[str, Any]:
+    """What all ranks are to know of what rank 0 resolved."""
+    found = resolved.checkpoint
     state = {} if found is None else found.state
     state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.fingerprint}
-    answer = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
-    return {**answer, "step": found.step if found else None, "groups": list(contents)}, contents
+    its = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
+    return {**its, "step": found.step if found else None}
 
 
 def check_same_run(found: checkpoint.Checkpoint, app: str, arithmetic: Mapping[str, Any]) -> None:

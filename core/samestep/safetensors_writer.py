@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Union
 
@@ -32,7 +33,19 @@ _PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
 
 
 def encode(arrays: Mapping[str, NDArray[Any]]) -> list[Part]:
-    """What `safetensors.numpy.save` gives, without its copies where they count: a header, then the arrays' own memory.
+    """What `safetensors.numpy.save` gives, without copies where they count: a header, and the arrays' own memory."""
+    begin, places = layout(arrays)
+    parts: list[Part] = [begin]
+    for array in (arrays[name] for name in places):
+        if array.dtype.str[0] == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        large = array.nbytes > SMALL
+        parts.append(np.asarray(array, order="C").reshape(-1).view(np.uint8).data if large else array.tobytes())
+    return parts if sum(len(part) for part in parts) > SMALL else [b"".join(parts)]
+
+
+def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
+    """How a file begins, and at which byte each array begins, in their order; of arrays it takes dtype and shape alone.
 
     Format: the header's length in 8 bytes, little-endian; the header in JSON, padded with spaces to a multiple of 8;
     the arrays in C order, little-endian. Source: https://huggingface.co/docs/safetensors, "Format".
@@ -41,18 +54,12 @@ def encode(arrays: Mapping[str, NDArray[Any]]) -> list[Part]:
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise TypeError(f"{name} is {arrays[name].dtype}, which no safetensors file can hold")
-    header: dict[str, dict[str, Any]] = {}
-    parts: list[Part] = []
-    end = 0
+    header, places, end = {}, {}, 0
     for name in sorted(arrays, key=lambda name: (_PLACES[dtypes[name]], name)):
-        array = arrays[name]
-        if array.dtype.str[0] == ">":
-            array = array.astype(array.dtype.newbyteorder("<"))
-        begin, end = end, end + array.nbytes
-        header[name] = {"dtype": _DTYPES[dtypes[name]], "shape": array.shape, "data_offsets": [begin, end]}
-        large = array.nbytes > SMALL
-        parts.append(np.asarray(array, order="C").reshape(-1).view(np.uint8).data if large else array.tobytes())
+        shape = arrays[name].shape
+        places[name], end = end, end + math.prod(shape) * arrays[name].dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtypes[name]], "shape": shape, "data_offsets": [places[name], end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    parts = [len(encoded).to_bytes(8, "little") + encoded, *parts]
-    return parts if end > SMALL else [b"".join(parts)]
+    begin = len(encoded).to_bytes(8, "little") + encoded
+    return begin, {name: len(begin) + place for name, place in places.items()}

@@ -37,7 +37,8 @@ def test_the_defaults_reach_their_accuracy(harness: Harness, n: int | None) -> N
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert lines[-1]["test_loss"] == result["test_loss"]
     # The substitute for a data set that cannot be had is said loudly, and rank 0 alone speaks.
-    wanted = options_of(harness.app.name).parse([]).default_dataset
+    parsed = options_of(harness.app.name).parse([*harness.app.defaults])
+    wanted = parsed.dataset or parsed.default_dataset
     told = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]
     assert len(told) == (wanted != harness.app.dataset)
     assert len(outcome.stdout.splitlines()) == 1 + sum("test_loss" in line for line in lines) + 1

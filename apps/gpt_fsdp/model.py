@@ -1,0 +1,163 @@
+"""A small GPT over bytes: RMSNorm, rotary positions, SwiGLU, tied embeddings; and how it is cut over the ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from samestep.options import Options
+from samestep.sharding import sample_bits
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from weights import place
+
+BYTES = 256  # the vocabulary
+STD = 0.02  # of initial weights, as GPT-2's
+BLOCK = 2**17  # values at a time, so that drawing them needs no memory of a model's size
+
+
+class RMSNorm(nn.Module):
+    """Source: Zhang & Sennrich, "Root mean square layer normalization", NeurIPS 2019."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has too few digits for squares
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+
+
+def rotation(length: int, size: int, like: Tensor) -> Tensor:
+    """Cosines and sines [2, length, size / 2] by which pairs of a head's ``size`` features turn with their position.
+
+    Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
+    """
+    speeds = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / size)
+    angles = torch.arange(length, device=like.device, dtype=torch.float64)[:, None] * speeds
+    return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """x [m, heads, length, size], its first half of features paired with its second."""
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), turn.to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal, of several heads; with tensor parallelism a rank has some of them."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020; 8/3 of the width has 4 widths' parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = -(-width * 8 // 3 // 32) * 32
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, recompute: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention = RMSNorm(width), Attention(width, heads)
+        self.norm2, self.feed_forward = RMSNorm(width), FeedForward(width)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():  # in backward, instead of keeping what is in between
+            return checkpoint(self.compute, x, turn, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.compute(x, turn)
+
+    def compute(self, x: Tensor, turn: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), turn)
+        return x + self.feed_forward(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, recompute: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(Block(width, heads, recompute) for _ in range(layers))
+        self.norm = RMSNorm(width)
+        self.size = width // heads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Bytes int64 [m, length] to scores [m, length, 256] of each one's successor."""
+        x = self.embedding(tokens)
+        turn = rotation(tokens.shape[1], self.size, x)
+        for block in self.blocks:
+            x = block(x, turn)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
+    """The model on ``mesh`` (dp, tp), of which this rank holds its part alone, with the initial weights of --seed."""
+    with torch.device("meta"):
+        model = GPT(options.layers, options.width, options.heads, options.checkpoint_activations).to(dtype)
+    if mesh["tp"].size() > 1:
+        wide = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in wide}
+        plan |= {name: RowwiseParallel() for name in ("attention.out", "feed_forward.down")}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+    policy = MixedPrecisionPolicy()
+    if (
+        options.autocast == "bfloat16"
+    ):  # what is gathered and computed; gradients are added up in float32, as weights are
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    model.to_empty(device=mesh.device_type)
+    initialise(model, options.seed, options.layers, mesh)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
+    """Normal weights, of which each is a function of (seed, parameter, index in the whole): the same at any mesh.
+
+    What ends in a residual is smaller by 1 / sqrt(2 layers). Source: Radford et al., GPT-2, 2019, section 2.3.
+    """
+    for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
+        local, offset, _ = place(parameter, mesh)
+        if parameter.ndim == 1:
+            local.fill_(1.0)
+            continue
+        std = STD / (2 * layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else STD
+        rows = max(1, BLOCK // max(1, local.shape[1]))
+        for first in range(0, len(local), rows):
+            part = local[first : first + rows]
+            row, column = (
+                np.arange(start, start + count) for start, count in zip((offset[0] + first, offset[1]), part.shape)
+            )
+            indices = row[:, None] * parameter.shape[1] + column
+            part.copy_(torch.from_numpy(normal(seed, number, indices) * std))
+
+
+def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Standard normal values of ``indices``' shape. Source: Box & Muller, Ann. Math. Statist. 29(2), 1958."""
+    bits = sample_bits(seed, number, indices.reshape(-1))
+    halves = (bits >> np.uint64(32), bits & np.uint64(2**32 - 1))
+    one, two = ((half.astype(np.float64) + 0.5) / 2**32 for half in halves)
+    found: NDArray[np.float64] = np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)
+    return found.reshape(indices.shape)

@@ -1,0 +1,142 @@
+"""Where a rank computes, how ranks rendezvous, and what they say about the run: bytes and numpy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from model import GPT
+from numpy.typing import NDArray
+from options import mesh_of
+from samestep import FatalError, UserError
+from samestep.env import World
+from samestep.options import Options
+from samestep.phases import Phases
+from samestep.run import processor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
+
+
+def choose_device(wanted: str, world: World) -> torch.device:
+    """The CPU, or this rank's own GPU. Raises UserError when ``cuda`` is asked for and ranks would share GPUs."""
+    gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
+    if wanted == "cuda" and gpus < ranks:
+        raise UserError(
+            f"--device cuda: this machine has {gpus} GPUs for {ranks} ranks: start fewer, or use --device cpu"
+        )
+    if wanted == "cpu" or gpus < ranks:
+        give_back()
+        return torch.device("cpu")
+    torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bits
+    device = torch.device("cuda", world.local_rank or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def give_back() -> None:
+    """Have memory of 2 MB and more go back to the system as soon as it is free: gathered weights, say.
+
+    By itself the GNU C library learns to keep pieces of up to 32 MB, which a rank then holds beside what it needs.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library has its own way
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**21)
+
+
+def backend(device: torch.device) -> str:
+    """What carries the gradients."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What makes a run's numbers, beside its options."""
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "backend": backend(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def rendezvous(world: World, device: torch.device, timeout: float) -> None:
+    """Join the other ranks at MASTER_ADDR:MASTER_PORT, which torchrun sets; a single process needs no address."""
+    # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.
+    settings: dict[str, Any] = {
+        "backend": backend(device),
+        "timeout": timedelta(seconds=timeout + 30),
+        "rank": world.rank,
+        "world_size": world.world_size,
+    }
+    if world.launcher == "none":
+        dist.init_process_group(store=dist.HashStore(), **settings)  # type: ignore[attr-defined]
+        return
+    if world.master_addr is None or world.master_port is None:
+        raise UserError(f"{world.launcher} gives no MASTER_ADDR and MASTER_PORT: set both, the same on every rank")
+    try:
+        dist.init_process_group(init_method="env://", **settings)  # ranks talk
+    except dist.DistNetworkError as problem:
+        place = f"{world.master_addr}:{world.master_port}"
+        if "EADDRINUSE" in str(problem):
+            raise UserError(f"MASTER_PORT {world.master_port} is in use on this machine: choose another") from problem
+        raise FatalError(f"no rendezvous with the other ranks at {place}: {str(problem).splitlines()[0]}") from problem
+
+
+def broadcast(content: bytes) -> bytes:
+    """Rank 0's ``content`` on every rank."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    length = torch.tensor([len(content)], device=device)
+    dist.broadcast(length, src=0)  # ranks talk
+    received = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if content and dist.get_rank() == 0:
+        received.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(received, src=0)  # ranks talk
+    return received.cpu().numpy().tobytes()
+
+
+def all_gather(row: NDArray[Any]) -> NDArray[Any]:
+    """Every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    mine = torch.from_numpy(row.copy()).to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)  # ranks talk
+    return np.stack([each.cpu().numpy() for each in everyones])
+
+
+def collectives() -> dict[str, Any] | None:
+    """The collective that this rank called last, by name and number, or the first that is pending: for the watchdog.
+
+    torch numbers them in its flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0. It is asked for JSON, as
+    its other form is a pickle. None where there was no collective.
+    """
+    told = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+    entries = [entry for entry in json.loads(told).get("entries", []) if not entry["is_p2p"]]
+    if not entries:
+        return None
+    entry = next((entry for entry in entries if not entry["retired"]), entries[-1])
+    number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
+    shapes, dtypes = "".join(map(str, entry["input_sizes"])), " ".join({*map(str.lower, entry["input_dtypes"])})
+    return {"name": f"{kind} {number} {shapes} {dtypes}", "number": number, "pending": not entry["retired"]}
+
+
+def make_mesh(options: Options, device: torch.device) -> DeviceMesh:
+    """The ranks as a grid (dp, tp), of which neighbours compute the same samples. Raises UserError; see --mesh."""
+    return init_device_mesh(device.type, mesh_of(options, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+
+
+def time_phases(model: GPT, optimizer: Optimizer, phases: Phases) -> None:
+    """Let ``phases`` know when this rank waits for the others' parts of a block, forward and backward, and its update.
+
+    FSDP gathers a block in a hook of its own before the block computes: one of ours comes before it, and one after.
+    """
+    for module in (model, *model.blocks):
+        module.register_forward_pre_hook(lambda *call: phases.end("computing"), prepend=True)
+        module.register_forward_pre_hook(lambda *call: phases.end("waiting"))
+    optimizer.register_step_pre_hook(lambda *step: phases.end("waiting"))
+    optimizer.register_step_post_hook(lambda *step: phases.end("optimizer"))

@@ -1,0 +1,192 @@
+"""A toy app whose ranks are processes and hold a part of its model each: what `samestep.sharded` does for an app.
+
+    python shards.py RANK WORLD_SIZE FOLDER [options]
+
+Ranks talk by files in FOLDER. All of the toy's numbers are sums of few powers of two, the same at any number of ranks.
+SAMESTEP_KILL=n ends the process, as a kill does, at its n-th change of the checkpoints' files and folders.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from samestep import checkpoint, datasets, log
+from samestep.env import World
+from samestep.sharded import Piece, ShardedRun, Shards
+from samestep.sharding import GlobalBatches
+from threads import LIMIT, loss_of, parse
+
+# Name, whole shape, dtype, and the axis along which ranks cut it; None: every rank has all of it, and the first writes.
+LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
+    "tall": ((7, 5), "float32", 0),
+    "wide": ((4, 6), "float32", 1),
+    "few": ((2,), "float32", 0),  # from three ranks on some have none of it
+    "count": ((), "float32", None),
+    "scale": ((3,), "float32", None),
+    "nothing": ((0, 3), "float32", 0),
+}
+
+
+class FileRanks:
+    """What an app's ranks.py is to `Run`, by files in a folder."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self._folder, self._rank, self._world_size, self._turn = folder, rank, world_size, 0
+
+    def broadcast(self, content: bytes) -> bytes:
+        if self._rank == 0:
+            self._put(content)
+        return self._take([0])[0]
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        self._put(row.tobytes())
+        return np.stack([np.frombuffer(each, row.dtype) for each in self._take(range(self._world_size))])
+
+    def _put(self, content: bytes) -> None:
+        path = self._folder / f"{self._turn}-{self._rank}"
+        path.with_suffix(".tmp").write_bytes(content)
+        path.with_suffix(".tmp").rename(path)
+
+    def _take(self, whose: Sequence[int]) -> list[bytes]:
+        paths, until = [self._folder / f"{self._turn}-{rank}" for rank in whose], time.monotonic() + LIMIT
+        while not all(path.exists() for path in paths):
+            assert time.monotonic() < until, f"rank {self._rank} waits in vain"
+            time.sleep(0.001)
+        self._turn += 1
+        return [path.read_bytes() for path in paths]
+
+
+def part(name: str, rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a rank's part of an array begins, and its shape: as torch cuts, the first ones larger."""
+    shape, _, axis = LAYOUT[name]
+    if axis is None:
+        return (0,) * len(shape), shape
+    size = -(-shape[axis] // world_size)
+    begin = min(rank * size, shape[axis])
+    extent = min(size, shape[axis] - begin)
+    offset = tuple(begin if each == axis else 0 for each in range(len(shape)))
+    return offset, tuple(extent if each == axis else length for each, length in enumerate(shape))
+
+
+def whole(name: str, first: float = 0.0) -> NDArray[Any]:
+    """An array's initial values, each another."""
+    shape, dtype, _ = LAYOUT[name]
+    return (np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape) + len(name) * 100 + first).astype(dtype)
+
+
+def cut(array: NDArray[Any], name: str, rank: int, world_size: int) -> Piece:
+    """A rank's piece of a whole array."""
+    offset, extent = part(name, rank, world_size)
+    values = np.array(array[tuple(slice(a, a + b) for a, b in zip(offset, extent))])
+    return Piece(values, offset, array.shape, copy=LAYOUT[name][2] is None and rank > 0)
+
+
+class Model:
+    """Weights and momentum, of which a rank holds its part."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.groups = {
+            group: {name: cut(whole(name, first), name, rank, world_size) for name in LAYOUT}
+            for group, first in (("model", 0.0), ("optimizer", 0.5))
+        }
+
+    def load(self, shards: Shards) -> None:
+        for group, arrays in shards.items():
+            if difference := checkpoint.mismatch(arrays, self.groups[group]):
+                raise ValueError(difference)
+            for name, piece in self.groups[group].items():
+                piece.values[...] = arrays[name].read(piece.offset, piece.values.shape)
+
+    def update(self, gradient: float) -> None:
+        for name, momentum in self.groups["optimizer"].items():
+            momentum.values[...] = momentum.values / 2 + gradient
+            self.groups["model"][name].values[...] -= momentum.values / 64
+
+
+def main() -> None:
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    options = parse(*sys.argv[4:])
+    ranks, model = FileRanks(folder, rank, world_size), Model(rank, world_size)
+    run = ShardedRun("sharded toy", options, World(rank, world_size))
+    run.restore(ranks, model.load)
+    n = len(datasets.load(options.dataset, options.data_dir).train_labels)
+    batches = GlobalBatches(n, options.global_batch_size, options.seed, rank, world_size)
+    run.begin(batches, 6, "toy", "cpu", {"numpy": np.__version__})
+    sum_since, tested = 0.0, {}
+    for step in range(run.start, run.stop):
+        loss_sum = sum((loss_of(int(sample), step) for sample in batches.indices(step)), 0.0)  # a rank may have none
+        sum_since += loss_sum
+        model.update(float(np.round(ranks.all_gather(np.array([loss_sum])).sum())))
+        due = run.done(step)
+        if due.talk:
+            last, since, *said = ranks.all_gather(np.array([loss_sum, sum_since, *run.says()])).sum(axis=0).tolist()
+            due = run.heard(due, said)
+        if due.log:
+            sum_since, tested = 0.0, {"test_loss": 1.0 + step % 3, "test_examples": 6} if due.test else {}
+            run.record(last, since, tested)
+        if due.save:
+            run.save(ranks, model.groups)
+    run.finish(ranks, model.groups["model"], run.tested or {"test_loss": 1.0, "test_examples": 6})
+    run.report("numpy", np.__version__, "files", "cpu")
+
+
+def kill_at(count: int) -> None:
+    """End this process before its ``count``-th change of the checkpoints' files and folders, from 1."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        changes = event in ("os.mkdir", "os.rename", "os.rmdir") or (event == "open" and str(arguments[1])[0] in "wx")
+        if changes and "/checkpoints/" in str(arguments[0]):
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def start(
+    world_size: int, folder: Path, *options: str, environ: Mapping[int, Mapping[str, str]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """The toy's ranks, which talk in the new folder ``folder``; ``environ`` is what some have of their own."""
+    folder.mkdir()
+    paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(world_size), str(folder), *options],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environ or {}).get(rank, {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def end(processes: Sequence[subprocess.Popen[str]], limit: float = LIMIT) -> list[tuple[int, str, str]]:
+    """How the ranks ended: exit code, stdout, stderr. Those that wait for one that was killed are killed, too."""
+    until = time.monotonic() + limit
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        if any(process.poll() == -signal.SIGKILL for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.005)
+    for process in processes:
+        process.kill()
+    found = [process.communicate() for process in processes]
+    return [(process.returncode, *told) for process, told in zip(processes, found)]
+
+
+if __name__ == "__main__":
+    if "SAMESTEP_KILL" in os.environ:
+        kill_at(int(os.environ["SAMESTEP_KILL"]))
+    log.run(main)

@@ -1,0 +1,386 @@
+"""Checkpoints of a model that no rank holds: whole or not at all over all ranks, and read at any number of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import shards
+from samestep import FatalError, RankZeroError, checkpoint, sharded
+from samestep.checkpoint import Damaged
+from samestep.sharded import Piece, Stored
+from shards import LAYOUT, cut, whole
+from threads import Meeting, Ranks, put
+
+BODY = {"app": "sharded toy", "state": {}, "arithmetic": {}}
+
+
+def on_each(world_size: int, call: Callable[[Ranks, int], Any]) -> list[Any]:
+    """What ``call`` gives, or raises, on each of ``world_size`` threads."""
+    meeting, found = Meeting(world_size), [None] * world_size
+
+    def live(rank: int) -> None:
+        try:
+            found[rank] = call(Ranks(meeting, rank), rank)
+        except Exception as problem:
+            found[rank] = problem  # type: ignore[call-overload]
+        finally:
+            meeting.end(rank)
+
+    threads = [threading.Thread(target=live, args=[rank], daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return found
+
+
+def save(run_dir: Path, step: int, world_size: int = 3, first: float = 0.0) -> Path:
+    """A checkpoint by so many ranks, of the toy's arrays, which begin at ``first``."""
+    folder = checkpoint.folder_of(run_dir, step)
+
+    def write(ranks: Ranks, rank: int) -> None:
+        groups = {"model": {name: cut(whole(name, first), name, rank, world_size) for name in LAYOUT}}
+        sharded.save(ranks, rank, folder, groups, {**BODY, "step": step} if rank == 0 else None, keep=9)
+
+    assert on_each(world_size, write) == [None] * world_size
+    checkpoint.finish()
+    return folder
+
+
+def arrays_of(folder: Path) -> dict[str, Stored]:
+    return dict(sharded.shards_of(sharded.read(folder))["model"])
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 4, 9])
+def test_any_part_is_read_whoever_wrote_it(tmp_path: Path, writers: int) -> None:
+    arrays = arrays_of(save(tmp_path, 5, writers))
+    assert arrays.keys() == LAYOUT.keys()
+    for name, stored in arrays.items():
+        expected = whole(name)
+        assert (stored.shape, stored.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(stored.read(), expected)
+        for readers in (1, 2, 3, 5):  # other ranks than those that wrote
+            for rank in range(readers):
+                mine = cut(expected, name, rank, readers)
+                np.testing.assert_array_equal(stored.read(mine.offset, mine.values.shape), mine.values)
+        every = [
+            [(low, high - low) for low, high in itertools.combinations(range(length + 1), 2)] for length in stored.shape
+        ]
+        for region in itertools.islice(itertools.product(*every), 0, None, 7):
+            offset, shape = tuple(low for low, _ in region), tuple(count for _, count in region)
+            there = tuple(slice(low, low + count) for low, count in region)
+            np.testing.assert_array_equal(stored.read(offset, shape), expected[there])
+
+
+def test_a_piece_is_written_once_and_copies_are_not(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, 3)
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert sizes.keys() == {f"model-{rank:05d}.safetensors" for rank in range(3)}
+    held = sum(
+        sum(Stored.read(stored).nbytes for stored in sharded.stored_file(folder / name).values()) for name in sizes
+    )
+    assert held == sum(whole(name).nbytes for name in LAYOUT)
+    manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
+    assert manifest["pieces"]["model"]["tall"] == {
+        "dtype": "float32",
+        "shape": [7, 5],
+        "pieces": [[0, [0, 0], [3, 5]], [1, [3, 0], [3, 5]], [2, [6, 0], [1, 5]]],
+    }
+
+
+@pytest.mark.parametrize("block", [1, 40, 64, 10**6])
+def test_what_is_gathered_is_what_one_rank_would_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """One definition of weights_sha256, and one file, whatever the ranks and the block."""
+    monkeypatch.setattr(sharded, "BLOCK", block)
+    arrays, wholes = arrays_of(save(tmp_path, 5, 3)), {name: whole(name) for name in LAYOUT}
+    for name, stored in arrays.items():
+        blocks = [*stored.blocks()]
+        assert all(each.nbytes <= max(block, 4) for each in blocks)
+        assert b"".join(each.tobytes() for each in blocks) == wholes[name].tobytes()
+    checkpoint.save_weights(tmp_path / "expected.safetensors", wholes)
+    digest = sharded.gather(arrays, tmp_path / "model.safetensors")
+    assert digest == sharded.gather(arrays) == checkpoint.weights_sha256(wholes)
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    from_file = sharded.stored_file(tmp_path / "model.safetensors")
+    assert sharded.gather(from_file) == digest
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_gathering_holds_a_block_and_not_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "BLOCK", 2**16)
+    folder = checkpoint.folder_of(tmp_path, 1)
+
+    def write(ranks: Ranks, rank: int) -> None:
+        values = np.full((1000, 500), rank, np.float32)
+        sharded.save(
+            ranks, rank, folder, {"model": {"w": Piece(values, (1000 * rank, 0), (2000, 500))}}, {"step": 1, **BODY}
+        )
+
+    on_each(2, write)
+    checkpoint.finish()
+    tracemalloc.start()
+    try:
+        digest = sharded.gather(arrays_of(folder), tmp_path / "model.safetensors")
+        part = arrays_of(folder)["w"].read((999, 0), (2, 500))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20 < 4 * 2000 * 500
+    np.testing.assert_array_equal(part, [[0] * 500, [1] * 500])
+    w = np.repeat(np.array([0, 1], np.float32), 1000)[:, None].repeat(500, axis=1)
+    assert digest == checkpoint.weights_sha256({"w": w})
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (Path.unlink, "model-00001.safetensors"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "model-00001.safetensors has "),
+    "flipped": (flip, "model-00001.safetensors does not match its checksum"),
+    "of another save": (
+        lambda path: shutil.copy(path.parents[1] / "step-00000004" / path.name, path),
+        "model-00001.safetensors does not match its checksum",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 4, first=0.25)
+    folder = save(tmp_path, 5)
+    strike, said = DAMAGES[damage]
+    strike(folder / "model-00001.safetensors")
+    with pytest.raises(Damaged, match=said):
+        sharded.read(folder)
+    warnings: list[str] = []
+    found = checkpoint.newest(tmp_path, warnings.append, reader=sharded.read)
+    assert found is not None
+    assert found.step == 4
+    assert len(warnings) == 1
+    assert said in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pieces: pieces["tall"]["pieces"].pop(),
+        lambda pieces: pieces["tall"]["pieces"][0].__setitem__(0, 7),
+        lambda pieces: pieces["tall"]["pieces"][0].__setitem__(1, [0]),
+        lambda pieces: pieces["tall"].__setitem__("dtype", "float99"),
+        lambda pieces: pieces["tall"].pop("shape"),
+        lambda pieces: pieces.__setitem__("tall", 5),
+    ],
+)
+def test_a_manifest_that_does_not_make_sense_is_damaged(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    """As one made by hand."""
+    folder = save(tmp_path, 5)
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    change(body["pieces"]["model"])
+    checkpoint.temporary_of(folder).mkdir()
+    for path in folder.glob("*.safetensors"):
+        shutil.copy(path, checkpoint.temporary_of(folder))
+    checkpoint.seal(folder, [], body, 1, None)
+    checkpoint.finish()
+    with pytest.raises(Damaged, match="manifest"):
+        sharded.read(folder)
+
+
+def test_pieces_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
+    def write(ranks: Ranks, rank: int) -> None:
+        piece = Piece(np.zeros((2, 2), np.float32), (2 * rank, 0), (5, 2))
+        sharded.save(ranks, rank, checkpoint.folder_of(tmp_path, 1), {"model": {"w": piece}}, {"step": 1, **BODY})
+
+    assert all(isinstance(each, ValueError) and "w" in str(each) for each in on_each(2, write))
+    assert checkpoint.newest(tmp_path, print, reader=sharded.read) is None
+
+
+def test_a_rank_that_cannot_write_tells_why_and_no_checkpoint_is_lost(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    folder = checkpoint.folder_of(tmp_path, 5)
+    (checkpoint.temporary_of(folder) / "model-00001.safetensors").mkdir(parents=True)
+
+    def write(ranks: Ranks, rank: int) -> None:
+        groups = {"model": {name: cut(whole(name), name, rank, 3) for name in LAYOUT}}
+        sharded.save(ranks, rank, folder, groups, {**BODY, "step": 5})
+
+    ends = on_each(3, write)
+    assert [type(each) for each in ends] == [RankZeroError, FatalError, RankZeroError]
+    assert f"cannot write checkpoint {folder}" in str(ends[1])
+    assert "model-00001.safetensors" in str(ends[1])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    assert sharded.read(folder.with_name("step-00000004")).step == 4
+
+
+def test_contents_of_any_length_are_exchanged() -> None:
+    contents = [b"", b"\0", b"three\n\0", bytes(1000)]
+    assert on_each(4, lambda ranks, rank: sharded.exchange(ranks, contents[rank])) == [contents] * 4
+    assert on_each(2, lambda ranks, rank: sharded.exchange(ranks, b"")) == [[b"", b""]] * 2
+
+
+# --- the life of a run, its ranks being processes --------------------------------------------------------------------
+
+
+class Toy:
+    """Jobs of the toy on one run dir."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self._folder, self._count = folder / "run", folder, 0
+
+    def job(self, world_size: int, *options: str, **more: Any) -> list[tuple[int, str, str]]:
+        """How its ranks end."""
+        self._count += 1
+        its = [f"--run-dir={self.run_dir}", f"--data-dir={self._folder / 'data'}", "--log-every=1", *options]
+        return shards.end(shards.start(world_size, self._folder / f"talk-{self._count}", *its, **more))
+
+    def done(self, world_size: int, *options: str, **more: Any) -> dict[str, Any]:
+        """The result of a job that ends well."""
+        ends = self.job(world_size, "--checkpoint-every=2", *options, **more)
+        assert [code for code, *_ in ends] == [0] * world_size, ends
+        found: dict[str, Any] = json.loads(ends[0][1].splitlines()[-1].removeprefix("RESULT "))
+        weights = checkpoint.load_weights(Path(found["run_dir"]) / "model.safetensors")
+        assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
+        return found
+
+    def steps(self) -> list[int]:
+        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line["step"] for line in lines if "step" in line]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    for name in [name for name in os.environ if name.startswith("SAMESTEP_")]:
+        monkeypatch.delenv(name)
+    put(tmp_path / "data")
+    return Toy(tmp_path)
+
+
+def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    put(tmp_path / "whole" / "data")
+    reference = Toy(tmp_path / "whole").done(1)
+    at = 0
+    for world_size, steps in ((3, 2), (1, 5), (2, 7), (9, 11), (2, 12)):
+        result = toy.done(world_size, f"--max-steps={steps}")
+        assert result["resumed_from_step"] == (at or None)
+        at = steps
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    assert toy.steps() == [*range(1, 13)]
+    again = toy.done(3)  # it only reports
+    assert (again["weights_sha256"], again["resumed_from_step"]) == (reference["weights_sha256"], 12)
+
+
+def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
+    fresh = toy.done(2, "--max-steps=0")
+    assert fresh["weights_sha256"] == checkpoint.weights_sha256({name: whole(name) for name in LAYOUT})
+    trained = toy.done(3, "--max-steps=4", "--keep-best", "--evaluate-every=1", "--keep-checkpoints=1")
+    assert trained["best_step"] == 1
+    best = checkpoint.load_weights(toy.run_dir / "model-best.safetensors")
+    kept = sharded.read(checkpoint.folder_of(toy.run_dir, 1))
+    assert checkpoint.weights_sha256(best) == sharded.gather(sharded.shards_of(kept)["model"])
+    before = sorted(toy.run_dir.rglob("*"))
+    only = toy.job(2, "--evaluate-only")
+    assert [code for code, *_ in only] == [0, 0], only
+    assert trained["weights_sha256"] in only[0][1]
+    assert {*toy.run_dir.rglob("*")} - {*before} == {toy.run_dir / "evaluation.json"}
+    weights = shutil.copy(toy.run_dir / "model.safetensors", tmp_path / "weights.safetensors")
+    toy.run_dir = tmp_path / "another"
+    assert toy.done(2, "--max-steps=0", f"--init-from={weights}")["weights_sha256"] == trained["weights_sha256"]
+
+
+def test_weights_that_do_not_fit_are_told_once(toy: Toy, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    checkpoint.save_weights(weights, {"tall": np.zeros((7, 5), np.float32)})
+    for file, said in (
+        (weights, "count is missing"),
+        (tmp_path / "none", "No such file"),
+        (Path(__file__), "safetensors"),
+    ):
+        ends = toy.job(2, f"--init-from={file}")
+        assert [code for code, *_ in ends] == [2, 2], ends
+        assert said in ends[0][2]
+        assert ends[1][2] == ""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(toy: Toy, damage: str) -> None:
+    reference = toy.done(3)
+    folder = toy.run_dir / "checkpoints" / "step-00000012"
+    shutil.copytree(folder.with_name("step-00000010"), folder.with_name("step-00000004"))  # to take a shard of
+    strike, said = DAMAGES[damage]
+    strike(folder / "model-00001.safetensors")
+    ends = toy.job(2)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert f"step-00000012 ({said}" in ends[0][2] or (damage == "missing" and said in ends[0][2])
+    assert "skipped; using step-00000010" in ends[0][2]
+    assert reference["weights_sha256"] in ends[0][1]
+    assert (toy.run_dir / "checkpoints" / "damaged-step-00000012").is_dir()
+
+
+def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy) -> None:
+    """On any rank, before each thing that it does to checkpoints' files: what is there then is whole, and goes on."""
+    reference = toy.done(3, "--max-steps=4")["weights_sha256"]
+    template = toy.run_dir.rename(toy.run_dir.with_name("template"))
+    shutil.rmtree(template / "checkpoints" / "step-00000004")
+    found: dict[int, list[int]] = {}
+    for rank in range(3):
+        for count in itertools.count(1):
+            shutil.rmtree(toy.run_dir, ignore_errors=True)
+            shutil.copytree(template, toy.run_dir)
+            environ = {rank: {"SAMESTEP_KILL": str(count)}}
+            ends = toy.job(3, "--checkpoint-every=2", "--max-steps=4", "--keep-checkpoints=1", environ=environ)
+            if all(code == 0 for code, *_ in ends):
+                break
+            assert ends[rank][0] == -9, ends
+            newest = checkpoint.newest(toy.run_dir, pytest.fail, reader=sharded.read)
+            assert newest is not None
+            found.setdefault(rank, []).append(newest.step)
+            if count == 3:  # the rest of the life of one
+                assert toy.done(2, "--max-steps=4")["weights_sha256"] == reference
+    assert [found[1], found[2]] == [[2, 2, 2]] * 2  # the folder and two files
+    assert found[0][:6] == [2, 2, 2, 2, 2, 4]  # and the manifest and the name, before an old one is deleted
+    assert {*found[0][5:]} == {4}
+
+
+def test_a_run_dir_that_a_rank_does_not_see_is_refused(toy: Toy) -> None:
+    """A rank for which another disk lies over it: as on a machine that does not share it."""
+    toy.run_dir.mkdir()
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a file system is not permitted here")
+    folder = toy.run_dir.parent / "talk"
+    options = [f"--run-dir={toy.run_dir}", f"--data-dir={toy.run_dir.parent / 'data'}"]
+    first, second = shards.start(2, folder, *options)
+    second.kill()
+    mount = f'mount -t tmpfs tmpfs {toy.run_dir} && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", *map(str, second.args)]  # type: ignore[arg-type]
+    paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
+    other = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    begun = time.monotonic()
+    ends = shards.end([first, other])
+    second.communicate()
+    assert [code for code, *_ in ends] == [2, 2], ends
+    assert ends[0][2].startswith(f"error: --run-dir {toy.run_dir} is not shared by all ranks: rank 1 (")
+    assert len(ends[0][2].splitlines()) == 1
+    assert time.monotonic() - begun < 25
+    assert sys.platform == "linux"

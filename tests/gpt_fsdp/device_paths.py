@@ -1,0 +1,26 @@
+"""Every device path of gpt_fsdp, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
+
+OWN = "tests/gpt_fsdp/test_gpt_fsdp.py"
+PATHS = [
+    # device, transport, by what it is started or which part, how it is shown, by what
+    ("cpu", "gloo", "the launch script (torchrun), 1 to 4 ranks", "run", "tests/common"),
+    (
+        *("cpu", "gloo", "meshes of FSDP2 and tensor parallelism, beside a plain loop", "run"),
+        f"{OWN}::test_the_steps_are_those_of_a_plain_loop_at_any_mesh",
+    ),
+    (
+        "cpu",
+        "gloo",
+        "sharded checkpoints, read at another mesh",
+        "run",
+        f"{OWN}::test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh",
+    ),
+    (
+        *("cuda", "NCCL", "which GPU a rank takes (as mnist_ddp's ranks.py)", "simulated"),
+        "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
+    ),
+    (
+        *("cuda", "NCCL", "fully_shard, DTensor, and checkpoints of what is copied from a GPU", "read"),
+        "torch/distributed/fsdp/_fully_shard of torch 2.13.0",
+    ),
+]
