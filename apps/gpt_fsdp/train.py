@@ -1,7 +1,7 @@
 """Train a small GPT with PyTorch FSDP2 and tensor parallelism: no rank holds the model, and the step is the same.
 
     bash scripts/run_gpt_fsdp.sh 4                        # does all the set-up, restarts after a failure
-    bash scripts/run_gpt_fsdp.sh 4 --mesh 2x2             # two ranks share the heads and hidden layers of a block
+    bash scripts/run_gpt_fsdp.sh 4 --mesh 2x2             # two ranks share the hidden layers of a block
     torchrun --standalone --nproc-per-node=4 apps/gpt_fsdp/train.py
     python apps/gpt_fsdp/train.py                         # one process
 
