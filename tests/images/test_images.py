@@ -136,7 +136,7 @@ def test_an_image_trains(family: str, options: list[str], buildah: Buildah, tmp_
     result = result_of(run_in(buildah, container, *config["Entrypoint"], "2", "--max-steps=3", *options))
     assert (result["world_size"], result["steps"]) == (2, 3)
     if family == "torch":
-        for app in ("mnist_lightning", "collectives_lab"):
+        for app in ("gpt_fsdp", "mnist_lightning", "collectives_lab"):
             command = ["2", "primitives", "--quick"] if app == "collectives_lab" else ["2", "--max-steps=3"]
             run_in(buildah, container, "bash", f"/samestep/scripts/run_{app}.sh", *command)
     if family == "horovod":
