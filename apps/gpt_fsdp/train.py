@@ -88,6 +88,7 @@ def train_step(
         tokens, targets = training.batch(batches.indices(step, (k, count)))
         phases.end("input")
         loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # ranks talk
+        phases.end("computing")
         (loss * (mesh["dp"].size() / batches.size(step))).backward()  # ranks talk: FSDP adds up the gradients
         losses.append(loss.detach())
     if options.clip_norm:
