@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, Harness, faulty, losses, metrics, relative_difference, told_by
+from harness import ROOT, Harness, faulty, last_step, losses, metrics, relative_difference, told_by
 from samestep import checkpoint, sharded
 from samestep.sharding import GlobalBatches
 
@@ -129,7 +129,8 @@ def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(harness: Harness, s
     harness.train(2, *options, run_dir=harness.folder / "undisturbed")
     expected = losses(harness.folder / "undisturbed")
     job = harness.start(4, *options, "--mesh=4x1", "--max-restarts=0", run_dir=harness.folder / "killed")
-    landed = job.wait_for_step(killed_at)
+    first = checkpoint.folder_of(harness.folder / "killed", 3)
+    landed = job.wait_for(lambda: first.exists() and (step := last_step(first.parents[1])) >= killed_at and step)
     os.kill(job.ranks()[random.Random(1).randrange(4)], signal.SIGKILL)
     assert job.finish().code == 1
     meshes = ("3x1", "2x2", "1x1", "1x2") if soak else ("2x2",)
