@@ -41,5 +41,5 @@ for step in range(found.step if found else 0, steps):
         checkpoint.save(run_dir, "own_loop", step + 1, groups, {}, arithmetic, keep=2)
 checkpoint.finish()
 if world.rank == 0:
-    print(steps, checkpoint.weights_sha256({name: tensor.numpy() for name, tensor in weights.items()}))
-dist.destroy_process_group()
+    print(steps, checkpoint.weights_sha256({name: tensor.numpy() for name, tensor in weights.items()}), flush=True)
+os._exit(0)  # gloo's threads may abort an orderly end
