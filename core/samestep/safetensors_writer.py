@@ -14,7 +14,7 @@ Part = Union[bytes, memoryview]  # of a file's content
 SMALL = 1 << 20  # bytes: below, a thread or a write more costs more than a copy
 
 # numpy's dtypes (without their byte order) under safetensors' names, in the order in which its own writer sorts arrays.
-_DTYPES = {
+DTYPES = {
     "u8": "U64",
     "i8": "I64",
     "f8": "F64",
@@ -29,7 +29,7 @@ _DTYPES = {
     "u1": "U8",
     "b1": "BOOL",
 }
-_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
+_PLACES = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
 def encode(arrays: Mapping[str, NDArray[Any]]) -> list[Part]:
@@ -52,13 +52,13 @@ def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
     """
     dtypes = {name: array.dtype.str[1:] for name, array in arrays.items()}
     for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise TypeError(f"{name} is {arrays[name].dtype}, which no safetensors file can hold")
     header, places, end = {}, {}, 0
     for name in sorted(arrays, key=lambda name: (_PLACES[dtypes[name]], name)):
         shape = arrays[name].shape
         places[name], end = end, end + math.prod(shape) * arrays[name].dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtypes[name]], "shape": shape, "data_offsets": [places[name], end]}
+        header[name] = {"dtype": DTYPES[dtypes[name]], "shape": shape, "data_offsets": [places[name], end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     begin = len(encoded).to_bytes(8, "little") + encoded

@@ -242,7 +242,7 @@ def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any])
     return shards
 
 
-_DTYPES = {code: np.dtype(name) for name, code in safetensors_writer._DTYPES.items()}
+_DTYPES = {code: np.dtype(name) for name, code in safetensors_writer.DTYPES.items()}
 
 
 def stored_file(path: Path) -> dict[str, Stored]:

@@ -125,7 +125,7 @@ MOMENTS = [
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("moment", [pytest.param(moment, id=moment.name) for moment in MOMENTS])
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
 def test_a_rank_is_killed_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment, table: list[str]
 ) -> None:
