@@ -105,10 +105,15 @@ def open_run(
         if groups:
             load(groups)
     except ValueError as problem:
-        if found:
-            raise FatalError(f"checkpoint {found.folder} does not fit the model: {problem}") from problem
-        raise UserError(f"--init-from {init_from} does not fit the model: {problem}") from problem
+        raise misfit(found.folder if found else None, init_from, problem) from problem
     return {**answer(resolved), "groups": list(contents)}, contents
+
+
+def misfit(folder: object, init_from: object, problem: ValueError) -> UserError | FatalError:
+    """For arrays that do not fit the model: of the checkpoint ``folder``, or, where there is none, of --init-from."""
+    if folder:
+        return FatalError(f"checkpoint {folder} does not fit the model: {problem}")
+    return UserError(f"--init-from {init_from} does not fit the model: {problem}")
 
 
 def answer(resolved: Resolved) -> dict[str, Any]:

@@ -412,9 +412,9 @@ class ShardedRun(Run):
             if shards:
                 load(shards)
         except ValueError as problem:
-            if folder:
-                raise FatalError(f"checkpoint {folder} does not fit the model: {problem}") from problem
-            raise UserError(f"--init-from {init_from} does not fit the model: {problem}") from problem
+            from samestep import rundir
+
+            raise rundir.misfit(folder, init_from, problem) from problem
 
     def save(self, ranks: Ranks, groups: Pieces) -> None:  # type: ignore[override]
         """Write a checkpoint of the updates recorded last; every rank calls this, and writes what it holds."""
