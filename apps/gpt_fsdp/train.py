@@ -128,9 +128,8 @@ def evaluate(model: GPT, test: Windows, mesh: DeviceMesh, dtype: torch.dtype, wa
             sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
         watchdog.beat()
     model.train()
-    cast(
-        FSDPModule, model
-    ).reshard()  # without a backward pass FSDP keeps what it gathered last: a checkpoint would be of all of it
+    # Without a backward pass FSDP keeps what it gathered last: a checkpoint would be of all of it.
+    cast(FSDPModule, model).reshard()
     dist.all_reduce(sums)  # ranks talk
     loss, examples = sums.tolist()
     return {

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import Harness, Job, Shape, faulty, last_step, losses, options_of, relative_difference
+from numpy.typing import NDArray
 from processes import parent
-from samestep import checkpoint, signals
+from samestep import checkpoint, sharded, signals
 from samestep.sharding import GlobalBatches
 
 TESTED = ("test_loss", "test_accuracy")  # as far as an app has them
@@ -467,18 +468,49 @@ def test_a_checkpoint_made_by_hand_must_fit_the_model(
     shutil.copytree(undisturbed(2)["run_dir"], run_dir)
     good = checkpoint.newest(run_dir, print)
     assert good
-    model = good.arrays("model")
+    model, optimizer = (arrays(good, group) for group in ("model", "optimizer"))
     name = sorted(model)[0]
     for wrong in (model[name][:1], model[name].astype(np.float16))[: 2 if soak else 1]:
-        groups = {"model": {**model, name: wrong}, "optimizer": good.arrays("optimizer")}
-        checkpoint.save(run_dir, good.app, good.step, groups, good.state, good.arithmetic, 3)
-        checkpoint.finish()
+        groups = {"model": {**model, name: wrong}, "optimizer": optimizer}
+        save(good, groups)
         kept = snapshot(run_dir)
         outcome = harness.run(1, *harness.app.small)
         assert outcome.code == 1, outcome
         assert name in outcome.errors[0]
         assert "starting it again" not in outcome.stderr
         assert snapshot(run_dir) == kept
+
+
+def arrays(good: checkpoint.Checkpoint, group: str) -> dict[str, NDArray[Any]]:
+    """All of a group's, of whatever pieces they are made."""
+    if not good.pieces:
+        return good.arrays(group)
+    return {name: stored.read() for name, stored in sharded.shards_of(good)[group].items()}
+
+
+def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any]]]) -> None:
+    """Put ``groups`` in the place of what is in ``good``, in one piece each where it is sharded."""
+    run_dir = good.folder.parents[1]
+    if good.pieces:
+        pieces = {
+            group: {name: sharded.Piece(array, (0,) * array.ndim, array.shape) for name, array in its.items()}
+            for group, its in groups.items()
+        }
+        body = {"app": good.app, "step": good.step, "state": good.state, "arithmetic": good.arithmetic}
+        sharded.save(OneRank(), 0, good.folder, pieces, body, 3)
+    else:
+        checkpoint.save(run_dir, good.app, good.step, groups, good.state, good.arithmetic, 3)
+    checkpoint.finish()
+
+
+class OneRank:
+    """A job of one rank, as `samestep.run.Ranks`."""
+
+    def broadcast(self, content: bytes) -> bytes:
+        return content
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        return row[None]
 
 
 def snapshot(run_dir: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The benchmark of a step: it still runs."""
+"""The benchmarks of a step and of a checkpoint: they still run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import sys
 
 from harness import ROOT, Harness, bare
 
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-def test_the_benchmark_still_runs(harness: Harness) -> None:
+
+def test_the_benchmark_of_a_step_still_runs(harness: Harness) -> None:
     """One round of a small model, whose numbers are of no meaning."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     program = str(ROOT / "benchmarks" / "fsdp_step.py")
     options = ["--rounds=1", "--", "--layers=1", "--width=32", "--heads=4", "--context=32"]
-    outcome = bare(harness, [*launcher, program, *options])
+    outcome = bare(harness, [*LAUNCHER, program, *options])
     assert outcome.code == 0, outcome
     assert outcome.stdout.count(" ms ") == 3
+
+
+def test_the_benchmark_of_a_checkpoint_still_runs(harness: Harness) -> None:
+    program = str(ROOT / "benchmarks" / "fsdp_checkpoint.py")
+    outcome = bare(harness, [*LAUNCHER, program, "--quick", f"--dir={harness.folder}"])
+    assert outcome.code == 0, outcome
+    assert outcome.stdout.count("| --layers=") == 1
+    assert not list(harness.folder.glob("benchmark-*"))

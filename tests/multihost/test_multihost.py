@@ -50,7 +50,14 @@ def start(
 
 
 def start_on(
-    harness: Harness, hosts: Sequence[Host], number: int, n: int, *options: str, folder: str = "run", **environ: str
+    harness: Harness,
+    hosts: Sequence[Host],
+    number: int,
+    n: int,
+    *options: str,
+    folder: str = "run",
+    prefix: Sequence[str] = (),  # words before the script's
+    **environ: str,
 ) -> Job:
     work = harness.folder / f"node{number}"
     work.mkdir(exist_ok=True)
@@ -62,7 +69,7 @@ def start_on(
         **environ,
     }
     script = ["bash", str(ROOT / "scripts" / f"run_{harness.app.name}.sh"), str(n), f"--run-dir={folder}", *options]
-    command = hosts[number].command(*script)
+    command = hosts[number].command(*prefix, *script)
     return harness.start_command(command, work / folder, work, **several)
 
 
@@ -144,7 +151,11 @@ def test_three_hosts_that_come_late_and_by_late_names(
 
 
 @pytest.mark.parametrize(
-    "app", ["mnist_ddp", *(pytest.param(app, marks=pytest.mark.soak) for app in ("lenet_paddle", "mnist_horovod"))]
+    "app",
+    [
+        "mnist_ddp",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("lenet_paddle", "mnist_horovod", "gpt_fsdp")),
+    ],
 )
 def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
@@ -255,6 +266,23 @@ def test_hosts_that_do_not_fit_are_named_on_all(of: Callable[[str], Harness], ho
     assert (first.code, second.code) == (1, 1)
     assert "machine 1 of 2 did not come within 3 s: start the script there too" in first.errors[0]
     assert "machine 1 (node1) did not reach machine 0 at MASTER_ADDR=node0 MASTER_PORT=29400" in second.errors[0]
+
+
+def test_a_sharded_run_needs_a_run_dir_that_all_hosts_share(of: Callable[[str], Harness], hosts: list[Host]) -> None:
+    """The second host has another file system where the first one's run dir is."""
+    harness, two = of("gpt_fsdp"), hosts[:2]
+    options = [*exact(harness), "--max-restarts=0"]
+    work = harness.folder / "node0"
+    work.mkdir()
+    elsewhere = ["bash", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', str(work)]
+    jobs = [start_on(harness, two, 0, 1, *options), start_on(harness, two, 1, 1, *options, prefix=elsewhere)]
+    first, second = (job.finish() for job in jobs)
+    assert (first.code, second.code) == (2, 2), (first, second)
+    line = (
+        f"error: --run-dir {work / 'run'} is not shared by all ranks: rank 1 (node1) does not see what rank 0 (node0)"
+    )
+    assert first.errors[0].startswith(line)
+    assert not list(work.rglob("checkpoints/*"))
 
 
 def test_another_number_of_ranks_is_refused_where_the_launcher_wants_equal_ones(

@@ -1,0 +1,137 @@
+"""How long a sharded checkpoint holds gpt_fsdp's step up, beside each rank's writing its own bytes.
+
+    OMP_NUM_THREADS=1 .venvs/gpt_fsdp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
+        benchmarks/fsdp_checkpoint.py [--rounds 15] [--dir FOLDER]
+
+In turns, on the same disk (--dir; by default a temporary folder under runs/), all ranks at once:
+
+- save: what `ShardedRun.save` does between two steps: the parts of model and optimizer as arrays, their digests, each
+  rank's files on the disk, and the exchange of what is in them. Rank 0's thread then writes the manifest, renames the
+  folder and deletes the oldest of two while training goes on: *whole* is the time until that is done;
+- plain: each rank writes and syncs as many files of the same sizes, and tells nobody.
+
+Milliseconds over the rank that took longest; medians, and the range; ratios are of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "gpt_fsdp")]
+import ranks  # noqa: E402
+import train  # noqa: E402
+import weights  # noqa: E402
+from model import build_model  # noqa: E402
+from options import parse  # noqa: E402
+from samestep import checkpoint, sharded  # noqa: E402
+
+CPU = torch.device("cpu")
+MODELS = (["--layers=4", "--width=256", "--heads=8"], ["--layers=8", "--width=512", "--heads=8"])
+
+
+def longest(seconds: float) -> float:
+    """That of the rank that took longest, in milliseconds."""
+    taken = torch.tensor([1000 * seconds], dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
+    """The bytes of this rank's files, and the milliseconds of each contestant in each round."""
+    asked, rank = parse(options), dist.get_rank()
+    mesh = ranks.make_mesh(asked, CPU)
+    model = build_model(asked, torch.float32, mesh)
+    optimizer = train.build_optimizer(asked, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # it has a state now
+    saved = [checkpoint.folder_of(folder, 0)]
+
+    def save() -> None:
+        saved.append(checkpoint.folder_of(folder, len(saved)))
+        groups = weights.groups(model, optimizer, mesh)
+        body = {"app": "benchmark", "step": len(saved) - 1, "state": {}, "arithmetic": {}}
+        sharded.save(ranks, rank, saved[-1], groups, body if rank == 0 else None, keep=2)
+
+    for _ in range(3):
+        save()
+    checkpoint.finish()
+    dist.barrier()
+    contents = [path.read_bytes() for path in sorted(saved[-1].glob(f"*-{rank:05d}.safetensors"))]
+    place = folder / f"others-{rank}"
+
+    def plain() -> None:
+        for number, content in enumerate(contents):
+            with (place / str(number)).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+
+    contestants: dict[str, Callable[[], object]] = {"save": save, "plain": plain}
+    taken: dict[str, list[float]] = {name: [] for name in (*contestants, "whole")}
+    for number in range(rounds):
+        for name in list(contestants)[:: 1 if number % 2 else -1]:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            os.sync()  # nobody pays for what the one before left
+            dist.barrier()
+            begun = time.perf_counter()
+            contestants[name]()
+            taken[name].append(longest(time.perf_counter() - begun))
+            if name == "save":
+                checkpoint.finish()
+                taken["whole"].append(longest(time.perf_counter() - begun))
+    return sum(map(len, contents)), taken
+
+
+def shown(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+    parser.add_argument("--dir", type=Path, help="on the disk to be measured (default: under the repository's runs/)")
+    parser.add_argument("--quick", action="store_true", help="one round of the smaller model: that it still runs")
+    given = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as above")
+    ranks.give_back()
+    dist.init_process_group("gloo")
+    above = given.dir or ROOT / "runs"
+    above.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        rounds = 1 if given.quick else given.rounds
+        print(f"{dist.get_world_size()} ranks, torch {torch.__version__}, {rounds} rounds, ms\n")
+        print("| model | bytes a rank | save | whole | plain | save / plain |\n|---|---|---|---|---|---|", flush=True)
+    for options in MODELS[:1] if given.quick else MODELS:
+        with contextlib.ExitStack() as stack:
+            made = ""
+            if dist.get_rank() == 0:
+                made = stack.enter_context(tempfile.TemporaryDirectory(dir=above, prefix="benchmark-"))
+            folder = Path(ranks.broadcast(made.encode()).decode())
+            size, taken = measure(options, 1 if given.quick else given.rounds, folder)
+            dist.barrier()  # rank 0 deletes it
+        if dist.get_rank() == 0:
+            cells = [" ".join(options), f"{size:,.0f}", *(shown(taken[name], 1) for name in ("save", "whole", "plain"))]
+            cells.append(shown([ours / theirs for ours, theirs in zip(taken["save"], taken["plain"])], 2))
+            print(f"| {' | '.join(cells)} |", flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
