@@ -82,8 +82,8 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
     elif tensor.ndim:
         raise FatalError(f"a tensor of shape {[*tensor.shape]} is whole on this rank: FSDP has gathered it")
     offset, extent, is_copy = [0] * tensor.ndim, [*tensor.shape], False
-    for name in ("tp", "dp"):
-        coordinate, size = mesh[name].get_local_rank(), mesh[name].size()
+    dp, tp = zip(mesh.get_coordinate() or (), mesh.shape)  # mesh["dp"] takes a millisecond
+    for name, (coordinate, size) in (("tp", tp), ("dp", dp)):
         axis = getattr(cuts.get(name), "dim", None)
         if axis is None:  # it has the same on all ranks along here
             is_copy |= coordinate > 0
