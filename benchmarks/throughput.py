@@ -42,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,9 +205,20 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
         return float(json.loads(out.read_text()))
 
 
-def spread(speeds: dict[str, list[float]]) -> float:
+Speeds = dict[str, list[float]]  # of each contestant, round by round
+
+
+def spread(speeds: Speeds) -> float:
     """The fastest round divided by the slowest, of the contestant of which that is most."""
     return max(max(values) / min(values) for values in speeds.values())
+
+
+def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
+    """The attempt of the least spread, and how many there were: no more after one within SPREAD."""
+    tried: list[Speeds] = []
+    while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
+        tried.append(attempt())
+    return min(tried, key=spread), len(tried)
 
 
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -217,21 +229,16 @@ def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[s
         for contestant in workers:
             first = {count: speed(app, contestant, n, count, data, options) for count in (0, 2)}
             workers[contestant] = max(first, key=lambda count: first[count])
-    tried: list[dict[str, list[float]]] = []
-    while not tried or (spread(tried[-1]) > SPREAD and len(tried) < options.attempts):
-        tried.append({contestant: [] for contestant in contestants})
+
+    def attempt() -> Speeds:
+        found: Speeds = {contestant: [] for contestant in contestants}
         for _ in range(options.rounds):
-            for contestant, speeds in tried[-1].items():
+            for contestant, speeds in found.items():
                 speeds.append(speed(app, contestant, n, workers.get(contestant, 0), data, options))
-    best = min(tried, key=spread)
-    return {
-        "app": app,
-        "ranks": n,
-        "workers": workers,
-        "speeds": best,
-        "spread": spread(best),
-        "attempts": len(tried),
-    }
+        return found
+
+    best, attempts = steadiest(attempt, options.attempts)
+    return {"app": app, "ranks": n, "workers": workers, "speeds": best, "spread": spread(best), "attempts": attempts}
 
 
 def shown(values: list[float], digits: int = 0) -> str:
