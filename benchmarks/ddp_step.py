@@ -9,7 +9,8 @@ in milliseconds; ratios to the plain step (contiguous tensors, stock DDP and SGD
 torch.compile, which needs a C++ compiler.
 
 The last variants replace DDP's all-reduce by a communication hook that adds up in the order of ranks. A sum is then the
-same to the bit wherever a gradient lies in a bucket, which from 3 ranks on a ring's is not.
+same to the bit wherever a gradient lies in a bucket, which from 3 ranks on a ring's is not. All gradients of this model
+are in one bucket, of 87 KB, anyway.
 """
 
 from __future__ import annotations
@@ -52,28 +53,28 @@ def in_rank_order(rows: Tensor) -> Tensor:
     return total.div_(len(rows))
 
 
-def done(bucket: dist.GradBucket, mean: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(bucket.buffer().copy_(mean))
-    return future
-
-
 def gather(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     """Each rank gets every rank's bucket of n bytes, (p - 1) n in p - 1 steps, and adds them up."""
     mine = bucket.buffer()
     everyones = mine.new_empty(dist.get_world_size(), len(mine))
-    dist.all_gather_into_tensor(everyones.view(-1), mine)  # ranks talk
-    return done(bucket, in_rank_order(everyones))
+    gathered = dist.all_gather_into_tensor(everyones.view(-1), mine, async_op=True).get_future()  # ranks talk
+    return gathered.then(lambda done: in_rank_order(everyones))  # type: ignore[no-any-return]
 
 
 def exchange(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Each rank adds up its part of the bucket and gives it to all: 2 (p - 1) / p n bytes, as many as a ring."""
+    """Each rank adds up its part of the bucket and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
+
+    It waits here, as gloo's threads cannot wait for each other: where there are more buckets, no gradient is computed
+    meanwhile.
+    """
     mine, p = bucket.buffer(), dist.get_world_size()
     parts = F.pad(mine, (0, -len(mine) % p)).view(p, -1)
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts)  # ranks talk
     dist.all_gather_into_tensor(parts.view(-1), in_rank_order(received))  # ranks talk
-    return done(bucket, parts.view(-1)[: len(mine)])
+    done: Future[Tensor] = Future()
+    done.set_result(parts.view(-1)[: len(mine)])
+    return done
 
 
 Hook = Callable[[object, dist.GradBucket], Future[Tensor]]
@@ -168,7 +169,7 @@ def main() -> None:
         "the app, gradient_as_bucket_view": variant(shards, wrap=lambda m: ddp(m, gradient_as_bucket_view=True)),
         "the app, static_graph": variant(shards, wrap=lambda m: ddp(m, static_graph=True)),
         "the app, hook: all-gather, sum in rank order": variant(shards, wrap=lambda m: hooked(gather, m)),
-        "the app, hook: all-to-all, sum in rank order, all-gather": variant(shards, wrap=lambda m: hooked(exchange, m)),
+        "the app, hook: all-to-all, sum, all-gather": variant(shards, wrap=lambda m: hooked(exchange, m)),
         "the app, without DDP": variant(shards, wrap=lambda model: model),
     }
     if options.compile:

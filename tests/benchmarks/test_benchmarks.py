@@ -66,7 +66,7 @@ def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_buck
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "rows"), [("ddp_step", 11), ("step_cost", 5)])
+@pytest.mark.parametrize(("name", "rows"), [("ddp_step", 12), ("step_cost", 5)])
 def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / f"{name}.py"), "--rounds=2"])
