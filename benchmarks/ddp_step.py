@@ -50,7 +50,7 @@ def in_rank_order(rows: Tensor) -> Tensor:
     return sum(rows) / len(rows)  # type: ignore[return-value]  # a tensor's rows, not torch.sum, which has its own order
 
 
-def gather(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def gather(bucket: dist.GradBucket) -> Future[Tensor]:
     """Each rank gets every rank's bucket of n bytes, (p - 1) n in p - 1 steps, and adds them up."""
     mine = bucket.buffer()
     everyones = mine.new_empty(dist.get_world_size(), len(mine))
@@ -58,7 +58,7 @@ def gather(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return gathered.then(lambda done: in_rank_order(everyones))  # type: ignore[no-any-return]
 
 
-def exchange(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def exchange(bucket: dist.GradBucket) -> Future[Tensor]:
     """Each rank adds up its part of the bucket and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
 
     It waits here, as gloo's threads cannot wait for each other: where there are more buckets, no gradient is computed
@@ -74,12 +74,12 @@ def exchange(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return done
 
 
-Hook = Callable[[object, dist.GradBucket], Future[Tensor]]
+Hook = Callable[[dist.GradBucket], Future[Tensor]]
 
 
 def hooked(hook: Hook, model: nn.Module, **ddp: Any) -> nn.Module:
     wrapped = DistributedDataParallel(model, **ddp)
-    wrapped.register_comm_hook(None, hook)
+    wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))  # a function's annotations must not be strings
     return wrapped
 
 
