@@ -50,21 +50,20 @@ def in_rank_order(rows: Tensor) -> Tensor:
     return sum(rows) / len(rows)  # type: ignore[return-value]  # a tensor's rows, not torch.sum, which has its own order
 
 
-def gather(bucket: dist.GradBucket) -> Future[Tensor]:
-    """Each rank gets every rank's bucket of n bytes, (p - 1) n in p - 1 steps, and adds them up."""
-    mine = bucket.buffer()
+def gather(mine: Tensor) -> Future[Tensor]:
+    """Each rank gets every rank's bucket, ``mine`` of n bytes: (p - 1) n in p - 1 steps, and adds them up."""
     everyones = mine.new_empty(dist.get_world_size(), len(mine))
     gathered = dist.all_gather_into_tensor(everyones.view(-1), mine, async_op=True).get_future()  # ranks talk
     return gathered.then(lambda done: in_rank_order(everyones))  # type: ignore[no-any-return]
 
 
-def exchange(bucket: dist.GradBucket) -> Future[Tensor]:
-    """Each rank adds up its part of the bucket and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
+def exchange(mine: Tensor) -> Future[Tensor]:
+    """Each rank adds up its part of the bucket ``mine`` and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
 
     It waits here, as gloo's threads cannot wait for each other: where there are more buckets, no gradient is computed
     meanwhile.
     """
-    mine, p = bucket.buffer(), dist.get_world_size()
+    p = dist.get_world_size()
     parts = F.pad(mine, (0, -len(mine) % p)).view(p, -1)
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts)  # ranks talk
@@ -74,12 +73,12 @@ def exchange(bucket: dist.GradBucket) -> Future[Tensor]:
     return done
 
 
-Hook = Callable[[dist.GradBucket], Future[Tensor]]
+Hook = Callable[[Tensor], Future[Tensor]]
 
 
 def hooked(hook: Hook, model: nn.Module, **ddp: Any) -> nn.Module:
     wrapped = DistributedDataParallel(model, **ddp)
-    wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))  # a function's annotations must not be strings
+    wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket.buffer()))
     return wrapped
 
 
