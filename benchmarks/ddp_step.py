@@ -53,7 +53,7 @@ def in_rank_order(rows: Tensor) -> Tensor:
 def gather(mine: Tensor) -> Future[Tensor]:
     """Each rank gets every rank's bucket, ``mine`` of n bytes: (p - 1) n in p - 1 steps, and adds them up."""
     everyones = mine.new_empty(dist.get_world_size(), len(mine))
-    gathered = dist.all_gather_into_tensor(everyones.view(-1), mine, async_op=True).get_future()  # ranks talk
+    gathered = dist.all_gather_single(everyones.view(-1), mine, async_op=True).get_future()  # ranks talk
     return gathered.then(lambda done: in_rank_order(everyones))  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,7 @@ def exchange(mine: Tensor) -> Future[Tensor]:
     parts = F.pad(mine, (0, -len(mine) % p)).view(p, -1)
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts)  # ranks talk
-    dist.all_gather_into_tensor(parts.view(-1), in_rank_order(received))  # ranks talk
+    dist.all_gather_single(parts.view(-1), in_rank_order(received))  # ranks talk
     done: Future[Tensor] = Future()
     done.set_result(parts.view(-1)[: len(mine)])
     return done
@@ -113,11 +113,11 @@ def check(shards: Shards) -> str:
     """Raises where a hook's gradient is not DDP's but for rounding, or differs in a bit between buckets or passes."""
     stock = gradients(shards, DistributedDataParallel, 1)
     sizes = (0.001, 0.03, 25)  # MB of a bucket: a gradient or two in each, some, all
+    ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]
     found = [
         gradients(shards, functools.partial(hooked, hook, bucket_cap_mb=size), passes)
         for hook in (gather, exchange)
-        for size in sizes
-        for passes in (1, 2, 3)
+        for size, passes in ways
     ]
     assert all(torch.equal(found[0], each) for each in found), "the hooks' bits depend on the buckets"
     apart = ((found[0] - stock).abs().max() / stock.abs().max()).item()
@@ -125,11 +125,14 @@ def check(shards: Shards) -> str:
     everyones = [torch.empty_like(found[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, found[0])  # ranks talk
     assert all(torch.equal(found[0], each) for each in everyones), "ranks differ"
-    own = [gradients(shards, functools.partial(DistributedDataParallel, bucket_cap_mb=size), 1) for size in sizes]
+    own = [
+        gradients(shards, functools.partial(DistributedDataParallel, bucket_cap_mb=size), passes)
+        for size, passes in ways
+    ]
     same = all(torch.equal(stock, each) for each in own)
     return (
         f"{len(found)} ways to add up in rank order: equal bits, {apart:.1e} of the largest gradient from DDP's, "
-        f"whose own bits are {'equal' if same else 'not equal'} at {', '.join(map(str, sizes))} MB a bucket"
+        f"whose own bits are {'equal' if same else 'not equal'} over buckets of {', '.join(map(str, sizes))} MB"
     )
 
 
