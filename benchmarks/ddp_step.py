@@ -2,15 +2,22 @@
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/ddp_step.py [--rounds 25] [--compile]
+    ... benchmarks/ddp_step.py --check      # times nothing: are the gradients of the variants with a hook right?
 
-All variants take turns in one job, on one resident batch of 128 images over all ranks. Times are medians, in
-milliseconds; ratios to the plain step (contiguous tensors, stock DDP and SGD) are of each round. ``--compile`` adds
+All variants take turns in one job, on the same resident batches of 128 real digits over all ranks. Times are medians,
+in milliseconds; ratios to the plain step (contiguous tensors, stock DDP and SGD) are of each round. ``--compile`` adds
 torch.compile, which needs a C++ compiler.
+
+The last variants replace DDP's all-reduce by a communication hook that adds up in the order of ranks. A sum is then the
+same to the bit wherever a gradient lies in a bucket, which from 3 ranks on a ring's is not. All gradients of this model
+are in one bucket, of 87 KB, anyway.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import statistics
 import sys
@@ -21,23 +28,62 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from data import load  # noqa: E402
 from model import build_model  # noqa: E402
-from samestep.sharding import Rows, shard  # noqa: E402
+from samestep.sharding import GlobalBatches, Rows  # noqa: E402
 from train import train_step  # noqa: E402
 
 BATCH, AT_ONCE = 128, 4  # images over all ranks; steps that are timed together
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+Shards = list[tuple[Tensor, Tensor, Rows]]
+
+
+def in_rank_order(rows: Tensor) -> Tensor:
+    """The mean of each rank's row [world_size, n], added up from rank 0 on: [n]."""
+    return sum(rows) / len(rows)  # type: ignore[return-value]  # a tensor's rows, not torch.sum, which has its own order
+
+
+def gather(mine: Tensor) -> Future[Tensor]:
+    """Each rank gets every rank's bucket, ``mine`` of n bytes: (p - 1) n in p - 1 steps, and adds them up."""
+    everyones = mine.new_empty(dist.get_world_size(), len(mine))
+    gathered = dist.all_gather_single(everyones.view(-1), mine, async_op=True).get_future()  # ranks talk
+    return gathered.then(lambda done: in_rank_order(everyones))  # type: ignore[no-any-return]
+
+
+def exchange(mine: Tensor) -> Future[Tensor]:
+    """Each rank adds up its part of the bucket ``mine`` and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
+
+    It waits here, as gloo's threads cannot wait for each other: where there are more buckets, no gradient is computed
+    meanwhile.
+    """
+    p = dist.get_world_size()
+    parts = F.pad(mine, (0, -len(mine) % p)).view(p, -1)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)  # ranks talk
+    dist.all_gather_single(parts.view(-1), in_rank_order(received))  # ranks talk
+    done: Future[Tensor] = Future()
+    done.set_result(parts.view(-1)[: len(mine)])
+    return done
+
+
+Hook = Callable[[Tensor], Future[Tensor]]
+
+
+def hooked(hook: Hook, model: nn.Module, **ddp: Any) -> nn.Module:
+    wrapped = DistributedDataParallel(model, **ddp)
+    wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket.buffer()))
+    return wrapped
 
 
 def variant(
-    images: Tensor,
-    labels: Tensor,
-    rows: Rows,
+    shards: Shards,
     weights: torch.memory_format | None = None,
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
     inner: Callable[[nn.Module], nn.Module] = lambda model: model,
@@ -48,35 +94,86 @@ def variant(
     if weights is not None:
         nn.utils.convert_conv2d_weight_memory_format(model, weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, **sgd)
-    wrapped = wrap(inner(model))
-    return lambda: train_step(wrapped, optimizer, images, labels, rows)
+    wrapped, turn = wrap(inner(model)), itertools.cycle(shards)
+    return lambda: train_step(wrapped, optimizer, *next(turn))
+
+
+def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: int) -> Tensor:
+    """All gradients after ``passes`` backward passes from the same weights: after the first DDP orders its buckets."""
+    model = build_model("net", 0.0, torch.float32, 1)
+    wrapped = wrap(model)
+    for images, labels, rows in shards[:1] * passes:
+        model.zero_grad()
+        loss = F.nll_loss(wrapped(images, rows), labels, reduction="sum")
+        (loss * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def check(shards: Shards) -> str:
+    """Raises where a hook's gradient is not DDP's but for rounding, or differs in a bit between buckets or passes."""
+    stock = gradients(shards, DistributedDataParallel, 1)
+    sizes = (0.001, 0.03, 25)  # MB of a bucket: a gradient or two in each, some, all
+    ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]
+    found = [
+        gradients(shards, functools.partial(hooked, hook, bucket_cap_mb=size), passes)
+        for hook in (gather, exchange)
+        for size, passes in ways
+    ]
+    assert all(torch.equal(found[0], each) for each in found), "the hooks' bits depend on the buckets"
+    apart = ((found[0] - stock).abs().max() / stock.abs().max()).item()
+    assert apart < 1e-6, f"{apart:.1e} of the largest gradient from DDP's"
+    everyones = [torch.empty_like(found[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, found[0])  # ranks talk
+    assert all(torch.equal(found[0], each) for each in everyones), "ranks differ"
+    own = [
+        gradients(shards, functools.partial(DistributedDataParallel, bucket_cap_mb=size), passes)
+        for size, passes in ways
+    ]
+    same = all(torch.equal(stock, each) for each in own)
+    return (
+        f"{len(found)} ways to add up in rank order: equal bits, {apart:.1e} of the largest gradient from DDP's, "
+        f"whose own bits are {'equal' if same else 'not equal'} over buckets of {', '.join(map(str, sizes))} MB"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="also by torch.compile")
+    parser.add_argument("--check", action="store_true", help="time nothing: are the hooks' gradients right?")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    first, last = shard(BATCH, rank, world_size)
-    data = torch.randn(last - first, 1, 28, 28), torch.randint(0, 10, (last - first,)), Rows(first, BATCH)
+    training, _ = load("mnist-5k", ROOT / "data", torch.device("cpu"))
+    batches = GlobalBatches(len(training.labels), BATCH, 1, rank, world_size, drop_last=True)
+    shards: Shards = [
+        (*training.batch(batches.indices(step), torch.float32), batches.rows(step))
+        for step in range(batches.steps_per_epoch)
+    ]
+    if options.check:
+        said = check(shards)
+        if rank == 0:
+            print(said, flush=True)
+        dist.barrier()
+        os._exit(0)  # gloo's threads may abort an orderly end
     ddp = DistributedDataParallel
     steps = {
-        "plain": variant(*data, CONTIGUOUS),
-        "channels last in the first convolution (the app)": variant(*data),
-        "in all convolutions": variant(*data, CHANNELS_LAST),
-        "the app, fused SGD": variant(*data, fused=True),
-        "the app, foreach SGD": variant(*data, foreach=True),
-        "the app, gradient_as_bucket_view": variant(*data, wrap=lambda m: ddp(m, gradient_as_bucket_view=True)),
-        "the app, static_graph": variant(*data, wrap=lambda m: ddp(m, static_graph=True)),
-        "the app, without DDP": variant(*data, wrap=lambda model: model),
+        "plain": variant(shards, CONTIGUOUS),
+        "channels last in the first convolution (the app)": variant(shards),
+        "in all convolutions": variant(shards, CHANNELS_LAST),
+        "the app, fused SGD": variant(shards, fused=True),
+        "the app, foreach SGD": variant(shards, foreach=True),
+        "the app, gradient_as_bucket_view": variant(shards, wrap=lambda m: ddp(m, gradient_as_bucket_view=True)),
+        "the app, static_graph": variant(shards, wrap=lambda m: ddp(m, static_graph=True)),
+        "the app, hook: all-gather, sum in rank order": variant(shards, wrap=lambda m: hooked(gather, m)),
+        "the app, hook: all-to-all, sum, all-gather": variant(shards, wrap=lambda m: hooked(exchange, m)),
+        "the app, without DDP": variant(shards, wrap=lambda model: model),
     }
     if options.compile:
         compiled: Callable[[nn.Module], Any] = torch.compile
-        steps["the app, torch.compile"] = variant(*data, inner=compiled)
+        steps["the app, torch.compile"] = variant(shards, inner=compiled)
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):
         for name, step in steps.items():

@@ -1,22 +1,32 @@
-"""Samples a second of the apps, beside the loop that people copy and beside the compute limit.
+"""Samples a second of the apps, beside the loops that people copy, their peers, and the compute limit.
 
-    python3.11 benchmarks/throughput.py                        # all; about an hour on 2 cores
+    python3.11 benchmarks/throughput.py                        # all; some hours on 2 cores
     python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
+    python3.11 benchmarks/throughput.py --apps mnist_ddp --contestants app,limit
 
 On the same machine, in one run, in interleaved rounds: the same model, the same global batch, the same number of steps
-on the same 60,000 images (the embedded digits, repeated), with the same number of threads a rank. Start-up, the first
+on the same images, with the same number of threads a rank. They are 60,000 digits (the embedded ones, repeated), and
+for cifar_ddp 50,000 made-up images (synthetic-cifar10, repeated), cropped and flipped by all. Start-up, the first
 steps, evaluation and checkpoints are outside of what is timed, for everybody.
 
 - *textbook*: the training loop of the framework's own tutorial or example: per-sample transforms, a DataLoader with
-  the faster of 0 and 2 workers, DistributedSampler (loops/<app>.py);
+  the faster of 0 and 2 workers, DistributedSampler (loops/textbook_ddp.py, loops/<app>.py);
+- *accelerate*, *lightning*: the same layers and data set through Accelerator.prepare and through a Trainer, likewise
+  with the faster of 0 and 2 workers (loops/accelerate_loop.py, loops/lightning_loop.py);
 - *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl;
-- *limit*: the app's own step fed one batch that stays in memory; nothing is sampled, logged or saved;
-- *plain limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, which is what the step costs before
-  anything is done to be fast.
+- *limit*: the app's own step fed its own first 32 batches, which are in memory, normalised, before the clock starts;
+  nothing is sampled, logged or saved;
+- *plain-limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, which is what the step costs before
+  anything is done to be fast;
+- *unfused-limit*, *grouped-limit* (mnist_horovod): the limit without tensor fusion, as the app is, and with all
+  gradients in one group; the limit has Horovod's default.
+
+Where the fastest round of a contestant is over 1.3 times its slowest, the row is measured again, up to --attempts; the
+attempt of the least spread is shown, and its number of attempts.
 
 The environments are .venvs/benchmark-<app>, made by the first run; with PYTHON=/path/to/python that one is used as it
-is (--png then needs matplotlib there). torchvision, whose import needs a cure beside a CPU torch, is in a folder that
-the textbook loops alone see.
+is (--png then needs matplotlib there; accelerate and lightning need their packages). torchvision, whose import needs a
+cure beside a CPU torch, is in a folder that the loops alone see.
 """
 
 from __future__ import annotations
@@ -32,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,28 +51,46 @@ ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "loops"
 WINDOW = 10  # steps between two lines of metrics.jsonl, which is the apps' default
 LIMIT = 900  # seconds for any one run
+SPREAD = 1.3  # fastest round / slowest of any contestant, above which a row is measured again
 TORCHVISION = ("torchvision==0.28.0", "pillow==13.0.0")
 MATPLOTLIB = "matplotlib==3.11.2"
+# Never pytorch-lightning 2.6.2 or 2.6.3, which were malicious.
+PEERS = {"accelerate": "accelerate==1.15.0", "lightning": "pytorch-lightning==2.6.6"}
+LOADERS = ("textbook", *PEERS)  # contestants that have a DataLoader
 
 
 @dataclass(frozen=True)
 class Row:
-    """One app: how its framework starts the loops beside it, and at which global batch they train."""
+    """One app: which programs of loops/ are beside it, how they are started, and at which global batch all train."""
 
     launcher: tuple[str, ...]  # {n} becomes the number of ranks, {folder} a temporary folder
     batch: int
+    textbook: str
+    limit: str
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
-    limit_of: str = ""  # its limit is another app's
+    dataset: str = "mnist"
+    torchvision: bool = True  # the loops need it from beside the environment
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
+HOROVODRUN = ("-m", "horovod.runner.launch", "--gloo", "-np", "{n}", "--disable-cache", "{python}")
 PADDLE = ("-m", "paddle.distributed.launch", "--nproc_per_node={n}", "--host=127.0.0.1", "--log_dir={folder}/log")
 APPS = {
-    "mnist_ddp": Row(TORCHRUN, 128, ("textbook", "app", "limit", "plain-limit")),
-    "mnist_horovod": Row(("-m", "horovod.runner.launch", "--gloo", "-np", "{n}", "--disable-cache", "{python}"), 128),
-    "mnist_lightning": Row(TORCHRUN, 128, limit_of="mnist_ddp"),
-    "lenet_paddle": Row(PADDLE, 64),
+    "mnist_ddp": Row(TORCHRUN, 128, "textbook_ddp", "mnist_ddp", ("textbook", *PEERS, "app", "limit", "plain-limit")),
+    "cifar_ddp": Row(
+        TORCHRUN, 128, "textbook_ddp", "cifar_ddp", ("textbook", *PEERS, "app", "limit"), "cifar10", torchvision=False
+    ),
+    "mnist_horovod": Row(
+        HOROVODRUN,
+        128,
+        "mnist_horovod",
+        "mnist_horovod",
+        ("textbook", "app", "limit", "unfused-limit", "grouped-limit"),
+    ),
+    "mnist_lightning": Row(TORCHRUN, 128, "lightning_loop", "mnist_ddp"),  # the same step without a Trainer
+    "lenet_paddle": Row(PADDLE, 64, "lenet_paddle", "lenet_paddle", torchvision=False),
 }
+CONTESTANTS = tuple(dict.fromkeys(contestant for row in APPS.values() for contestant in row.contestants))
 
 
 def environment(app: str) -> str:
@@ -69,17 +98,19 @@ def environment(app: str) -> str:
     if "PYTHON" in os.environ:
         return os.environ["PYTHON"]
     folder = ROOT / ".venvs" / f"benchmark-{app}"
-    python = str(folder / "bin" / "python")
-    if not (folder / "ready").exists():
+    python, ready = str(folder / "bin" / "python"), folder / "ready"
+    pins = ROOT / "apps" / app / "requirements.in"
+    beside = [MATPLOTLIB, *(package for peer, package in PEERS.items() if peer in APPS[app].contestants)]
+    wanted = "\n".join([pins.read_text(), *beside])
+    if not ready.exists() or ready.read_text() != wanted:
         print(f"making {folder}", file=sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        wanted = [f"-r{ROOT / 'apps' / app / 'requirements.in'}", MATPLOTLIB]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", f"-r{pins}", *beside], check=True)
         setup = ROOT / "apps" / app / "setup.sh"
         if setup.exists():
             subprocess.run(["bash", str(setup), python], check=True)
-        (folder / "ready").touch()
+        ready.write_text(wanted)
     return python
 
 
@@ -117,6 +148,25 @@ def write_digits(folder: Path, python: str) -> None:
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), 1, mtime=0))
 
 
+def write_cifar(folder: Path, python: str) -> None:
+    """50,000 and 10,000 images in CIFAR-10's binary format, where the app looks: synthetic-cifar10's, repeated."""
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from samestep import datasets\n"
+        "found = datasets.load('synthetic-cifar10', Path('.')); raw = Path(sys.argv[1])\n"
+        "for split, names in (('train', datasets.CIFAR_FILES[:5]), ('test', datasets.CIFAR_FILES[5:])):\n"
+        "    images, labels = getattr(found, split + '_images'), getattr(found, split + '_labels')\n"
+        "    planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)\n"
+        "    records = np.concatenate([labels[:, None], planes], axis=1).astype(np.uint8)\n"
+        "    for i, name in enumerate(names):\n"
+        "        chosen = np.arange(10_000 * i, 10_000 * (i + 1)) % len(records)\n"
+        "        (raw / name).write_bytes(records[chosen].tobytes())\n"
+    )
+    raw = folder / "cifar-10-batches-bin"
+    raw.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "core")}
+    subprocess.run([python, "-c", code, str(raw)], check=True, env=environ, cwd=folder)
+
+
 def run(command: list[str], folder: Path, n: int, python: str, *path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     environ = {
@@ -138,33 +188,57 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
         if contestant == "app":
             script = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={folder / 'run'}"]
             steps = options.warm_up + options.steps
-            those = ["--dataset=mnist", f"--data-dir={data}", f"--max-steps={steps}", "--checkpoint-every=0"]
+            those = [f"--dataset={row.dataset}", f"--data-dir={data}", f"--max-steps={steps}", "--checkpoint-every=0"]
             run([*script, *those, f"--global-batch-size={row.batch}", "--device=cpu"], folder, n, python)
             lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
             timed = [line for line in lines if line.get("step", 0) > options.warm_up]
             assert len(timed) == options.steps // WINDOW, timed
             return len(timed) / sum(1 / float(line["samples_per_second"]) for line in timed)
-        loop = row.limit_of if row.limit_of and contestant != "textbook" else app
         launcher = [part.format(n=n, folder=folder, python=python) for part in row.launcher]
+        loops = {"textbook": row.textbook, **{peer: f"{peer}_loop" for peer in PEERS}}
+        loop = loops.get(contestant, row.limit)
         out = folder / "speed.json"
         arguments = [contestant, f"--data={data}", f"--batch={row.batch}", f"--out={out}", f"--workers={workers}"]
-        arguments += [f"--warm-up={options.warm_up}", f"--steps={options.steps}"]
-        needed = [torchvision(python)] if contestant == "textbook" and app != "lenet_paddle" else []
+        arguments += [f"--task={row.dataset}", f"--warm-up={options.warm_up}", f"--steps={options.steps}"]
+        needed = [torchvision(python)] if contestant in LOADERS and row.torchvision else []
         run([python, *launcher, str(LOOPS / f"{loop}.py"), *arguments], folder, n, python, *needed)
         return float(json.loads(out.read_text()))
 
 
+Speeds = dict[str, list[float]]  # of each contestant, round by round
+
+
+def spread(speeds: Speeds) -> float:
+    """The fastest round divided by the slowest, of the contestant of which that is most."""
+    return max(max(values) / min(values) for values in speeds.values())
+
+
+def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int]:
+    """The attempt of the least spread, and how many there were: no more after one within SPREAD."""
+    tried: list[Speeds] = []
+    while not tried or (spread(tried[-1]) > SPREAD and len(tried) < attempts):
+        tried.append(attempt())
+    return min(tried, key=spread), len(tried)
+
+
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one app at one number of ranks."""
-    workers = 0
+    """All rounds of one app at one number of ranks: the attempt of the least spread."""
+    contestants = [each for each in APPS[app].contestants if each in options.contestants]
+    workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
     if not options.quick:
-        first = {count: speed(app, "textbook", n, count, data, options) for count in (0, 2)}
-        workers = max(first, key=lambda count: first[count])
-    found: dict[str, list[float]] = {contestant: [] for contestant in APPS[app].contestants}
-    for _ in range(options.rounds):
-        for contestant, speeds in found.items():
-            speeds.append(speed(app, contestant, n, workers, data, options))
-    return {"app": app, "ranks": n, "workers": workers, "speeds": found}
+        for contestant in workers:
+            first = {count: speed(app, contestant, n, count, data, options) for count in (0, 2)}
+            workers[contestant] = max(first, key=lambda count: first[count])
+
+    def attempt() -> Speeds:
+        found: Speeds = {contestant: [] for contestant in contestants}
+        for _ in range(options.rounds):
+            for contestant, speeds in found.items():
+                speeds.append(speed(app, contestant, n, workers.get(contestant, 0), data, options))
+        return found
+
+    best, attempts = steadiest(attempt, options.attempts)
+    return {"app": app, "ranks": n, "workers": workers, "speeds": best, "spread": spread(best), "attempts": attempts}
 
 
 def shown(values: list[float], digits: int = 0) -> str:
@@ -178,18 +252,28 @@ def ratios(result: dict[str, Any], other: str) -> list[float]:
     return [ours / theirs for ours, theirs in zip(result["speeds"]["app"], result["speeds"][other])]
 
 
-def table(result: dict[str, Any]) -> str:
+def cell(result: dict[str, Any], contestant: str) -> str:
+    """Its speed, its workers, and how many times as fast the app is; empty where it did not run."""
     speeds = result["speeds"]
-    cells = [result["app"], str(result["ranks"])]
-    cells += [f"{shown(speeds['textbook'])}, {result['workers']} workers", shown(speeds["app"])]
-    cells += [shown(ratios(result, "textbook"), 2), shown(speeds["limit"]), shown(ratios(result, "limit"), 2)]
-    cells += [shown(ratios(result, "plain-limit"), 2) if "plain-limit" in speeds else ""]
+    if contestant not in speeds:
+        return ""
+    parts = [shown(speeds[contestant])]
+    if contestant in result["workers"]:
+        parts.append(f"{result['workers'][contestant]} workers")
+    if contestant != "app" and "app" in speeds:
+        parts.append(f"**{shown(ratios(result, contestant), 2)}**")
+    return "; ".join(parts)
+
+
+def table(result: dict[str, Any], columns: list[str]) -> str:
+    cells = [result["app"], str(result["ranks"]), *(cell(result, contestant) for contestant in columns)]
+    cells += [f"{result['spread']:.2f}", str(result["attempts"])]
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = """\
-| app | ranks | textbook | app | app / textbook | limit | app / limit | app / plain limit |
-|---|---|---|---|---|---|---|---|"""
+def head(columns: list[str]) -> str:
+    names = ["app", "ranks", *columns, "spread", "attempts"]
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
 def machine(apps: list[str]) -> str:
@@ -198,6 +282,7 @@ def machine(apps: list[str]) -> str:
     for app in apps:
         lines = (ROOT / "apps" / app / "requirements.in").read_text().splitlines()
         versions += [line for line in lines if line.startswith(("torch==", "paddle", "pytorch-lightning"))]
+        versions += [package for peer, package in PEERS.items() if peer in APPS[app].contestants]
     threads = "threads a rank: cores / ranks, at least 1"
     cores = len(os.sched_getaffinity(0))
     return f"{platform.machine()}, {cores} cores, {threads}; Python {platform.python_version()}, " + ", ".join(
@@ -210,20 +295,29 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     results = measured["results"]
-    names = {"textbook": "textbook loop", "app": "this app", "limit": "compute limit", "plain-limit": "plain limit"}
+    names = {
+        "textbook": ("textbook loop", "0.75"),
+        "accelerate": ("Accelerate", "C1"),
+        "lightning": ("Lightning", "C4"),
+        "app": ("this app", "C0"),
+        "limit": ("compute limit", "C2"),
+        "plain-limit": ("plain limit", "C8"),
+    }
+    width = 0.9 / len(names)
     figure, axes = plt.subplots(figsize=(11, 3.8), constrained_layout=True)
-    for i, (contestant, label) in enumerate(names.items()):
+    for i, (contestant, (label, colour)) in enumerate(names.items()):
         places, medians, below, above = [], [], [], []
         for j, result in enumerate(results):
             values = result["speeds"].get(contestant)
             if values:
                 middle = statistics.median(values)
-                places.append(j + (i - 1.5) * 0.2)
+                places.append(j + (i - (len(names) - 1) / 2) * width)
                 medians.append(middle)
                 below.append(middle - min(values))
                 above.append(max(values) - middle)
-        colour = ("0.75", "C0", "C2", "C8")[i]
-        axes.bar(places, medians, 0.2, yerr=(below, above), label=label, color=colour, error_kw={"lw": 0.8})
+        if not places:
+            continue
+        axes.bar(places, medians, width, yerr=(below, above), label=label, color=colour, error_kw={"lw": 0.8})
     ticks = [f"{result['app']}\n{result['ranks']} rank{'s' * (result['ranks'] > 1)}" for result in results]
     axes.set_xticks(range(len(results)), ticks, fontsize=8)
     axes.set(ylabel="samples a second", title=measured["machine"])
@@ -236,7 +330,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="those of each app (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--attempts", type=int, default=3, help=f"at a spread below {SPREAD} (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=20, help="steps before those timed (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="steps timed, in tens (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write all figures here, after each line of the table")
@@ -248,23 +344,36 @@ def main() -> None:
         return draw(json.loads(options.draw.read_text()), options.png)
     if options.quick:
         options.ranks, options.rounds, options.warm_up, options.steps = "2", 1, 10, 10
+    options.contestants = options.contestants.split(",")
+    if unknown := sorted(set(options.contestants) - set(CONTESTANTS)):
+        sys.exit(f"error: --contestants {','.join(unknown)}: choose from {', '.join(CONTESTANTS)}")
     apps = options.apps.split(",")
     if unknown := sorted(set(apps) - set(APPS)):
         sys.exit(f"error: --apps {','.join(unknown)}: choose from {', '.join(APPS)}")
+    for app in apps:
+        if not set(options.contestants) & set(APPS[app].contestants):
+            sys.exit(
+                f"error: --contestants {','.join(options.contestants)}: {app} has {', '.join(APPS[app].contestants)}"
+            )
     if options.warm_up % WINDOW or options.steps % WINDOW:
         sys.exit(f"error: --warm-up and --steps must be multiples of {WINDOW}")
 
+    columns = [each for each in CONTESTANTS if each in options.contestants]
+    columns = [each for each in columns if any(each in APPS[app].contestants for app in apps)]
     measured: dict[str, Any] = {"machine": machine(apps), "results": []}
-    print(f"{measured['machine']}; {options.rounds} rounds of {options.steps} steps, samples/s\n\n{HEAD}", flush=True)
+    print(f"{measured['machine']}; {options.rounds} rounds of {options.steps} steps, samples a second; ", end="")
+    print(f"in bold how many times as fast the app is\n\n{head(columns)}", flush=True)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         data = Path(name)
         write_digits(data, environment(apps[0]))
+        if any(APPS[app].dataset == "cifar10" for app in apps):
+            write_cifar(data, environment(apps[0]))
         for app in apps:
             for n in (int(each) for each in options.ranks.split(",")):
                 result = measure(app, n, data, options)
                 measured["results"].append(result)
-                print(table(result), flush=True)
+                print(table(result, columns), flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(measured, indent=1))
         if options.png:

@@ -8,7 +8,7 @@
 - *app*: cifar_ddp as its launch script starts it, with the options RECIPE, timed by its own metrics.jsonl;
 - *textbook*: the same layers in the same order and batches of the same size, by torchvision's data set with transforms
   of one sample at a time, a DataLoader with --workers, DistributedSampler, BatchNorm2d, Adam at 1e-3 without a
-  schedule, float32, contiguous (loops/cifar_ddp.py).
+  schedule, float32, contiguous (loops/time_to_accuracy.py).
 
 They take turns, with the same threads a rank, and evaluate the whole test set on the same grid: every 100 steps, and at
 each epoch's end. Seconds are of the clock, from the first step to the end of the first evaluation that reached the
@@ -44,8 +44,8 @@ RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "-
 RECIPE += [f"--global-batch-size={BATCH}"]
 PLAIN = ["--no-augment", "--epochs=1"]
 AUGMENTED = ["--augment", "--epochs=2"]
-# Each setting, and the options by which it is away; the names without any are those of loops/cifar_ddp.py. Those of
-# SAME take the same steps but for rounding: their steps to the target are the recipe's.
+# Each setting, and the options by which it is away; the names without any are those of loops/time_to_accuracy.py.
+# Those of SAME take the same steps but for rounding: their steps to the target are the recipe's.
 SHARES = {
     "the recipe": [],
     "contiguous": [],
@@ -167,11 +167,11 @@ class Bench:
         return self.reached(self.loop(n, *words, *(["--augment"] if self.options.augment else [])))
 
     def loop(self, n: int, *words: str) -> Any:
-        """What loops/cifar_ddp.py found."""
+        """What loops/time_to_accuracy.py found."""
         with tempfile.TemporaryDirectory() as name:
             folder, out = Path(name), Path(name) / "found.json"
             command = [self.python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
-            command += [str(ROOT / "benchmarks" / "loops" / "cifar_ddp.py"), *words, f"--data={self.data}"]
+            command += [str(ROOT / "benchmarks" / "loops" / "time_to_accuracy.py"), *words, f"--data={self.data}"]
             command += [f"--batch={BATCH}", f"--evaluate-every={self.options.evaluate_every}", f"--out={out}"]
             command += [f"--target={self.options.target}", f"--max-steps={4 if self.options.quick else 10**6}"]
             run(command, folder, n, self.python)

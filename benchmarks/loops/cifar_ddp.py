@@ -1,258 +1,52 @@
-"""PyTorch DDP on Fashion-MNIST until an accuracy: the textbook loop, and the app's step with a setting taken away.
-
-Started by torchrun, for time_to_accuracy.py. The textbook loop is what tutorials have: torchvision's data set with
-transforms of one sample at a time, a DataLoader with workers, DistributedSampler, BatchNorm2d, Adam at 1e-3.
-"""
+"""The compute limit of cifar_ddp. Started by torchrun."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Generator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import common
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-AT_ONCE = 5  # steps of a variant that are timed together
 
+def limit(options: argparse.Namespace) -> None:
+    """The app's own model, optimizer and step, fed its own first batches, cropped and flipped before."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
+    sys.path[:0] = [str(app), str(app.parents[1] / "core")]
+    from data import feed, load
+    from model import build_model
+    from options import parse
+    from samestep.phases import Phases
+    from samestep.sharding import GlobalBatches
+    from train import build_optimizer, train_step
 
-def arguments() -> argparse.Namespace:
-    """What time_to_accuracy.py says to each rank."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("textbook", "app", "steps"))
-    parser.add_argument("--data", type=Path, required=True, help="holds FashionMNIST/raw")
-    parser.add_argument("--batch", type=int, required=True, help="samples a step, over all ranks")
-    parser.add_argument("--evaluate-every", type=int, required=True, help="steps; and at each epoch's end")
-    parser.add_argument("--target", type=float, required=True, help="test accuracy at which to stop")
-    parser.add_argument("--max-steps", type=int, required=True, help="where to stop without it")
-    parser.add_argument("--max-seconds", type=float, required=True, help="where to stop without it")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--augment", action="store_true", help="crop and flip")
-    parser.add_argument("--workers", type=int, default=2, help="of each DataLoader")
-    parser.add_argument("--rounds", type=int, default=10, help=f"of {AT_ONCE} steps of each variant that is timed")
-    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes what it found, as JSON")
-    parser.add_argument("--variants", default="{}", help="JSON: of each variant its name and the app's options")
-    return parser.parse_args()
-
-
-def until_accurate(
-    options: argparse.Namespace, steps_per_epoch: int, step: Callable[[int], object], accuracy: Callable[[], float]
-) -> list[dict[str, float]]:
-    """Step and evaluate until the target; step, test accuracy and seconds since the first step at each evaluation.
-
-    The seconds hold all that a user waits for: training, evaluations, and the start of a loader's workers.
-    """
-    found: list[dict[str, float]] = []
-    begun = time.perf_counter()
-    for done in range(1, options.max_steps + 1):
-        step(done - 1)
-        if done % options.evaluate_every and done % steps_per_epoch and done != options.max_steps:
-            continue
-        # All ranks have the same accuracy, but a clock each: they stop by the slowest.
-        seconds = torch.tensor([0.0, time.perf_counter() - begun])
-        seconds[0] = accuracy()
-        seconds[1] = time.perf_counter() - begun
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        found.append({"step": done, "accuracy": seconds[0].item(), "seconds": seconds[1].item()})
-        if seconds[0] >= options.target - 1e-9 or seconds[1] > options.max_seconds:
+    its = parse([f"--global-batch-size={options.batch}"])
+    training, _ = load("cifar10", options.data, torch.device("cpu"))
+    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
+    shards = itertools.cycle(list(feed(its, training, batches, range(common.RESIDENT), torch.float32)))
+    model = build_model(its, torch.float32)
+    optimizer = build_optimizer(its, model)
+    ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+    clock, phases = common.Clock(options, rank), Phases()
+    for step in itertools.count():
+        train_step(its, ddp, optimizer, shards, batches, step, phases)
+        if clock.step():
             break
-    return found
-
-
-# --- the textbook loop -----------------------------------------------------------------------------------------------
-
-
-class TextbookVGG(nn.Module):
-    """The layers of the app's `small`, in the same order, by torch's own modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width in (32, 64, 128, 128):
-            layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2)]
-            layers += [nn.BatchNorm2d(width), nn.ReLU()]
-            channels = width
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).mean((2, 3)))  # type: ignore[no-any-return]
-
-
-def textbook_sets(options: argparse.Namespace) -> list[Any]:
-    """torchvision's training and test set: gray images of 28 x 28 as 32 x 32 in three channels, as the app has them."""
-    common.torchvision_that_imports()
-    from torchvision import datasets, transforms
-
-    chosen = [transforms.Pad(2)]
-    if options.augment:
-        chosen = [transforms.RandomCrop(32, padding=6), transforms.RandomHorizontalFlip()]
-    sets = []
-    for train, first in ((True, chosen), (False, [transforms.Pad(2)])):
-        last = [transforms.Grayscale(3), transforms.ToTensor(), transforms.Normalize((0.286,) * 3, (0.353,) * 3)]
-        sets.append(datasets.FashionMNIST(str(options.data), train, transforms.Compose([*first, *last])))
-    return sets
-
-
-def textbook(options: argparse.Namespace) -> list[dict[str, float]]:
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-
-    torch.manual_seed(options.seed)
-    training, test = textbook_sets(options)
-    sampler: DistributedSampler[object] = DistributedSampler(training, seed=options.seed)
-    size = options.batch // dist.get_world_size()
-    loader = DataLoader(training, size, sampler=sampler, num_workers=options.workers)
-    test_sampler: DistributedSampler[object] = DistributedSampler(
-        test, shuffle=False
-    )  # pads where ranks do not divide: exact with 1, 2, 4 of 10,000
-    test_loader = DataLoader(test, 1000, sampler=test_sampler, num_workers=options.workers)
-    model = DistributedDataParallel(TextbookVGG())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def batches() -> Generator[tuple[Tensor, Tensor]]:
-        for epoch in itertools.count():
-            sampler.set_epoch(epoch)
-            yield from loader
-
-    def step(index: int) -> None:
-        images, labels = next(shards)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-
-    def accuracy() -> float:
-        model.eval()
-        counts = torch.zeros(2)
-        with torch.no_grad():
-            for images, labels in test_loader:
-                counts += torch.tensor([(model.module(images).argmax(1) == labels).sum(), len(labels)])
-        model.train()
-        dist.all_reduce(counts)
-        return (counts[0] / counts[1]).item()
-
-    shards = batches()
-    found = until_accurate(options, len(loader), step, accuracy)
-    shards.close()  # ends the workers
-    return found
-
-
-# --- the app's step --------------------------------------------------------------------------------------------------
-
-OTHERS = "contiguous", "torch's norm", "pool last"  # what no option of the app switches: done here to its model
-
-
-class AppLoop:
-    """The app's own parts under ``words``, its options; ``name`` may be one of OTHERS."""
-
-    def __init__(self, options: argparse.Namespace, name: str, words: list[str]) -> None:
-        app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
-        sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-        import data
-        import ema
-        import train
-        from model import build_model
-        from options import parse
-        from samestep.options import Options
-        from samestep.phases import Phases
-        from samestep.sharding import GlobalBatches
-
-        its: Options = parse([f"--seed={options.seed}", *words])
-        training, self._test = data.load("fashion-mnist", options.data, torch.device("cpu"))
-        batches = GlobalBatches(
-            len(training.labels), its.global_batch_size, its.seed, dist.get_rank(), dist.get_world_size()
-        )
-        self.steps_per_epoch, self.steps = batches.steps_per_epoch, its.epochs * batches.steps_per_epoch
-        model = changed(build_model(its, torch.float32), name)
-        average = ema.Average(model, its.ema) if its.ema else None
-        self._evaluated = average.model if average else model
-        optimizer = train.build_optimizer(its, model)
-        ddp = DistributedDataParallel(model, forward_sync_buffers=False)
-        fed = data.feed(its, training, batches, range(10**9), torch.float32)
-        shards = ((images.contiguous(), labels) for images, labels in fed) if name == "contiguous" else fed
-
-        def step(index: int) -> None:
-            for group in optimizer.param_groups:
-                group["lr"] = train.learning_rate(its, index, self.steps)
-            train.train_step(its, ddp, optimizer, shards, batches, index, Phases())
-            if average:
-                average.update(model, index)
-
-        self.step, self._evaluate = step, train.evaluate
-
-    def accuracy(self) -> float:
-        watchdog: Any = SimpleNamespace(beat=lambda: None)  # nobody watches over a benchmark
-        return float(self._evaluate(self._evaluated, self._test, torch.float32, watchdog)["test_accuracy"])
-
-
-def changed(model: Any, name: str) -> nn.Module:
-    """The app's `small` with what ``name``, one of OTHERS, says."""
-    if name == "contiguous":
-        nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
-    if name in ("torch's norm", "pool last"):
-        layers = list(model.features)
-        if name == "torch's norm":
-            layers = [
-                nn.BatchNorm2d(each.num_features) if isinstance(each, nn.BatchNorm2d) else each for each in layers
-            ]
-        else:
-            blocks = [layers[i : i + 4] for i in range(0, len(layers), 4)]
-            layers = [block[i] for block in blocks for i in (0, 2, 3, 1)]
-        model.features = nn.Sequential(*layers)
-    return model  # type: ignore[no-any-return]
-
-
-def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Each variant until the target."""
-    found = {}
-    for name, words in json.loads(options.variants).items():
-        loop = AppLoop(options, name, words)
-        options.max_steps = loop.steps
-        found[name] = until_accurate(options, loop.steps_per_epoch, loop.step, loop.accuracy)
-    return found
-
-
-def steps(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds a step of each variant, round by round: all take turns in one process, on the same batches."""
-    loops = {name: AppLoop(options, name, words) for name, words in json.loads(options.variants).items()}
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    for i in range(options.rounds + 1):
-        for name, loop in loops.items():
-            begun = time.perf_counter()
-            for k in range(AT_ONCE):
-                loop.step(i * AT_ONCE + k)
-            if i:  # the first is a warm-up
-                found[name].append((time.perf_counter() - begun) / AT_ONCE * 1e3)
-    print({name: statistics.median(times) for name, times in found.items()})
-    return found
 
 
 def main() -> None:
-    options = arguments()
+    options = common.arguments()
     dist.init_process_group("gloo")
-    kinds: dict[str, Callable[[argparse.Namespace], object]] = {"textbook": textbook, "app": app, "steps": steps}
-    found = kinds[options.kind](options)
-    if dist.get_rank() == 0:
-        partial = options.out.with_suffix(".part")
-        partial.write_text(json.dumps(found))
-        os.replace(partial, options.out)
+    limit(options)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an orderly end, and a loader's workers are waiting
+    os._exit(0)  # gloo's threads may abort an orderly end
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+RESIDENT = 32  # batches of a compute limit, in memory before the clock starts, which come around
+
 
 def arguments() -> argparse.Namespace:
     """What throughput.py says to each rank of a loop."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("textbook", "limit", "plain-limit"))
-    parser.add_argument("--data", type=Path, required=True, help="holds MNIST/raw")
+    parser.add_argument("kind", help="the contestant")
+    parser.add_argument("--task", choices=("mnist", "cifar10"), default="mnist", help="of the torch loops")
+    parser.add_argument("--data", type=Path, required=True, help="holds MNIST/raw and cifar-10-batches-bin")
     parser.add_argument("--batch", type=int, required=True, help="samples a step, over all ranks")
     parser.add_argument("--warm-up", type=int, required=True, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, required=True, help="steps that are timed")
@@ -28,7 +31,7 @@ class Clock:
     """Counts steps; after the last one that is timed, rank 0 writes the samples a second."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
-        self.options, self.rank, self.done, self.begun = options, rank, 0, 0.0
+        self.options, self.rank, self.done, self.begun, self.over = options, rank, 0, 0.0, False
 
     def step(self) -> bool:
         """To be called after each step; true when it was the last one."""
@@ -43,6 +46,7 @@ class Clock:
             partial = self.options.out.with_suffix(".part")
             partial.write_text(json.dumps(speed))
             os.replace(partial, self.options.out)
+        self.over = True
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -46,27 +47,32 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """The app's own model, optimizer and step, fed one resident batch; nothing is sampled, logged or saved."""
+    """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged."""
     app = Path(__file__).resolve().parents[2] / "apps" / "lenet_paddle"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
+    from data import load
     from model import build_model
     from options import parse
     from ranks import distribute
     from samestep.phases import Phases
-    from samestep.sharding import Rows, shard
+    from samestep.sharding import GlobalBatches
     from train import build_optimizer, train_step
 
     if int(os.environ["PADDLE_TRAINERS_NUM"]) > 1:
         dist.init_parallel_env()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     its = parse([])
+    training, _ = load("mnist", options.data)
+    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
+    steps = range(common.RESIDENT)
+    shards = [(*training.batch(batches.indices(step), "float32"), batches.rows(step)) for step in steps]
     model = build_model("float32", its.seed)
     parallel, optimizer = distribute("basic", model, build_optimizer(its, model))
-    first, last = shard(options.batch, rank, world_size)
-    images, labels = paddle.randn([last - first, 1, 28, 28]), paddle.randint(0, 10, [last - first])
-    its_clock = common.Clock(options, rank)
-    while not its_clock.step():
-        train_step(parallel, optimizer, images, labels, Rows(first, options.batch), Phases())
+    its_clock, phases = common.Clock(options, rank), Phases()
+    for images, labels, rows in itertools.cycle(shards):
+        train_step(parallel, optimizer, images, labels, rows, phases)
+        if its_clock.step():
+            break
 
 
 def main() -> None:

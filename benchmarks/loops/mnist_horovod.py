@@ -1,8 +1,10 @@
-"""Horovod: the loop of its PyTorch MNIST example, and the compute limit. Started by horovodrun."""
+"""Horovod: the loop of its PyTorch MNIST example, and the compute limits. Started by horovodrun."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -40,30 +42,51 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """The app's own model, optimizer and step, fed one resident batch; nothing is sampled, logged or saved.
+    """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged.
 
-    Tensor fusion is on, Horovod's default. The app turns it off, so the distance also shows what equal bits cost.
+    By default Horovod reduces together what gradients are ready at one moment (tensor fusion). The app may not: from 3
+    ranks on its bits would depend on that moment. Two other limits fix the order of summation:
+
+    - "unfused-limit": each gradient alone, as in the app;
+    - "grouped-limit": all of them in one buffer, in one order, when the last is there: a group that nothing joins.
+
+    Rank 0 prints the SHA-256 of the weights it ended with: two runs of one kind at 3 ranks tell whether it does.
     """
+    grouped = options.kind == "grouped-limit"
     rank, world_size = hvd.rank(), hvd.size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
+    from data import load
     from model import build_model
     from options import parse
-    from samestep.sharding import Rows, shard
+    from samestep.sharding import GlobalBatches
     from train import build_optimizer, train_step
 
     its = parse([])
+    training, _ = load("mnist", options.data, torch.device("cpu"))
+    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
+    steps = range(common.RESIDENT)
+    shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
     model = build_model(its.model, its.dropout, torch.float32, its.seed)
-    optimizer = hvd.DistributedOptimizer(build_optimizer(its, model), model.named_parameters(), op=hvd.Sum)
-    first, last = shard(options.batch, rank, world_size)
-    images, labels = torch.randn(last - first, 1, 28, 28), torch.randint(0, 10, (last - first,))
+    optimizer = hvd.DistributedOptimizer(
+        build_optimizer(its, model), model.named_parameters(), op=hvd.Sum, num_groups=int(grouped)
+    )
     clock = common.Clock(options, rank)
-    while not clock.step():
-        train_step(model, optimizer, images, labels, Rows(first, options.batch))
+    for images, labels, rows in itertools.cycle(shards):
+        train_step(model, optimizer, images, labels, rows)
+        if clock.step():
+            break
+    if rank == 0:
+        digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values()))
+        print(options.kind, digest.hexdigest(), flush=True)
 
 
 def main() -> None:
     options = common.arguments()
+    if options.kind == "unfused-limit":
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+    if options.kind == "grouped-limit":
+        os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"  # of a group with what is ready beside it
     hvd.init()
     if options.kind == "textbook":
         textbook(options)

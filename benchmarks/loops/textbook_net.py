@@ -1,4 +1,4 @@
-"""The model of the torch loops."""
+"""The models of the torch loops."""
 
 from __future__ import annotations
 
@@ -23,3 +23,22 @@ class TextbookNet(nn.Module):
         x = F.relu(self.fc1(x.view(-1, 320)))
         x = F.dropout(x, training=self.training)
         return F.log_softmax(self.fc2(x), dim=1)
+
+
+class TextbookVGG(nn.Module):
+    """The layers of cifar_ddp's `small`, in the same order, by torch's own modules."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in (32, 64, 128, 128):
+            layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2)]
+            layers += [nn.BatchNorm2d(width), nn.ReLU()]
+            channels = width
+        self.features = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.dropout(self.features(x).mean((2, 3))))  # type: ignore[no-any-return]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
+from collections.abc import Iterator
 
 import pytest
 from harness import ROOT, Harness, Outcome, bare
@@ -18,15 +20,53 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
 @pytest.mark.once  # the loops of the other apps' frameworks are for the soak
 def test_throughput(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
-    outcome = quick(harness, "throughput", f"--apps={harness.app.name}", f"--json={harness.folder / 'found.json'}")
+    # Those that need no package beside the app's.
+    contestants = "--contestants=textbook,app,limit,plain-limit,unfused-limit,grouped-limit"
+    found_in = harness.folder / "found.json"
+    outcome = quick(harness, "throughput", f"--apps={harness.app.name}", contestants, f"--json={found_in}")
     assert f"\n| {harness.app.name} | 2 | " in outcome.stdout
-    (found,) = json.loads((harness.folder / "found.json").read_text())["results"]
+    (found,) = json.loads(found_in.read_text())["results"]
     assert {"textbook", "app", "limit"} <= set(found["speeds"])
+    assert found["attempts"] == 1
     assert all(speed > 0 for speeds in found["speeds"].values() for speed in speeds)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "rows"), [("ddp_step", 9), ("step_cost", 5)])
+def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "throughput.py"))
+    steady, wide, wider = ({"app": [100.0, 100.0], "limit": [100.0, fastest]} for fastest in (129.0, 140.0, 200.0))
+
+    def tried(*attempts: dict[str, list[float]]) -> tuple[dict[str, list[float]], int]:
+        found: Iterator[dict[str, list[float]]] = iter(attempts)
+        shown: tuple[dict[str, list[float]], int] = script["steadiest"](lambda: next(found), 3)
+        return shown
+
+    assert tried(steady) == (steady, 1)
+    assert tried(wide, steady, wider) == (steady, 2)
+    assert tried(wider, wide, wider) == (wide, 3)
+
+
+@pytest.mark.once
+def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
+    for options, said in (
+        (["--contestants=app,best"], "error: --contestants best: choose from textbook, "),
+        (["--apps=lenet_paddle", "--contestants=plain-limit"], "lenet_paddle has textbook, app, limit"),
+    ):
+        outcome = bare(harness, [sys.executable, str(ROOT / "benchmarks" / "throughput.py"), *options])
+        assert (outcome.code, len(outcome.stderr.splitlines())) == (1, 1), outcome
+        assert said in outcome.stderr
+
+
+@pytest.mark.once
+def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--check"])
+    assert outcome.code == 0, outcome
+    assert "in rank order: equal bits, " in outcome.stdout
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("name", "rows"), [("ddp_step", 12), ("step_cost", 5)])
 def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / f"{name}.py"), "--rounds=2"])

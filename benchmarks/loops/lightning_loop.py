@@ -1,7 +1,4 @@
-"""PyTorch Lightning: the program of its documentation, on MNIST. Started by torchrun.
-
-The compute limit of this app is that of mnist_ddp: the same step without a Trainer around it.
-"""
+"""PyTorch Lightning: the program of its documentation. Started by torchrun."""
 
 from __future__ import annotations
 
@@ -14,20 +11,19 @@ import common
 common.torchvision_that_imports()  # Lightning imports it where it is installed
 import pytorch_lightning as pl  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from textbook_net import TextbookNet  # noqa: E402
+from textbook_task import TASKS, Task  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 
 class TextbookModule(pl.LightningModule):
-    def __init__(self, clock: common.Clock) -> None:
+    def __init__(self, task: Task, clock: common.Clock) -> None:
         super().__init__()
-        self.model, self.clock = TextbookNet(), clock
+        self.task, self.model, self.clock = task, task.model(), clock
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        loss = F.nll_loss(self.model(x), y)
+        loss = self.task.loss(self.model(x), y)
         self.log("train_loss", loss)
         return loss
 
@@ -36,12 +32,13 @@ class TextbookModule(pl.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
+        return self.task.optimizer(self.parameters())
 
 
 def textbook(options: argparse.Namespace) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dataset = common.textbook_images(options.data)
+    task = TASKS[options.task]
+    dataset = task.images(options.data)
     # Lightning puts its DistributedSampler into this loader.
     loader = DataLoader(dataset, options.batch // world_size, shuffle=True, num_workers=options.workers)
     trainer = pl.Trainer(
@@ -55,7 +52,7 @@ def textbook(options: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(TextbookModule(common.Clock(options, rank)), loader)
+    trainer.fit(TextbookModule(task, common.Clock(options, rank)), loader)
 
 
 if __name__ == "__main__":

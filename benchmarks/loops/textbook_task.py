@@ -1,0 +1,70 @@
+"""What the torch loops beside the apps train, as tutorials write it: a data set of one sample at a time, and a model.
+
+The layers, the loss and the optimizer are those of the app with its default options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.nn.functional as F
+from samestep import datasets
+from textbook_net import TextbookNet, TextbookVGG
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+
+
+@dataclass(frozen=True)
+class Task:
+    """``images`` gets the data folder, ``optimizer`` the parameters, ``loss`` the model's output and the labels."""
+
+    images: Callable[[Path], Dataset[Any]]
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+class Cifar(Dataset[tuple[Any, int]]):
+    """What torchvision's CIFAR10 gives, a PIL image through a transform, without its pickles."""
+
+    def __init__(self, folder: Path) -> None:
+        common.torchvision_that_imports()
+        from PIL import Image
+        from torchvision import transforms
+
+        found = datasets.load("cifar10", folder)
+        self.images, self.labels, self._open = found.train_images, found.train_labels, Image.fromarray
+        drawn = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        self._transform = transforms.Compose(
+            [*drawn, transforms.ToTensor(), transforms.Normalize(CIFAR_MEAN, CIFAR_STD)]
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._transform(self._open(self.images[index])), int(self.labels[index])
+
+
+TASKS = {
+    "mnist": Task(
+        common.textbook_images,
+        TextbookNet,
+        partial(torch.optim.SGD, lr=0.03, momentum=0.9),
+        F.nll_loss,
+    ),
+    "cifar10": Task(
+        Cifar,
+        partial(TextbookVGG, dropout=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        partial(F.cross_entropy, label_smoothing=0.1),
+    ),
+}
