@@ -202,9 +202,9 @@ def _panels(runs: Sequence[RunData]) -> Iterable[Panel]:
     for name in rest:
         if name.startswith("test_") and name.removeprefix("test_") in rest:
             continue
-        both = f"test_{name}" in rest
+        tested = f"test_{name}" in rest
         title = name.replace("_", " ").capitalize()
-        yield _panel(runs, title, [name, f"test_{name}"], "dashed, with points: test" if both else "")
+        yield _panel(runs, title, [name, f"test_{name}"], "dashed, with points: test" if tested else "")
     if "samples_per_second" in found:
         note = "between two lines of metrics.jsonl: evaluations and checkpoints are in it"
         yield _panel(runs, "Samples a second", ["samples_per_second"], note)
@@ -276,20 +276,28 @@ def _tables(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[Table]:
 
 def _results(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     numbers = {name for run in runs for name, value in run.result.items() if rundata.number(value) is not None}
+    numbers |= {name for run in runs for name in _so_far(run)}
     known = [name for name in RESULTS if name in numbers]
     columns = [*known, *sorted(numbers - {*RESULTS, *LEFT_OUT, "seed", "global_batch_size", "node_count"})]
     head = ["run", "app", "state", "framework", "ranks", *(name.replace("_", " ") for name in columns), "weights"]
     rows = []
     digests = [str(run.result.get("weights_sha256") or "") for run in runs]
     for name, run, digest in zip(names, runs, digests):
-        its = run.result
+        its = run.result or _so_far(run)
         framework = " ".join(str(its[each]) for each in ("framework", "framework_version", "backend") if its.get(each))
         values = [show(its.get(column)) for column in columns]
         same = " = first" if digest and digest == digests[0] and run is not runs[0] else ""
         ranks = show(run.world_size)
-        rows.append([name, run.app or "?", run.state.text, framework, ranks, *values, digest[:12] + same])
-    note = "weights: the first digits of the SHA-256 of all weights; = first: bit for bit those of the first run"
+        rows.append([name, run.app or "?", run.state.name, framework, ranks, *values, digest[:12] + same])
+    note = "weights: the first digits of the SHA-256 of all weights; = first: bit for bit those of the first run; of a "
+    note += "run that has not finished: its last step, and its last evaluation"
     return Table("Results", head, rows, note)
+
+
+def _so_far(run: RunData) -> dict[str, Any]:
+    """Of a run without a result: its last step, and its last evaluation."""
+    found: dict[str, Any] = {} if run.measured.step is None else {"steps": run.measured.step}
+    return {**found, **{name: curve.values[-1] for name, curve in run.measured.curves.items() if name in RESULTS[3:6]}}
 
 
 def _compared(runs: Sequence[RunData], names: Sequence[str]) -> Table:
@@ -323,7 +331,7 @@ def _machine_of(run: RunData) -> Mapping[str, Any]:
 def _facts(
     runs: Sequence[RunData], names: Sequence[str], title: str, of: Callable[[RunData], Mapping[str, Any]]
 ) -> Iterable[Table]:
-    """Two tables: what differs between runs, and, folded, what does not. Runs of which nothing is known are left out."""
+    """Two tables: what differs between runs, and, folded, what does not; without runs of which nothing is known."""
     known = [(name, found) for name, run in zip(names, runs) if (found := of(run))]
     every = sorted({each for _, found in known for each in found})
     unlike = [each for each in every if len({_canonical(found, each) for _, found in known}) > 1]

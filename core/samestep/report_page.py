@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +50,10 @@ def html_of(page: Page) -> str:
     style, script = ((FOLDER / name).read_text() for name in ("report.css", "report.js"))
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
     title = f"{page.names[0]}" + (f" and {len(page.names) - 1} more" if len(page.names) > 1 else "")
-    data = [[[line.run, line.name, line.steps, [_short(v) for v in line.values]] for line in panel.lines]
-            for panel in page.panels]  # fmt: skip
+    data = [
+        [[line.run, line.name, line.steps, [float(f"{value:.6g}") for value in line.values]] for line in panel.lines]
+        for panel in page.panels
+    ]
     shown = json.dumps({"names": page.names, "panels": data}, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
         "<!doctype html>",
@@ -81,10 +83,6 @@ def html_of(page: Page) -> str:
 
 def _digest(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def _legend(page: Page) -> Iterable[str]:
@@ -129,17 +127,17 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 class _Scale:
     """From values to a plot's coordinates."""
 
-    def __init__(self, panel: Panel) -> None:
+    def __init__(self, panel: Panel, last: int) -> None:
         values = [value for line in panel.lines for value in line.values]
         self.log = panel.log
         low, high = (min(values), max(values)) if values else (0.0, 1.0)
         if self.log:
-            low, high = math.floor(math.log10(low)), math.ceil(math.log10(high))
+            low = math.floor(math.log10(low))
+            high = max(math.ceil(math.log10(high)), low + 4)
         if not high > low:
-            low, high = (low - 1, high + 1) if self.log else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
+            low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
         self.low, self.high = float(low), float(high)
-        self.first = 0
-        self.last = max([line.steps[-1] for line in panel.lines if line.steps], default=1) or 1
+        self.last = last
 
     def x(self, step: int) -> float:
         return step / self.last
@@ -159,9 +157,11 @@ class _Scale:
 
 
 def _panel(page: Page, panel: Panel, index: int) -> Iterable[str]:
-    scale = _Scale(panel)
+    ends = [line.steps[-1] for each in page.panels for line in each.lines]
+    scale = _Scale(panel, max(ends, default=0) or 1)  # one axis of steps for all
     values = [value for line in panel.lines for value in line.values]
-    lowest, highest = (f"{value:.4g}" for value in (min(values, default=0), max(values, default=0)))
+    lowest, highest = (f"{value:.4g}" for value in (min(values), max(values)))
+    lowest, highest = (each.replace("1e-17", "0") for each in (lowest, highest))
     runs = len({line.run for line in panel.lines})
     told = f"{runs} run{'s' * (runs != 1)}, to step {scale.last}, values from {lowest} to {highest}"
     yield f'<figure data-panel="{index}"><figcaption id="t{index}"><h2>{text(panel.title)}</h2></figcaption>'
@@ -180,7 +180,8 @@ def _panel(page: Page, panel: Panel, index: int) -> Iterable[str]:
     yield "</svg>"
     yield f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}" hidden/></svg>'
     yield f'<output id="o{index}" aria-live="polite"></output>'
-    yield f'<p class="note" id="n{index}">{text(told)}.{" " + text(panel.note) + "." if panel.note else ""}</p></figure>'
+    note = f"{told}. {panel.note[0].upper()}{panel.note[1:]}." if panel.note else f"{told}."
+    yield f'<p class="note" id="n{index}">{text(note)}</p></figure>'
 
 
 def _steps(last: int, top: int) -> Iterable[str]:
@@ -227,8 +228,9 @@ def _lanes(page: Page) -> Iterable[str]:
         for kind, words in KINDS.items()
         if kind in seen
     ]
-    tick = '<span><svg width="14" height="14" aria-hidden="true"><path class="saved" d="M7 1 V13"/></svg> checkpoint</span>'
-    yield f'<p class="note keys" id="nl">{tick} {" ".join(keys)} <span>the line ends where the run did.</span></p></figure>'
+    tick = '<svg width="14" height="14" aria-hidden="true"><path class="saved" d="M7 1 V13"/></svg>'
+    keys = [f"<span>{tick} checkpoint</span>", *keys, "<span>the line ends where the run did.</span>"]
+    yield f'<p class="note keys" id="nl">{" ".join(keys)}</p></figure>'
 
 
 def _lane(page: Page, lane: Lane, y: int, last: int) -> Iterable[str]:
@@ -241,7 +243,8 @@ def _lane(page: Page, lane: Lane, y: int, last: int) -> Iterable[str]:
         yield f"checkpoint at step {step}</title></line>"
     for event in lane.events:
         at = 100 * (event.step or 0) / last
-        yield f'<svg x="{at:.2f}%" y="{y}" overflow="visible"><path class="event {event.kind}" d="{GLYPHS[event.kind]}">'
+        yield f'<svg x="{at:.2f}%" y="{y}" overflow="visible">'
+        yield f'<path class="event {event.kind}" d="{GLYPHS[event.kind]}">'
         yield f"<title>step {event.step}: {text(event.text)}</title></path></svg>"
 
 
@@ -254,13 +257,10 @@ def _table(table: Table) -> Iterable[str]:
     for r, row in enumerate(table.rows):
         yield "<tr>" + "".join(_cell(value, c, (r, c) in table.marked) for c, value in enumerate(row)) + "</tr>"
     yield "</tbody></table></div>"
-    yield (f'<p class="note">{text(table.note)}.</p>' if table.note else "") + f"</{tag}>"
+    yield (f'<p class="note">{text(table.note[0].upper() + table.note[1:])}.</p>' if table.note else "") + f"</{tag}>"
 
 
 def _cell(value: str, column: int, marked: bool) -> str:
     if column == 0:
         return f'<th scope="row">{text(value)}</th>'
     return f"<td><mark>{text(value)}</mark></td>" if marked else f"<td>{text(value)}</td>"
-
-
-__all__: Sequence[str] = ["html_of", "text", "width"]

@@ -437,7 +437,8 @@ class State:
 def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
     """How it stands, by its files; ``step`` is the last one recorded."""
     if is_held(run_dir):
-        return State("running", "running")
+        begun = step is not None or any((run_dir / "log").glob("alive-*"))
+        return State("running", "running" if begun else "starting")
     log = run_dir / "log"
     steps = whole(result.get("steps"))
     if result and (steps is None or step is None or steps >= step):
@@ -507,8 +508,8 @@ def read(run_dir: Path) -> RunData:
     _, beat_problems = beats(run_dir)
     data = RunData(run_dir, measured, result, evaluation, saved, left, [], story.starts, story.stop, found, [])
     data.events = _events(data, story)
-    if lacks:
-        data.problems.append(f"result.json: {lacks}" + (", as it has not finished" * (lacks == "missing")))
+    if lacks not in ("", "missing") or (lacks and found.name == "ended"):  # else the state says enough
+        data.problems.append(f"result.json: {lacks}")
     if evaluation_lacks not in ("", "missing"):
         data.problems.append(f"evaluation.json: {evaluation_lacks}")
     if not data.trains:
