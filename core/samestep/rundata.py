@@ -79,7 +79,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
         with _open(path) as file:
             content = file.read(BLOCK + 1)
     except OSError as problem:
-        return {}, "missing" if isinstance(problem, FileNotFoundError) else problem.strerror or str(problem)
+        return {}, _why(problem)
     if not content.strip():
         return {}, "empty"
     found = parse(content)
@@ -93,6 +93,10 @@ def _open(path: Path) -> Any:
         os.close(descriptor)
         raise OSError(0, "not a file")
     return os.fdopen(descriptor, "rb")
+
+
+def _why(problem: OSError) -> str:
+    return "missing" if isinstance(problem, FileNotFoundError) else problem.strerror or str(problem)
 
 
 class Lines:
@@ -122,7 +126,7 @@ class Lines:
                     self.rest = self.rest if len(self.rest) <= BLOCK else b""
                     yield from lines
         except OSError as problem:
-            self.problem = "missing" if isinstance(problem, FileNotFoundError) else problem.strerror or str(problem)
+            self.problem = _why(problem)
 
 
 # --- what was measured -----------------------------------------------------------------------------------------------
@@ -270,7 +274,10 @@ def checkpoints(run_dir: Path) -> list[Saved]:
             problem = ""
             if not match[1]:
                 try:
+                    _open(folder / "manifest.json").close()
                     checkpoint.read(folder, verify=False)
+                except OSError as damage:
+                    problem = f"manifest.json: {_why(damage)}"
                 except checkpoint.Damaged as damage:
                     problem = str(damage)
             size, time = 0, 0.0

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import threads
-from programs import CORE, LIMIT
+from programs import CORE
 
+LIMIT = 120  # seconds that no run of it needs
 STEPS, EPOCH = 12, 4  # of the toy
 KILLED, STOPPED = 9, 6  # steps at which a run is killed, or told to stop
 PROGRAM = """
