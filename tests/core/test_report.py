@@ -260,7 +260,10 @@ def test_what_comes_from_files_is_harmless(whole: Path, tmp_path: Path) -> None:
         (["."], "error: . holds no run; did you mean "),
         (["empty"], "error: empty holds no run; give the folder that holds metrics.jsonl and log/"),
         ([], "error: the following arguments are required: RUN_DIR (see --help)"),
-        (["run", "-o", "nowhere/r.html"], "error: cannot write nowhere/r.html: No such file or directory: name another"),
+        (
+            ["run", "-o", "nowhere/r.html"],
+            "error: cannot write nowhere/r.html: No such file or directory: name another",
+        ),
         (["run", "--pgn", "x"], "error: unknown argument --pgn: did you mean --png?"),
     ],
 )
@@ -297,7 +300,9 @@ def test_a_picture_without_matplotlib_is_one_line(
 def write_run(run_dir: Path, lines: list[dict[str, Any]], app: str = "toy", **facts: Any) -> Path:
     """A run dir of lines, by the package's own writer."""
     (run_dir / "log").mkdir(parents=True)
-    metrics = Metrics(run_dir, {"app": app, "options": {"global_batch_size": 8}, "world": {"world_size": 2}, **facts}, None)
+    metrics = Metrics(
+        run_dir, {"app": app, "options": {"global_batch_size": 8}, "world": {"world_size": 2}, **facts}, None
+    )
     for line in lines:
         metrics.write(**line)
     return run_dir
