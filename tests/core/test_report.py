@@ -329,7 +329,7 @@ def test_values_at_the_ends_of_what_numbers_can_be_are_drawn(tmp_path: Path) -> 
     two = write_run(tmp_path / "two", [{**line, "loss": 1.0} for line in lines])
     page = page_of(one, two)
     assert len(page.panels[0].lines[0].values) == 4
-    assert "2 values left out: not finite numbers" in page.problems[0][0]
+    assert "metrics.jsonl: 2 values left out: not finite numbers" in page.problems[0]
     assert Checked(report_page.html_of(page)).wrong == []
 
 
