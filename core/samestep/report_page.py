@@ -42,7 +42,7 @@ def text(value: object) -> str:
 
 def width(run: int, count: int) -> float:
     """Of a run's curve, in pixels: the first run's is the widest, and shows on both sides of those that cover it."""
-    return 1.6 + min(count - 1 - run, 7) * (0.9 if count <= 4 else 0.65)
+    return 1.6 + min(count - 1 - run, 7) * (1.5 if count <= 4 else 0.9)
 
 
 def html_of(page: Page) -> str:

@@ -101,7 +101,7 @@ def _screen() -> Iterator[None]:
 
 def _show(lines: Sequence[str]) -> None:
     """Over the lines before, each to its end, so that nothing flickers."""
-    _put("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
+    _put("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[K\x1b[J")
 
 
 def _put(content: str) -> None:
@@ -245,7 +245,7 @@ class View:
         """A line for each rank, the ones that are behind or silent first where there is no room for all."""
         beats = list(self._beats.values())
         starts = self._measured.starts
-        size = (starts[-1].world_size if starts else None) or len(beats)
+        size = max((starts[-1].world_size if starts else None) or 0, len(beats))
         if not beats:
             return ["ranks          none has a heartbeat here"]
         if self._state.name not in ("running", "unknown"):
