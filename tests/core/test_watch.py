@@ -227,6 +227,7 @@ class Terminal:
                 os.execve(sys.executable, command, environ)
             os._exit(127)
         self.pid, self.text, self._decoder = pid, "", codecs.getincrementaldecoder("utf-8")()
+        self.ended = False
         self.resize(columns, lines)
 
     def resize(self, columns: int, lines: int) -> None:
@@ -237,7 +238,8 @@ class Terminal:
         deadline = time.monotonic() + LIMIT
         while not (found := re.search(pattern, self.text)):
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
-            assert (content := self._read()), self.text[-2000:]
+            content = self._read()
+            assert content, self.text[-2000:]
             self.text += content
         self.text = self.text[found.end() :]
 
@@ -245,13 +247,17 @@ class Terminal:
         """Its exit code, when it has ended."""
         while content := self._read():
             self.text += content
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        status = os.waitpid(self.pid, 0)[1]
+        self.ended = True
+        return os.waitstatus_to_exitcode(status)
 
     def _read(self) -> str:
-        try:
-            return self._decoder.decode(os.read(self.descriptor, 2**16))
-        except OSError:  # nobody has the other end any more
-            return ""
+        """What it wrote next; "" when it has ended."""
+        text = ""
+        with contextlib.suppress(OSError):  # nobody has the other end any more
+            while not text and (content := os.read(self.descriptor, 2**16)):
+                text = self._decoder.decode(content)
+        return text
 
 
 @contextlib.contextmanager
@@ -260,7 +266,7 @@ def terminal(run_dir: Path) -> Iterator[Terminal]:
     try:
         yield found
     finally:
-        with contextlib.suppress(OSError):
+        if not found.ended:
             os.kill(found.pid, signal.SIGKILL)
             os.waitpid(found.pid, 0)
         os.close(found.descriptor)
