@@ -27,7 +27,7 @@ def chromium() -> tuple[str, dict[str, str]]:
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
             return found, dict(os.environ)
-    root = debian.unpacked("chromium", "fonts-dejavu-core")
+    root = debian.unpacked("chromium")
     libraries = debian.libraries(root)
     folders = [libraries, libraries / "pulseaudio", libraries / "blas", libraries / "lapack"]
     path = os.pathsep.join(map(str, folders))
