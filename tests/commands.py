@@ -47,6 +47,8 @@ RULES = {
     # With --dry-run.
     "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
     "as it stands": r"(diff|bash docs/\w+\.sh|python3 docs/\w+\.py|python apps/\w+/make_rank_table\.py)( .*)?",
+    # On a run dir that has just begun.
+    "seen": r"python -m samestep\.(report|watch)( .*)?",
     # With --dry-run.
     "planned": r"bash scripts/new_app\.sh .*",
     # The environments are there, and what follows -- selects a test.

@@ -94,6 +94,12 @@ def shown(repository: Path, text: str) -> Iterator[str]:
     yield from _ends(repository, text if "--help" in text else f"{text} --dry-run")
 
 
+def seen(repository: Path, text: str) -> Iterator[str]:
+    for name in ("x", "mnist_ddp/x"):
+        (repository / "runs" / name / "log").mkdir(parents=True, exist_ok=True)
+    yield from _ends(repository, text)
+
+
 def planned(repository: Path, text: str) -> Iterator[str]:
     yield from _ends(repository, f"{text} --dry-run")
 
@@ -165,6 +171,7 @@ CHECKS = {
     "as it stands": as_it_stands,
     "shown": shown,
     "planned": planned,
+    "seen": seen,
     "collected": collected,
     "known": known,
     "parsed": parsed,

@@ -1,0 +1,55 @@
+"""A real run as `samestep.watch` and `samestep.report` show it: while it trains, and after a kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import ROOT, Harness
+from samestep import rundata
+
+
+def said(harness: Harness, *arguments: str | Path) -> str:
+    """What one of the programs prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        env=harness.environ(PYTHONPATH=str(ROOT / "core")),
+        cwd=harness.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> None:
+    job = harness.start(2, *harness.app.small, "--epochs=40")
+    job.wait_for_step(20)
+    live = said(harness, "samestep.watch", job.run_dir, "--once")
+    assert live.splitlines()[:2] == [f"mnist_ddp  {job.run_dir}", "running"]
+    assert re.search(r"^step \d+ of 640  [█░]+ \d+%$", live, re.MULTILINE)
+    assert re.search(r"samples/s  .* steps/s  .* left$", live, re.MULTILINE)
+    assert re.search(r"^ranks +2 of 2 have heartbeats here$", live, re.MULTILINE)
+    for rank in (0, 1):
+        assert re.search(rf"^ +{rank}  {re.escape(os.uname().nodename)} +step \d+  ", live, re.MULTILINE)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    result = harness.checked(job.finish(), 2)
+    after = said(harness, "samestep.watch", job.run_dir)
+    assert "finished at step 640" in after
+    assert f"started 2 times; resumed at step {result['resumed_from_step']}" in after
+    said(harness, "samestep.report", job.run_dir, "-o", "report.html")
+    data = rundata.read(job.run_dir)
+    assert (data.problems, data.stop, data.world_size) == ([], 640, 2)
+    assert [event.step for event in data.events if event.kind == "restart"] == [result["resumed_from_step"]]
+    assert len(data.launches) == 2
+    assert len(data.measured.curves["loss"].steps) == 640
+    assert [each.step for each in data.saved if not each.problem][-1] == 640
+    text = (harness.folder / "report.html").read_text()
+    assert f"resumed at step {result['resumed_from_step']}, 2 ranks" in text
+    assert result["weights_sha256"][:12] in text
