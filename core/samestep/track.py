@@ -217,8 +217,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def vouched(run_dir: Path) -> int:
     """Up to which step nothing is taken back: the newest checkpoint's, or all, once the run has its result."""
-    newest = next(iter(checkpoint.folders(run_dir)), None)
-    return max(int(newest.name[5:]) if newest else 0, (_result(run_dir) or {"steps": 0})["steps"])
+    newest, result = next(iter(checkpoint.folders(run_dir)), None), _result(run_dir)
+    return max(int(newest.name[5:]) if newest else 0, int(result["steps"]) if result else 0)
 
 
 def _result(run_dir: Path) -> dict[str, Any] | None:
@@ -298,7 +298,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         names = names_of(options.to)
         if missing := [each for name in names for each in TRACKERS[name][2] if importlib.util.find_spec(each) is None]:
-            raise UserError(f"{sys.executable} lacks {' and '.join(missing)}: install them there, or use another Python")
+            raise UserError(
+                f"{sys.executable} lacks {' and '.join(missing)}: install them there, or use another Python"
+            )
         run_dir = options.run_dir.resolve()
         follows = options.follow or options.until_stdin_ends
         if not run_dir.is_dir() or not (follows or (run_dir / "metrics.jsonl").exists()):
@@ -347,8 +349,8 @@ def _follow(run_dir: Path, names: Sequence[str], ended: threading.Event, options
     followers = [Follower(name, run_dir, ended) for name in names]
     limit: float | None = None  # an export takes its time
     if options.until_stdin_ends:
-        threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
-        limit = LAST_SECONDS
+        threading.Thread(target=_until_stdin_ends, args=(ended,), daemon=True).start()
+        limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or LAST_SECONDS)
     elif not options.follow:
         ended.set()
     for follower in followers:
@@ -366,6 +368,12 @@ def _follow(run_dir: Path, names: Sequence[str], ended: threading.Event, options
             print(f"{follower.name}: {why}", file=sys.stdout if options.until_stdin_ends else sys.stderr)
         sys.stdout.flush()
     os._exit(1 if late else 0)  # a thread that waits for a server is not waited for
+
+
+def _until_stdin_ends(ended: threading.Event) -> None:
+    while os.read(0, 1024):
+        pass
+    ended.set()
 
 
 def _has_ended(run_dir: Path) -> bool:
