@@ -178,7 +178,7 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     placed = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(placed[0], placed[1], None, None) if placed else read_nodes(os.environ)
     _check_paths(options)
-    trackers = follower.names_of(options.track) if getattr(options, "track", None) else []
+    trackers = [] if getattr(options, "track", None) is None else follower.names_of(options.track)
 
     job = Job(app, template, nproc, nodes, options, arguments)
     if dry_run:
