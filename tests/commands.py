@@ -25,7 +25,20 @@ NOT_RUN = "docs/commands.md"
 LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
-    *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3", "python3.11"),
+    *(
+        "kubectl",
+        "ln",
+        "mkdocs",
+        "mlflow",
+        "mpirun",
+        "msrun",
+        "pip",
+        "podman",
+        "pre-commit",
+        "python",
+        "python3",
+        "python3.11",
+    ),
     *("sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard", "torchrun", "tox", "visualdl"),
     *("wandb", "watch"),
 }

@@ -259,7 +259,10 @@ def test_a_server_that_goes_and_comes_back_has_all(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--to", "tensorbord"], "there is no tracker 'tensorbord': name some of tensorboard,mlflow,wandb, with commas"),
+        (
+            ["--to", "tensorbord"],
+            "there is no tracker 'tensorbord': name some of tensorboard,mlflow,wandb, with commas",
+        ),
         (["--to", "wandb"], "holds no metrics.jsonl: name the run dir of a run that trains"),
     ],
 )
