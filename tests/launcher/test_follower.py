@@ -30,9 +30,8 @@ def test_what_the_python_given_lacks_is_named_with_the_remedy(monkeypatch: pytes
     monkeypatch.setenv("PYTHON", "python3")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else name)
     assert follower.find_python(["tensorboard"])
-    with pytest.raises(
-        UserError, match=r"lacks mlflow-skinny: \S+ -m pip install mlflow-skinny==[\d.]+; or unset PYTHON"
-    ):
+    remedy = r"lacks mlflow-skinny: \S+ -m pip install mlflow-skinny==[\d.]+; or unset PYTHON"
+    with pytest.raises(UserError, match=remedy):
         follower.find_python(["tensorboard", "mlflow"])
 
 

@@ -1,4 +1,4 @@
-"""What trackers have of a run, read by their own readers: by metric the steps and values, as float32, in their order."""
+"""What trackers have of a run, read by their own readers: by metric steps and values, as float32, in order."""
 
 from __future__ import annotations
 

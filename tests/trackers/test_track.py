@@ -1,4 +1,4 @@
-"""What trackers get of a metrics.jsonl that grows, is cut back, is damaged: written as a rank 0 does, by the package."""
+"""What trackers get of a metrics.jsonl that grows, is cut back, is damaged: written as by a rank 0."""
 
 from __future__ import annotations
 
