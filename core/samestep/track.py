@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
 from samestep import UserError, checkpoint
 
@@ -307,10 +307,13 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"{options.run_dir} holds no metrics.jsonl: name the run dir of a run that trains")
         os.setpriority(os.PRIO_PROCESS, 0, max(10, os.getpriority(os.PRIO_PROCESS, 0)))
         ended = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: ended.set())
+        _end_at_signals(ended)
+        if options.until_stdin_ends:
+            threading.Thread(target=_until_stdin_ends, args=(ended,), daemon=True).start()
+        elif not follows:
+            ended.set()
         with _alone(run_dir, ended if follows else None):
-            return _follow(run_dir, names, ended, options)
+            _follow(run_dir, names, ended, options)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -338,21 +341,18 @@ def _alone(run_dir: Path, ended: threading.Event | None) -> Any:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            if time.monotonic() > deadline and not (ended and not ended.is_set()):
+            if time.monotonic() > deadline and (ended is None or ended.is_set()):
                 raise UserError(f"another process gives {run_dir} to trackers: wait for it, or end it")
             time.sleep(0.2)
         yield
 
 
-def _follow(run_dir: Path, names: Sequence[str], ended: threading.Event, options: argparse.Namespace) -> int:
+def _follow(run_dir: Path, names: Sequence[str], ended: threading.Event, options: argparse.Namespace) -> NoReturn:
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     followers = [Follower(name, run_dir, ended) for name in names]
     limit: float | None = None  # an export takes its time
     if options.until_stdin_ends:
-        threading.Thread(target=_until_stdin_ends, args=(ended,), daemon=True).start()
         limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or LAST_SECONDS)
-    elif not options.follow:
-        ended.set()
     for follower in followers:
         follower.start()
     while not ended.wait(POLL_SECONDS):
@@ -365,9 +365,24 @@ def _follow(run_dir: Path, names: Sequence[str], ended: threading.Event, options
     with contextlib.suppress(OSError):  # the launch script may be gone
         for follower in late:
             why = follower.problem or f"it needs more than {limit:g} s"
-            print(f"{follower.name}: {why}", file=sys.stdout if options.until_stdin_ends else sys.stderr)
+            if options.until_stdin_ends:  # for the launch script, which has more to say of it
+                print(f"{follower.name}: {why}")
+            else:
+                print(f"error: {follower.name} has not got all: {why}", file=sys.stderr)
         sys.stdout.flush()
     os._exit(1 if late else 0)  # a thread that waits for a server is not waited for
+
+
+def _end_at_signals(ended: threading.Event) -> None:
+    """INT and TERM ask for the end; where it is asked for already, they are the end."""
+
+    def end(number: int, frame: object) -> None:
+        if ended.is_set():
+            os._exit(128 + number)
+        ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def _until_stdin_ends(ended: threading.Event) -> None:
