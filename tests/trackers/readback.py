@@ -28,6 +28,8 @@ def written(run_dir: Path) -> Found:
             values = json.loads(text)
         except ValueError:
             continue
+        if not isinstance(values, dict):
+            continue
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         if step := numbers.pop("step", None):
             triples += [(name, step, value) for name, value in numbers.items()]
