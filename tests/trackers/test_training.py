@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import Harness, Job, metrics
+from harness import Harness, Job, last_step, metrics
 from processes import free_port
 from readback import OF, written
 
@@ -21,10 +21,11 @@ PATIENT = {"SAMESTEP_TRACK_SECONDS": "200"}  # on a machine with other work
 def kill_at(job: Job, steps: list[int]) -> None:
     """SIGKILL to a rank at each of these steps, or a few later."""
     for i, step in enumerate(steps):
-        job.wait_for(lambda step=step: job.alive(1).get("updates", 0) >= step)
+        job.wait_for(lambda step=step: last_step(job.run_dir) >= step, limit=240)
         before = dict(job.ranks())
         os.kill(before[i % 2], signal.SIGKILL)
-        job.wait_for(lambda before=before: len(now := job.ranks()) == 2 and not {*now.values()} & {*before.values()})
+        gone = {*before.values()}
+        job.wait_for(lambda gone=gone: len(now := job.ranks()) == 2 and not gone & {*now.values()}, limit=240)
 
 
 def check(run_dir: Path) -> None:
