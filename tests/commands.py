@@ -25,8 +25,9 @@ NOT_RUN = "docs/commands.md"
 LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
-    *("kubectl", "ln", "mkdocs", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3", "python3.11"),
-    *("sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "torchrun", "tox", "visualdl", "watch"),
+    *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),
+    *("python3.11", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard", "torchrun", "tox"),
+    *("visualdl", "wandb", "watch"),
 }
 ASSIGNMENTS = r"(?:[A-Za-z_]+=(?:\$\([^)]*\)|\S)*[ ;]+)*"
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

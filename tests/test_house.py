@@ -127,9 +127,10 @@ def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> Non
     tool, pythons = (runpy.run_path(str(ROOT / "tools" / f"{name}.py")) for name in ("lock", "python_versions"))
     line = re.compile(
         r"[a-z0-9-]+==[\w.+]+( ; [\w.'() =<>!]+)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?|"
-        r"    # +(via )?([a-z0-9-]+|-r apps/\w+/\w+\.in)|    # via|# Made by `bash scripts/test\.sh -e locks -- .*"
+        r"    # +(via )?([a-z0-9-]+|-r (apps|scripts/launcher)/\w+/\w+\.in)|    # via|"
+        r"# Made by `bash scripts/test\.sh -e locks -- .*"
     )
-    for source in ROOT.glob("apps/*/*.in"):
+    for source in [*ROOT.glob("apps/*/*.in"), *ROOT.glob("scripts/launcher/*/*.in")]:
         whole = source.name == "requirements.in"
         locks = [*source.parent.glob("requirements-*.txt")] if whole else [source.with_suffix(".txt")]
         pins = pythons["pins"](source.read_text())

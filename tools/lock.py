@@ -12,7 +12,7 @@ resolves for all Pythons from the first of the line ``# python:`` on, and says b
 
 ``requirements-cuda.txt`` is what PyPI's wheels need. ``requirements-cpu.txt`` is the same without NVIDIA's packages,
 and with the build of torch that does not need them; an app that pulls in none of them has this one alone. Any other
-``*.in`` of an app has a lock of the same name.
+``*.in`` of an app has a lock of the same name. What --track needs (``scripts/launcher/trackers``) is as an app here.
 """
 
 from __future__ import annotations
@@ -180,11 +180,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with the locks that are there, and write nothing")
     parser.add_argument("--upgrade", action="store_true", help="the newest versions, where requirements.in has no pin")
     options = parser.parse_args()
-    unknown = [app for app in options.apps if not (ROOT / "apps" / app / "requirements.in").exists()]
+    sources = sorted([*ROOT.glob("apps/*/*.in"), *ROOT.glob("scripts/launcher/*/*.in")])
+    unknown = [app for app in options.apps if app not in {source.parent.name for source in sources}]
     if unknown:
         sys.exit(f"error: there is no apps/{unknown[0]}/requirements.in: name an app, or none for all")
     differ = []
-    for source in sorted(ROOT.glob("apps/*/*.in")):
+    for source in sources:
         if options.apps and source.parent.name not in options.apps:
             continue
         made = locks(source, options.upgrade)

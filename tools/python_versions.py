@@ -59,7 +59,8 @@ def main() -> None:
 
 
 def requirements() -> list[Path]:
-    return sorted(ROOT.glob("apps/*/requirements.in"))
+    """Those of apps, and of what --track needs."""
+    return sorted([*ROOT.glob("apps/*/requirements.in"), *ROOT.glob("scripts/launcher/*/requirements.in")])
 
 
 def resolve(path: Path) -> dict[str, Any]:

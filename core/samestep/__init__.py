@@ -4,7 +4,7 @@ Modules: ``env`` (who am I?), ``sharding`` (which samples?), ``datasets`` (where
 and what came of it?), ``rundir`` (whose folder is it?), ``checkpoint`` (what survives?), ``log`` (what happened?),
 ``watchdog`` (is everyone alive?) and ``options`` (the options every app shares); ``sharded`` is for models that no rank
 holds. ``download`` and ``safetensors_writer`` serve ``datasets`` and ``checkpoint``, ``hang`` serves the watchdog;
-``autopsy`` is a program: it prints where ranks stood. None imports a training framework.
+``autopsy`` and ``track`` are programs: where ranks stood; metrics for trackers. None imports a training framework.
 """
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from samestep import UserError
 # the checkpoint, so an app's own option is protected without being named anywhere.
 MAY_CHANGE_AT_RESUME = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
-    "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best".split()
+    "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best track".split()
 )
 
 
@@ -152,12 +152,8 @@ def add_common(
 
     add = parser.add_argument_group("the run").add_argument
     add("--run-dir", type=Path, metavar="DIR", help="what the run leaves (default: runs/<app>/<UTC time>)")
-    add(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="go on from the run dir's newest good checkpoint, if it has one (the default)",
-    )
+    goes_on = "go on from the run dir's newest good checkpoint, if it has one (the default)"
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help=goes_on)
     add(
         "--checkpoint-every",
         type=whole(0),
@@ -181,6 +177,8 @@ def add_common(
     add("--grace", type=real(0.0, above=True), default=30.0, metavar="T", help=limit)
     limit = f"name a rank that is so many times as slow as the others; more on unlike machines, 0: never {default}"
     add("--straggler", type=real(0.0), default=1.5, metavar="X", help=limit)
+    names = "tensorboard,mlflow,wandb, or some of them: what the launch script gives metrics.jsonl to, beside the job"
+    add("--track", metavar="NAMES", help=names)
     add("--quiet", action="store_true", help="only warnings, errors and the result on the console")
 
 

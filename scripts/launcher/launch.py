@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 from samestep import FatalError, UserError
 from samestep.options import Options
 
-from launcher import supervise, venvs
+from launcher import follower, supervise, venvs
 from launcher.supervise import read_text, say
 from launcher.venvs import ROOT
 
@@ -178,6 +178,7 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     placed = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(placed[0], placed[1], None, None) if placed else read_nodes(os.environ)
     _check_paths(options)
+    trackers = [] if getattr(options, "track", None) is None else follower.names_of(options.track)
 
     job = Job(app, template, nproc, nodes, options, arguments)
     if dry_run:
@@ -194,7 +195,9 @@ def _main(app: str, template: Sequence[str], arguments: list[str], second_stage:
     venvs.check_requirements(app)
     if hasattr(module, "check_installed"):
         module.check_installed(options, nproc)
-    return _resolve_and_run(job, module)
+    if not trackers or nodes.rank > 0 or options.evaluate_only:  # metrics.jsonl is written on machine 0, by a training
+        return _resolve_and_run(job, module)
+    return _resolve_and_run(job, module, follower.Follower(trackers, follower.find_python(trackers)))
 
 
 def _help(app: str, trains: bool) -> str:
@@ -399,18 +402,22 @@ class Started:
     verdict: int | None = None
 
 
-def _resolve_and_run(job: Job, module: Any) -> int:
-    """Run the job. On several machines the others hear of its end here, or they would wait for this one."""
+def _resolve_and_run(job: Job, module: Any, tracks: follower.Follower | None = None) -> int:
+    """Run the job. On several machines the others hear of its end here, or they would wait for this one.
+
+    ``tracks`` gives its numbers to trackers.
+    """
     card = _card(job, module) if job.nodes.meet else None
-    started, words, new = Started(), "", job.options.run_dir is None
+    started, words, new, code = Started(), "", job.options.run_dir is None, 1
     try:
-        code = _start(job, module, card, started)
+        code = _start(job, module, card, started, tracks)
         if code == 0:
             words = "has finished"
         elif code < 128:  # and at a signal all ranks have heard of it
             words = f"has ended with code {code}: see what it says there"
         return code
     except supervise.Stopped as stopped:
+        code = 128 + stopped.number
         if started.verdict is None:
             words = f"was stopped by signal {stopped.number}"
         raise
@@ -429,9 +436,11 @@ def _resolve_and_run(job: Job, module: Any) -> int:
                 address, port = str(job.nodes.master_addr), int(job.nodes.master_port or 0)
                 knows_alone = started.verdict is not None  # else the others have seen what this one has seen
                 meeting.part(replace(card, after=started.job), address, port, words, LONG if knows_alone else SHORT)
+        if tracks:
+            tracks.finish(stopped=code > 128)
 
 
-def _start(job: Job, module: Any, card: Card | None, started: Started) -> int:
+def _start(job: Job, module: Any, card: Card | None, started: Started, tracks: follower.Follower | None = None) -> int:
     """Start the launcher on what has been resolved, and again after a failure; return the script's exit code."""
     line_prefix = getattr(module, "LAUNCHER", {}).get("line_prefix", "")
     max_restarts = job.options.max_restarts if job.trains else 0
@@ -451,6 +460,8 @@ def _start(job: Job, module: Any, card: Card | None, started: Started) -> int:
         if job.nodes.rank == 0:  # machines may share the run dir
             for name in ("no-restart", "stalled", "stack-0.txt"):  # what an earlier start left
                 (logs / name).unlink(missing_ok=True)
+        if tracks:
+            tracks.start(run_dir)
         environ = supervise.environment(started.job, job.nproc, job.nodes.count, attempt, met.address if met else None)
         try:
             with supervise.reserved_port(job.nodes.master_port) as port:

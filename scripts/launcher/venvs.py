@@ -47,6 +47,11 @@ def wheel() -> Path | None:
     return found[0] if found else None
 
 
+def source_of(app: str) -> Path:
+    """The folder with an app's requirements and locks; or those of what --track starts, which has its own."""
+    return ROOT / "scripts" / "launcher" / app if app == "trackers" else ROOT / "apps" / app
+
+
 def folder(app: str) -> Path:
     """Where the app finds its environment: a link to one that is shared by all apps with equal locks."""
     return ROOT / ".venvs" / app
@@ -103,7 +108,7 @@ def _key(app: str, version: str, settings: Mapping[str, str], locks: Sequence[st
 
     ``locks`` are those that it may be made of: which of them it is depends on what pip finds.
     """
-    source = ROOT / "apps" / app
+    source = source_of(app)
     requirements, setup = (source / "requirements.in").read_text(), read_text(source / "setup.sh") or ""
     lines = [[re.sub(r"(^|\s+)#.*", "", line).strip() for line in lock.splitlines()] for lock in locks]
     built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", requirements, re.MULTILINE)
@@ -126,9 +131,9 @@ def _locks(app: str) -> list[Path]:
     On a machine with an NVIDIA driver that is -cuda, where the app has it; on another one -cpu, or -cuda where no build
     for CPUs is found, as that runs on a CPU too. SAMESTEP_LOCK names another.
     """
-    source = ROOT / "apps" / app
+    source = source_of(app)
     named = os.environ.get("SAMESTEP_LOCK")
-    if named:
+    if named and app != "trackers":  # which has one
         lock = source / f"requirements-{named}.txt"
         if not lock.is_file():
             there = ", ".join(sorted(path.stem.partition("-")[2] for path in source.glob("requirements-*.txt")))
@@ -152,11 +157,11 @@ def _has_nvidia() -> bool:
 def _check_pins(app: str, lock: str) -> None:
     """Raises UserError where requirements.in has what its lock has not, as it was changed since that was made."""
     locked = {(_normal(name), version) for name, version in re.findall(r"^([\w.-]+)==([^\s;+]+)", lock, re.MULTILINE)}
-    requirements = (ROOT / "apps" / app / "requirements.in").read_text()
+    requirements = (source_of(app) / "requirements.in").read_text()
     for name, more, version in re.findall(r"^([A-Za-z][\w.-]*)(\S*?(?:==(\S+))?)(?= |$)", requirements, re.MULTILINE):
         if (_normal(name), version) not in locked if version else _normal(name) not in dict(locked):
             raise UserError(
-                f"apps/{app}/requirements.in has {name}{more}, and its lock has not: "
+                f"{source_of(app).relative_to(ROOT)}/requirements.in has {name}{more}, and its lock has not: "
                 f"`bash scripts/test.sh -e locks -- {app}` makes it anew"
             )
 
@@ -204,7 +209,7 @@ def _lock(venv: Path) -> IO[str]:
 def _make(app: str, venv: Path, base: str, settings: Mapping[str, str], locks: Sequence[str]) -> None:
     """Make it with the Python ``base``, all but its stamp, or leave nothing. Raises FatalError."""
     shutil.rmtree(venv, ignore_errors=True)  # half of one, of a start that was killed
-    setup, python = ROOT / "apps" / app / "setup.sh", str(venv / "bin" / "python")
+    setup, python = source_of(app) / "setup.sh", str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
     core = wheel()
     try:
@@ -293,7 +298,7 @@ def _link(link: Path, venv: Path) -> None:
 
 def _find_python(app: str) -> tuple[str, str]:
     """A Python that can make environments, and its version, one that the app's pins have wheels for: 3.11 first."""
-    requirements = (ROOT / "apps" / app / "requirements.in").read_text()
+    requirements = (source_of(app) / "requirements.in").read_text()
     line = re.search(r"^# python: (.*)$", requirements, re.MULTILINE)
     versions = line.group(1).split() if line else ["3.11"]
     for command in [*(f"python{version}" for version in versions), "python3", "python"]:
@@ -315,12 +320,12 @@ def check_requirements(app: str) -> None:
     A pin in a comment is of what the app's setup.sh builds. ``name==pin  # or other`` may be satisfied by ``other``,
     the same package built for other hardware.
     """
-    setup, core = ROOT / "apps" / app / "setup.sh", wheel()
-    for name, pin, other in _pins(app):
+    setup, core = source_of(app) / "setup.sh", wheel()
+    for name, pin, other in pins(app):
         names = [name, other] if other else [name]
         found = next(((each, version) for each in names if (version := _installed(each))), None)
         if found is None:
-            install = f"{sys.executable} -m pip install -r apps/{app}/requirements.in"
+            install = f"{sys.executable} -m pip install -r {source_of(app).relative_to(ROOT)}/requirements.in"
             install += f" {core}" if core else ""
             install += f", then bash {setup} {sys.executable}" if setup.exists() else ""
             raise UserError(
@@ -330,9 +335,9 @@ def check_requirements(app: str) -> None:
             say(f"warning: {found[0]} {found[1]} is installed; this app was tested with {pin}")
 
 
-def _pins(app: str) -> list[tuple[str, str, str]]:
+def pins(app: str) -> list[tuple[str, str, str]]:
     """Each pinned package of an app, and a wheel of core: name, version, and what else may stand for it, or ""."""
-    requirements = (ROOT / "apps" / app / "requirements.in").read_text()
+    requirements = (source_of(app) / "requirements.in").read_text()
     pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", requirements, re.MULTILINE)
     core = wheel()
     return [*pins, ("samestep", core.name.split("-")[1], "")] if core else pins
@@ -340,7 +345,7 @@ def _pins(app: str) -> list[tuple[str, str, str]]:
 
 def versions(app: str) -> dict[str, str]:
     """Python's version, and those of the pinned packages that are installed: what machines of one job must share."""
-    found = {name: _installed(name) for name, _, _ in _pins(app)}
+    found = {name: _installed(name) for name, _, _ in pins(app)}
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, **{name: version for name, version in found.items() if version}}
 

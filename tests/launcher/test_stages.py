@@ -12,7 +12,7 @@ import pytest
 from house import CORE, REPOSITORY
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
-MODULES = ["__init__", "__main__", "launch", "meeting", "supervise", "venvs"]
+MODULES = ["__init__", "__main__", "follower", "launch", "meeting", "supervise", "venvs"]
 
 FIRST_STAGE = """
 import importlib.util, sys
@@ -24,7 +24,7 @@ for app in sys.argv[3:]:
     module = launch._app_options(app)
     module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
 own = {name for name in sys.modules if name.partition(".")[0] in ("launcher", "samestep")}
-launchers = {"launcher", *(f"launcher.{name}" for name in ("launch", "supervise", "venvs"))}
+launchers = {"launcher", *(f"launcher.{name}" for name in ("follower", "launch", "supervise", "venvs"))}
 assert own == {"samestep", "samestep.options", *launchers}, own
 print("ok")
 """

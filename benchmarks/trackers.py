@@ -1,0 +1,110 @@
+"""What --track costs a step: mnist_ddp with MLflow's server stopped in the middle of the run, beside mnist_ddp without.
+
+    python benchmarks/trackers.py [--rounds 5] [--ranks 2] [--steps 600] [--quick] [--json FILE]
+
+Both run by the launch script with this Python, which needs mlflow (not mlflow-skinny), with a line of metrics.jsonl at
+each step and a checkpoint each 50: more than a run has. A step's milliseconds are the run's seconds over its steps, as
+the result has them. Interleaved rounds; the ratio is that of each round's two. The process beside the job uses
+processors that ranks want too, where there is none to spare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 900.0  # seconds of a run, or until the server answers
+
+
+def free_port() -> int:
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri=sqlite:///{folder / 'server.db'}"]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    deadline = time.monotonic() + LIMIT
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        if server.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"error: MLflow's server does not start: {(folder / 'server.log').read_text()[-2000:]}")
+        time.sleep(0.2)
+
+
+def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable[[], object] = lambda: None) -> float:
+    """Milliseconds a step of one run; ``halfway`` is called after half of its steps."""
+    run_dir = folder / "run"
+    command = ["bash", str(ROOT / "scripts" / "run_mnist_ddp.sh"), str(ranks), f"--run-dir={run_dir}", "--quiet"]
+    command += ["--dataset=mnist-5k", "--epochs=1000", "--log-every=1", "--checkpoint-every=50", f"--max-steps={steps}"]
+    environ = {**os.environ, "PYTHON": sys.executable, "SAMESTEP_TRACK_SECONDS": "1"}
+    with (folder / "run.log").open("wb") as log:
+        job = subprocess.Popen([*command, *options], cwd=folder, env=environ, stdout=log, stderr=log)
+        deadline, called, metrics = time.monotonic() + LIMIT, False, run_dir / "metrics.jsonl"
+        while job.poll() is None:
+            if time.monotonic() > deadline:
+                job.terminate()
+            if not called and metrics.exists() and len(metrics.read_bytes().splitlines()) > steps // 2:
+                halfway()
+                called = True
+            time.sleep(0.1)
+    if job.returncode != 0 or not called:
+        sys.exit(f"error: {' '.join(command)} ended with {job.returncode}: {(folder / 'run.log').read_text()[-2000:]}")
+    return float(json.loads((run_dir / "result.json").read_text())["seconds"]) / steps * 1000
+
+
+def tracked(folder: Path, ranks: int, steps: int) -> float:
+    port = free_port()
+    server = start_server(folder, port)
+    os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
+    try:
+        return train(folder, ranks, steps, "--track=mlflow", halfway=server.terminate)
+    finally:
+        del os.environ["MLFLOW_TRACKING_URI"]
+        server.terminate()
+        server.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="of each run (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one round of 40 steps")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there, too")
+    options = parser.parse_args()
+    rounds, steps = (1, 40) if options.quick else (options.rounds, options.steps)
+    found: dict[str, list[float]] = {"without": [], "with --track mlflow": []}
+    for _ in range(rounds):
+        for name, run in (("without", train), ("with --track mlflow", tracked)):
+            with tempfile.TemporaryDirectory() as folder:
+                found[name].append(run(Path(folder), options.ranks, steps))
+    ratios = [one / other for other, one in zip(*found.values())]
+    print(f"{os.cpu_count()} processors, {options.ranks} ranks, {rounds} rounds of {steps} steps; median (range)\n")
+    print("| | ms a step |\n|---|---|")
+    for name, values in {**found, "ratio of a round's two": ratios}.items():
+        print(f"| {name} | {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}) |")
+    if options.json:
+        options.json.write_text(json.dumps({"ms": found, "ratios": ratios, "ranks": options.ranks, "steps": steps}))
+
+
+if __name__ == "__main__":
+    main()

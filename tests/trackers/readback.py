@@ -1,0 +1,91 @@
+"""What trackers have of a run, read by their own readers: by metric steps and values, as float32, in order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Found = dict[str, list[tuple[int, float]]]
+
+
+def _found(triples: Any) -> Found:
+    found: Found = {}
+    for name, step, value in triples:
+        found.setdefault(name, []).append((int(step), float(np.float32(value))))
+    return found
+
+
+def written(run_dir: Path) -> Found:
+    """What metrics.jsonl has."""
+    triples = []
+    for text in (run_dir / "metrics.jsonl").read_text().splitlines():
+        try:
+            values = json.loads(text)
+        except ValueError:
+            continue
+        if not isinstance(values, dict):
+            continue
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        if step := numbers.pop("step", None):
+            triples += [(name, step, value) for name, value in numbers.items()]
+    return _found(triples)
+
+
+def of_tensorboard(run_dir: Path) -> Found:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert len([*(run_dir / "track" / "tensorboard").glob("*tfevents*")]) == 1
+    events = EventAccumulator(str(run_dir / "track" / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return scalars(events)
+
+
+def scalars(events: Any) -> Found:
+    return _found((tag, each.step, each.value) for tag in events.Tags()["scalars"] for each in events.Scalars(tag))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """Of W&B's file, by W&B's own reader."""
+    (folder,) = (run_dir / "track" / "wandb").glob("offline-run-*")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def of_wandb(run_dir: Path) -> Found:
+    items = [record["history"]["item"] for record in records(run_dir) if record["type"] == "history"]
+    triples = [(name, item["_step"], value) for item in items for name, value in item.items() if name[0] != "_"]
+    return _found(triples)
+
+
+def runs(uri: str) -> list[Any]:
+    """All of MLflow's."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    return list(client.search_runs([each.experiment_id for each in client.search_experiments()]))
+
+
+def database(run_dir: Path) -> str:
+    return f"sqlite:///{run_dir / 'track' / 'mlflow.db'}"
+
+
+def of_mlflow(run_dir: Path, uri: str | None = None) -> Found:
+    from mlflow import MlflowClient
+
+    uri = uri or database(run_dir)
+    (run,) = runs(uri)
+    client, triples = MlflowClient(tracking_uri=uri), []
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        triples += [(name, metric.step, metric.value) for metric in sorted(history, key=lambda metric: metric.step)]
+    return _found(triples)
+
+
+OF = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}

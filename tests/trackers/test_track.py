@@ -1,0 +1,276 @@
+"""What trackers get of a metrics.jsonl that grows, is cut back, is damaged: written as by a rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import ROOT
+from processes import free_port
+from readback import OF, database, of_mlflow, records, runs, scalars, written
+from samestep import checkpoint, track
+from samestep.metrics import Metrics
+
+LIMIT = 900.0  # seconds that nothing here needs but on a machine with much other work
+
+
+class Run:
+    """A run of which rank 0 writes lines and checkpoints; at a resume the losses are others, by rounding."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._starts = run_dir, 0
+        self._metrics = Metrics(run_dir, self._header(), None)
+
+    def _header(self) -> dict[str, Any]:
+        self._starts += 1
+        when = f"2026-01-01T00:{self._starts:02d}:00Z"
+        return {"app": "toy", "time": when, "torch": "2", "options": {"lr": 0.1, "init_from": None}}
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            its = {"samples_seen": 8 * step, "loss": (1 + self._starts * 1e-6) / step, "samples_per_second": 4.0}
+            self._metrics.write(step=step, epoch=0, **its, **({"test_loss": 0.5} if step % 5 == 0 else {}))
+
+    def save(self, step: int) -> None:
+        checkpoint.save(self.run_dir, "toy", step, {"model": {"w": np.zeros(1)}}, {}, {}, keep=3)
+        checkpoint.finish()
+
+    def resume(self, step: int | None) -> None:
+        self._metrics = Metrics(self.run_dir, self._header(), step)
+
+    def end(self, steps: int) -> None:
+        content = b'{"app": "toy", "steps": %d, "test_accuracy": 0.5, "weights_sha256": "abc"}' % steps
+        checkpoint.write_atomic(self.run_dir / "result.json", content)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture
+def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], track.Follower]]:
+    """Starts followers, which are ended here."""
+    monkeypatch.setattr(track, "POLL_SECONDS", 0.05)
+    for name, value in track.SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    ended = threading.Event()
+    started: list[track.Follower] = []
+
+    def start(name: str, run_dir: Path) -> track.Follower:
+        started.append(track.Follower(name, run_dir, ended))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    ended.set()
+    for each in started:
+        each.join(60)
+        assert not each.is_alive()
+
+
+def once(name: str, run_dir: Path) -> None:
+    """Give all that there is, as without --follow."""
+    ended = threading.Event()
+    ended.set()
+    follower = track.Follower(name, run_dir, ended)
+    follower.run()
+    assert follower.done, follower.problem
+
+
+def wait_until_it_has(name: str, run_dir: Path, step: int) -> None:
+    wait_for(lambda: OF[name](run_dir)["loss"][-1][0] >= step)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        with contextlib.suppress(Exception):  # it is not there yet, or half
+            if condition():
+                return
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("name", track.TRACKERS)
+def test_after_a_resume_each_step_is_there_once_as_the_file_has_it(
+    run: Run, follow: Callable[[str, Path], track.Follower], name: str
+) -> None:
+    run.steps(1, 5)
+    run.save(5)
+    run.steps(6, 10)
+    follow(name, run.run_dir)
+    wait_until_it_has(name, run.run_dir, 5 if name == "mlflow" else 10)
+    run.resume(5)
+    run.steps(6, 12)
+    run.save(12)
+    wait_until_it_has(name, run.run_dir, 12)
+    assert OF[name](run.run_dir) == written(run.run_dir)
+
+
+@pytest.mark.parametrize("name", track.TRACKERS)
+def test_started_again_and_again_it_gives_nothing_twice(run: Run, name: str) -> None:
+    run.steps(1, 4)
+    run.save(4)
+    once(name, run.run_dir)
+    once(name, run.run_dir)
+    run.steps(5, 6)
+    run.save(6)
+    once(name, run.run_dir)
+    assert OF[name](run.run_dir) == written(run.run_dir)
+
+
+@pytest.mark.parametrize("name", track.TRACKERS)
+def test_a_line_that_has_no_end_waits_for_it_and_a_damaged_one_is_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(track, "PART", 64)  # less than a line
+    run.steps(1, 2)
+    run.save(4)
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": \x00\x00\n[3]\n\n{"step": 4, "loss": 0.25')
+    once(name, run.run_dir)
+    assert OF[name](run.run_dir)["loss"][-1][0] == 2
+    with (run.run_dir / "metrics.jsonl").open("a") as file:
+        file.write("}\n")
+    once(name, run.run_dir)
+    assert OF[name](run.run_dir)["loss"][-1] == (4, 0.25)
+    assert OF[name](run.run_dir) == written(run.run_dir)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_file_of_many_blocks(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(track, "PART", 10_007)
+    run.steps(1, 3000)
+    once(name, run.run_dir)
+    assert OF[name](run.run_dir) == written(run.run_dir)
+
+
+def test_a_tensorboard_that_is_open_sees_what_a_resume_has_cut_back(
+    run: Run, follow: Callable[[str, Path], track.Follower]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run.steps(1, 10)
+    follow("tensorboard", run.run_dir)
+    wait_until_it_has("tensorboard", run.run_dir, 10)
+    events = EventAccumulator(str(run.run_dir / "track" / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert scalars(events) == written(run.run_dir)
+    run.resume(5)
+    run.steps(6, 7)
+    wait_for(lambda: OF["tensorboard"](run.run_dir) == written(run.run_dir))
+    events.Reload()
+    assert scalars(events) == written(run.run_dir)
+    assert "result/text_summary" not in events.Tags()["tensors"]
+
+
+def test_a_run_that_begins_anew_is_another_one(run: Run) -> None:
+    """--no-resume moves the checkpoints and metrics.jsonl away; MLflow keeps what it has."""
+    for _ in range(2):
+        run.steps(1, 3)
+        run.save(3)
+        for name in track.TRACKERS:
+            once(name, run.run_dir)
+        run.resume(None)
+    assert len(runs(database(run.run_dir))) == 2
+    assert len([*(run.run_dir / "track" / "wandb").iterdir()]) == 1
+    assert len([*(run.run_dir / "track" / "tensorboard").iterdir()]) == 1
+
+
+def test_the_header_and_the_result_are_there(run: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run.steps(1, 3)
+    run.save(3)
+    for name in track.TRACKERS:
+        once(name, run.run_dir)
+    assert runs(database(run.run_dir))[0].info.status == "KILLED"
+    assert all(record["type"] != "exit" for record in records(run.run_dir))
+    run.end(3)
+    for name in track.TRACKERS:
+        once(name, run.run_dir)
+    (found,) = runs(database(run.run_dir))
+    assert (found.info.status, found.info.run_name) == ("FINISHED", run.run_dir.name)
+    assert found.data.params["options.lr"] == "0.1"
+    assert found.data.tags["result.test_accuracy"] == "0.5"
+    its = {record["type"]: record[record["type"]] for record in records(run.run_dir)}
+    assert its["exit"] == {"exit_code": 0, "runtime": 4}
+    assert its["run"]["project"] == "toy"
+    assert its["summary"]["update"]["weights_sha256"] == "abc"
+    events = EventAccumulator(str(run.run_dir / "track" / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("result")
+    assert b'"weights_sha256": "abc"' in text.tensor_proto.string_val[0]
+    # 8 samples a step and 4 a second, from the header's time on
+    assert [event.wall_time - events.Scalars("loss")[0].wall_time for event in events.Scalars("loss")] == [0, 2, 4]
+
+
+@contextlib.contextmanager
+def server(folder: Path, port: str) -> Iterator[str]:
+    """MLflow's own, with a database in ``folder``."""
+    store = f"sqlite:///{folder / 'server.db'}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri={store}", f"--default-artifact-root={folder / 'artifacts'}"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        uri = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            assert process.poll() is None
+            return runs(uri) is not None
+
+        wait_for(answers)
+        yield uri
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_a_server_that_goes_and_comes_back_has_all(
+    run: Run, follow: Callable[[str, Path], track.Follower], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(track, "MOST_SECONDS", 1.0)
+    port, folder = free_port(), tmp_path / "server"
+    folder.mkdir()
+    with server(folder, port) as uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        run.steps(1, 5)
+        run.save(5)
+        follower = follow("mlflow", run.run_dir)
+        wait_for(lambda: of_mlflow(run.run_dir, uri)["loss"][-1][0] == 5)
+    run.steps(6, 1200)  # more than a request takes
+    run.save(1200)
+    wait_for(lambda: follower.problem is not None)
+    with server(folder, port) as uri:
+        wait_for(lambda: of_mlflow(run.run_dir, uri)["loss"][-1][0] == 1200)
+        assert of_mlflow(run.run_dir, uri) == written(run.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--to", "tensorbord"],
+            "there is no tracker 'tensorbord': name some of tensorboard,mlflow,wandb, with commas",
+        ),
+        (["--to", "wandb"], "holds no metrics.jsonl: name the run dir of a run that trains"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "samestep.track", str(tmp_path), *arguments]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(f"{said}\n")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,99 @@
+"""--track with a training that is killed: one run in each tracker, each step once, and training is not held up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import Harness, Job, last_step, metrics
+from processes import free_port
+from readback import OF, written
+
+NAMES = "tensorboard,mlflow,wandb"
+SMALL = ("--dataset=mnist-5k", "--log-every=1", "--checkpoint-every=10")
+PATIENT = {"SAMESTEP_TRACK_SECONDS": "200"}  # on a machine with other work
+
+
+def kill_at(job: Job, steps: list[int]) -> None:
+    """SIGKILL to a rank at each of these steps, or a few later."""
+    for i, step in enumerate(steps):
+        job.wait_for(lambda step=step: last_step(job.run_dir) >= step, limit=240)
+        before = dict(job.ranks())
+        os.kill(before[i % 2], signal.SIGKILL)
+        gone = {*before.values()}
+        job.wait_for(lambda gone=gone: len(now := job.ranks()) == 2 and not gone & {*now.values()}, limit=240)
+
+
+def check(run_dir: Path) -> None:
+    expected = written(run_dir)
+    assert [step for step, _ in expected["loss"]] == [line["step"] for line in metrics(run_dir)]
+    for name, read in OF.items():
+        assert read(run_dir) == expected, name
+
+
+def followers(harness: Harness) -> list[int]:
+    return [pid for pid, command in harness.left_running().items() if "samestep.track" in command]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_a_run_that_is_killed_is_one_run_in_each_tracker(harness: Harness, kills: int) -> None:
+    steps = [15 + 20 * i for i in range(kills)]
+    options = [*SMALL, f"--track={NAMES}", f"--max-restarts={kills}", f"--max-steps={steps[-1] + 15}", "--epochs=30"]
+    job = harness.start(2, *options, **PATIENT)
+    kill_at(job, steps)
+    result = harness.checked(job.finish(), 2)
+    assert result["restarts"] == kills
+    assert [line["step"] for line in metrics(job.run_dir)] == list(range(1, result["steps"] + 1))
+    check(job.run_dir)
+
+
+def test_a_follower_that_dies_ends_nothing_and_the_rest_comes_in_the_end(harness: Harness) -> None:
+    job = harness.start(2, *SMALL, "--track=tensorboard,wandb", "--max-steps=60", **PATIENT)
+    job.wait_for_step(5)
+    (follower,) = job.wait_for(lambda: followers(harness))
+    os.kill(follower, signal.SIGKILL)
+    outcome = job.finish()
+    assert outcome.stderr.count("warning: --track: ") == 1
+    assert "its process ended with code -9" in outcome.stderr
+    harness.checked(outcome, 2)
+    for name in ("tensorboard", "wandb"):
+        assert OF[name](job.run_dir) == written(job.run_dir)
+
+
+def test_with_a_server_that_is_down_training_ends_well_and_says_what_brings_the_rest(harness: Harness) -> None:
+    uri = f"http://127.0.0.1:{free_port()}"
+    options = [*SMALL, "--track=mlflow,tensorboard", "--max-steps=30"]
+    outcome = harness.run(2, *options, MLFLOW_TRACKING_URI=uri, **PATIENT)
+    result = harness.checked(outcome, 2)
+    (warning,) = [line for line in outcome.stderr.splitlines() if line.startswith("warning: --track: ")]
+    assert warning.startswith("warning: --track: mlflow has not got all (")
+    run_dir = Path(result["run_dir"])
+    assert OF["tensorboard"](run_dir) == written(run_dir)
+    command = warning.partition("this brings it: ")[2]
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done  # into the database in the run dir, as no server is named
+    assert OF["mlflow"](run_dir) == written(run_dir)
+
+
+def test_when_the_script_is_killed_its_follower_ends_and_the_next_one_goes_on(harness: Harness) -> None:
+    job = harness.start(2, *SMALL, "--track=tensorboard", "--max-steps=60", **PATIENT)
+    job.wait_for_step(12)
+    job.wait_for(lambda: followers(harness))
+    job.process.kill()
+    result = harness.checked(harness.run(2, *SMALL, "--track=tensorboard", "--max-steps=60", **PATIENT), 2)
+    assert OF["tensorboard"](Path(result["run_dir"])) == written(Path(result["run_dir"]))
+    assert json.loads((Path(result["run_dir"]) / "result.json").read_text()) == result
+
+
+def test_stopped_and_gone_on_with_at_another_number_of_ranks(harness: Harness) -> None:
+    job = harness.start(2, *SMALL, f"--track={NAMES}", "--max-steps=40", **PATIENT)
+    job.wait_for_step(12)
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.finish().code == 128 + signal.SIGTERM
+    check(job.run_dir)
+    harness.train(3, *SMALL, f"--track={NAMES}", "--max-steps=40", run_dir=job.run_dir, **PATIENT)
+    check(job.run_dir)
