@@ -1,0 +1,163 @@
+"""What becomes of the examples that people copy, and of ours, when something fails?
+
+    python benchmarks/scoreboard/scoreboard.py --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
+    python benchmarks/scoreboard/scoreboard.py --json found.json                       # all of them, an hour or less
+    python benchmarks/scoreboard/scoreboard.py --show accelerate                       # what we changed in an example
+
+Each example is the file that its authors wrote, at the commit that its origin.json names, downloaded from there and
+known by its SHA-256; what we change in it (where data come from, how long it trains, CPU in place of a GPU, and lines
+that tell what happens) is its samestep.ed. The environment is that of `bash scripts/test.sh -e scoreboard`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import rows
+import sources
+from rows import ROWS, NotDoneError, Place
+from subjects import ROOT, SUBJECTS, Subject
+
+sys.path.insert(0, str(ROOT / "core"))
+MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
+Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: what, when
+
+
+def cell(subject: Subject, row: str, given: Path | None, keep: Path | None) -> str:
+    """Measure one cell, in a temporary folder, or in ``keep``, which must not be there."""
+    rows.GIVEN = given
+    with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=keep is None)
+        subject.prepare(folder, given)
+        try:
+            return ROWS[row][1](Place(subject, folder))
+        except NotDoneError as error:
+            return f"not measured: {str(error).splitlines()[0]}" if not keep else f"not measured: {error}"
+
+
+def versions(subject: Subject) -> str:
+    found = []
+    for name in subject.packages:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+def machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores, gloo, Python {platform.python_version()}"
+
+
+def command(subject: str, row: str) -> str:
+    return f"python benchmarks/scoreboard/scoreboard.py --only {subject} --row {row}"
+
+
+def table(cells: Cells) -> str:
+    """A table of each row: who, what happened."""
+    lines = []
+    for row, (title, _) in ROWS.items():
+        if row not in cells:
+            continue
+        lines += [f"### {title}", "", f"`{command('NAME', row)}`", "", "| NAME | what happened |", "|---|---|"]
+        lines += [f"| {name} | {cells[row][name]['what']} |" for name in SUBJECTS if name in cells[row]]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def write_page(path: Path, measured: str) -> None:
+    """Put ``measured`` between the marks of the page."""
+    page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
+    before, found, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (found and end):
+        sys.exit(f"error: {path} lacks the lines {MARKS[0]} and {MARKS[1]}: put them back, or name another --output")
+    path.write_text(f"{before}{MARKS[0]}\n{measured}\n{MARKS[1]}{after}")
+
+
+def show(subject: Subject, given: Path | None) -> None:
+    """Print what we change in the example."""
+    for file in subject.origins():
+        text = sources.fetch(file, given)
+        edits = (sources.HERE / subject.name / file.edits).read_text() if file.edits else ""
+        changed = sources.apply(text, edits)
+        names = (file.page, f"{file.name}, as it is run")
+        sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), changed.splitlines(True), *names))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"of {', '.join(SUBJECTS)}; several with commas (default: all)")
+    parser.add_argument("--row", help=f"of {', '.join(ROWS)}; several with commas (default: all)")
+    parser.add_argument("--show", metavar="NAME", help="print what is changed in an example, as a diff, and end")
+    parser.add_argument("--sources", type=Path, metavar="DIR", help="take originals from DIR/<owner>/<name>/<path>")
+    parser.add_argument("--json", type=Path, help="add what is measured to this file, after each cell")
+    parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
+    parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE, between its two marks")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the folder of one cell, with all output, here")
+    return parser.parse_args()
+
+
+def chosen(asked: str | None, known: dict[str, object], option: str) -> list[str]:
+    names = asked.split(",") if asked else list(known)
+    for name in names:
+        if name not in known:
+            sys.exit(f"error: {option} {name}: there is none; choose of {', '.join(known)}")
+    return names
+
+
+def main() -> None:
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `started`, which ends its job
+    names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
+    wanted = chosen(options.row, dict(ROWS), "--row")
+    if options.keep and (len(names), len(wanted)) != (1, 1):
+        sys.exit("error: --keep is for one cell: name it with --only and --row")
+    if options.keep and options.keep.exists():
+        sys.exit(f"error: --keep {options.keep}: it is there already; name another folder")
+    if options.from_json and not options.from_json.is_file():
+        sys.exit(f"error: --from-json {options.from_json}: no such file; leave it out to measure")
+    try:
+        if options.show:
+            show(SUBJECTS[options.show], options.sources)
+            return
+        cells: Cells = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+        if options.from_json:
+            cells = json.loads(options.from_json.read_text())
+        else:
+            for row in wanted:
+                for name in names:
+                    subject, begun = SUBJECTS[name], time.monotonic()
+                    print(f"$ {command(shlex.quote(name), row)}", file=sys.stderr, flush=True)
+                    what = cell(subject, row, options.sources, options.keep and options.keep.resolve())
+                    print(f"{what}    [{time.monotonic() - begun:.0f} s]", file=sys.stderr, flush=True)
+                    found = {"what": what, "date": time.strftime("%Y-%m-%d"), "versions": versions(subject)}
+                    cells.setdefault(row, {})[name] = {**found, "machine": machine()}
+                    if options.json:
+                        part = options.json.with_name(f"{options.json.name}.{os.getpid()}.part")
+                        part.write_text(json.dumps(cells, indent=1))
+                        part.replace(options.json)
+    except sources.SourceError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    print(table(cells))
+    if options.output:
+        write_page(options.output, table(cells))
+
+
+if __name__ == "__main__":
+    main()
