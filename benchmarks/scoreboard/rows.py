@@ -17,9 +17,9 @@ from pathlib import Path
 from job import Job, Told, started
 from subjects import Setting, Subject, steps_taken
 
-LIMIT = 300.0  # seconds for a job that nothing disturbs
+LIMIT = 600.0  # seconds for a job that nothing disturbs
 PATIENCE = 45.0  # seconds after a fault for something to come of it
-EPOCHS, MIDDLE = 4, 0.62  # where the fault strikes: in the third epoch of four
+EPOCHS, MIDDLE = 3, 0.6  # where the fault strikes: late in the second epoch of three
 
 
 class NotDoneError(Exception):
@@ -88,7 +88,7 @@ def sample_words(place: Place, setting: Setting, told: Told) -> str:
     return f"samples repeated {repeated:,}, lost {lost:,}"
 
 
-def go_on(place: Place, setting: Setting, done: int, position: tuple[int, int]) -> str:
+def go_on(place: Place, setting: Setting, done: int) -> str:
     """Start it again as its user would, and say where it goes on."""
     total = place.subject.steps(setting)
     with place.job(setting, again=True) as job:
@@ -120,6 +120,16 @@ def resumed_at(place: Place, job: Job, setting: Setting) -> int:
     return epoch * length + batch
 
 
+def killed(place: Place, setting: Setting) -> int:
+    """All of a job killed at once, in the middle, as by a power cut; returns how many steps it had taken."""
+    with place.job(setting) as job:
+        done = place.middle(job, setting)
+        for pid in job.left():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return done
+
+
 def killed_rank(place: Place) -> str:
     """SIGKILL to the last rank, in the middle."""
     subject, setting = place.subject, setting_of(place.subject)
@@ -146,7 +156,7 @@ def killed_rank(place: Place) -> str:
         words += f", {left} processes left"
     if not subject.saves:
         return f"{words}; nothing is saved: all {done} steps lost"
-    return f"{words}; {go_on(place, setting, done, (0, 0))}"
+    return f"{words}; {go_on(place, setting, done)}"
 
 
 def recovered(
@@ -226,7 +236,7 @@ def told_to_stop(place: Place) -> str:
     words = f"{codes(job)}, {seconds(took)}" + (f", {left} processes left" if left else "")
     if not place.subject.saves:
         return f"{words}; nothing is saved: all {done} steps lost"
-    return f"{words}; {go_on(place, setting, done, (0, 0))}"
+    return f"{words}; {go_on(place, setting, done)}"
 
 
 def stalled(place: Place) -> str:
@@ -260,12 +270,8 @@ def harmed(place: Place, harm: Callable[[Path], str]) -> str:
     """The newest checkpoint's weights are harmed, after the job was killed in the middle; then it is started again."""
     subject, setting = place.subject, setting_of(place.subject)
     if not subject.saves:
-        return "no checkpoint to damage"
-    with place.job(setting) as job:
-        done = place.middle(job, setting)
-        for pid in job.left():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        return "saves none"
+    done = killed(place, setting)
     path = subject.checkpoint(place.folder)
     if path is None:
         return "no checkpoint found"
@@ -319,16 +325,11 @@ def halved(place: Place) -> str:
 
 def other_n(place: Place) -> str:
     """Killed in the middle at 2 ranks, started again at 3, with the same global batch where that can be said."""
-    subject, setting = place.subject, setting_of(place.subject, batch=48)
+    subject, setting = place.subject, setting_of(place.subject)
     if not subject.saves:
         return "nothing is saved"
-    with place.job(setting) as job:
-        done = place.middle(job, setting)
-        for pid in job.left():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    three = setting_of(subject, 3, batch=48)
-    return go_on(place, three, done, (0, 0))
+    done = killed(place, setting)
+    return go_on(place, replace(setting, n=3), done)
 
 
 def evaluation(place: Place) -> str:
@@ -336,7 +337,7 @@ def evaluation(place: Place) -> str:
     subject = place.subject
     if not subject.evaluates:
         return "it has no evaluation"
-    setting = setting_of(subject, 3, 1, 48)
+    setting = setting_of(subject, 3, 1, 50)
     with place.job(setting) as job:
         if not job.wait(job.done, LIMIT) or any(each.returncode for each in job.launchers):
             return f"{codes(job)}: {last_words(job)}"

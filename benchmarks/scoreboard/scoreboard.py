@@ -145,7 +145,7 @@ def main() -> None:
                     what = cell(subject, row, options.sources, options.keep and options.keep.resolve())
                     print(f"{what}    [{time.monotonic() - begun:.0f} s]", file=sys.stderr, flush=True)
                     found = {"what": what, "date": time.strftime("%Y-%m-%d"), "versions": versions(subject)}
-                    cells.setdefault(row, {})[name] = {**found, "machine": machine()}
+                    cells.setdefault(row, {})[name] = {**found, "machine": machine(), "load": f"{os.getloadavg()[1]:.0f}"}
                     if options.json:
                         part = options.json.with_name(f"{options.json.name}.{os.getpid()}.part")
                         part.write_text(json.dumps(cells, indent=1))

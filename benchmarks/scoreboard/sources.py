@@ -8,6 +8,7 @@ lines of ours that take their place. As the original is known to the byte, line 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -34,6 +35,7 @@ class File:
     sha256: str
     name: str
     edits: str = ""  # the ed script's file name; empty: it is run as it is
+    package: str = ""  # the wheel that has it at this path, in place of a commit
 
     @property
     def url(self) -> str:
@@ -47,12 +49,17 @@ class File:
 def origin(name: str) -> list[File]:
     """The files of an example; the first is the program."""
     stored = json.loads((HERE / name / "origin.json").read_text())
-    shared = {"repository": stored["repository"], "commit": stored["commit"]}
+    shared = {key: stored[key] for key in ("repository", "commit", "package") if key in stored}
     return [File(**shared, **each) for each in stored["files"]]
 
 
 def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "scoreboard"
+
+
+def _of_package(file: File) -> Path:
+    found = importlib.util.find_spec(file.package)
+    return Path(found.origin if found and found.origin else os.devnull).parents[1] / file.path
 
 
 def fetch(file: File, given: Path | None = None) -> str:
@@ -61,8 +68,10 @@ def fetch(file: File, given: Path | None = None) -> str:
     Raises:
         SourceError: it is nowhere, or not the one whose SHA-256 is known.
     """
-    kept = cache() / file.sha256
-    where = given / file.repository / file.path if given else kept
+    kept = _of_package(file) if file.package else cache() / file.sha256
+    where = given / file.repository / file.path if given and not file.package else kept
+    if file.package and not where.is_file():
+        raise SourceError(f"{file.path} is a file of the package {file.package}: install benchmarks/scoreboard's pins")
     if where.is_file():
         content, said = where.read_bytes(), str(where)
     elif given:

@@ -62,7 +62,7 @@ class Subject:
     how = ""  # how it is started, for the page
     heals = False  # what a rank lost it gets from the others: a new process does not begin anew
     epochs_told = True
-    pause = 0.02
+    pause = 0.01
 
     def origins(self) -> list[sources.File]:
         return sources.origin(self.name)
@@ -330,10 +330,11 @@ class Ray(Subject):
         mnist(folder / "data" / "FashionMNIST" / "raw")
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
-        return [Start([sys.executable, self.origins()[0].name])]
+        # Its workers are started in another folder.
+        return [Start([sys.executable, self.origins()[0].name], {"SCOREBOARD_DATA": str(folder / "data")})]
 
     def environ(self, setting: Setting) -> Mapping[str, str]:
-        return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n), "RAY_DEDUP_LOGS": "0"}
+        return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n)}
 
 
 class Horovod(Subject):
