@@ -53,7 +53,7 @@ class Place:
         goal = int(self.subject.steps(setting) * MIDDLE)
         job.wait(lambda: job.done() or self.taken() >= goal, LIMIT)
         if self.taken() < goal:
-            raise NotDoneError(f"it came to step {self.taken()} of {goal}: {job.said()[-2000:]}")
+            raise NotDoneError(f"it came to step {self.taken()}, not to {goal}; {codes(job)}: {last_words(job)}")
         return self.taken()
 
 
@@ -159,9 +159,7 @@ def killed_rank(place: Place) -> str:
     return f"{words}; {go_on(place, setting, done)}"
 
 
-def recovered(
-    place: Place, job: Job, setting: Setting, told: Told, struck: float, before: set[int], done: int
-) -> str:
+def recovered(place: Place, job: Job, setting: Setting, told: Told, struck: float, before: set[int], done: int) -> str:
     """It went on by itself to its end."""
     after = [step for step in told.steps() if step.time > struck]
     old, new = ([step for step in after if (step.pid in before) == kind] for kind in (True, False))
@@ -385,7 +383,7 @@ def same_losses(place: Place) -> str:
             losses.setdefault(step.position, []).append((step.loss, len(step.indices)))
         means = [sum(x * k for x, k in each) / sum(k for _, k in each) for _, each in sorted(losses.items())]
         found.append(means)
-        samples.append([sorted(sum(times, [])) for _, times in sorted(told.lineage().items())])
+        samples.append([sorted(i for indices in times for i in indices) for _, times in sorted(told.lineage().items())])
     one, four = found
     same = sum(a == b for a, b in zip(*samples))
     if len(one) != len(four):

@@ -16,7 +16,6 @@ import difflib
 import json
 import os
 import platform
-import shlex
 import signal
 import sys
 import tempfile
@@ -44,7 +43,7 @@ def cell(subject: Subject, row: str, given: Path | None, keep: Path | None) -> s
         try:
             return ROWS[row][1](Place(subject, folder))
         except NotDoneError as error:
-            return f"not measured: {str(error).splitlines()[0]}" if not keep else f"not measured: {error}"
+            return f"not measured: {error}"
 
 
 def versions(subject: Subject) -> str:
@@ -57,9 +56,19 @@ def versions(subject: Subject) -> str:
     return ", ".join(found)
 
 
-def machine() -> str:
+def about(subject: Subject) -> dict[str, str]:
+    """With what, where and when a cell was measured; the load is of all processes of the machine, over 5 minutes."""
     cores = len(os.sched_getaffinity(0))
-    return f"{platform.machine()}, {cores} cores, gloo, Python {platform.python_version()}"
+    machine = f"{platform.machine()}, {cores} cores, gloo, Python {platform.python_version()}"
+    date, load = time.strftime("%Y-%m-%d"), f"{os.getloadavg()[1]:.0f}"
+    return {"date": date, "versions": versions(subject), "machine": machine, "load": load}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def command(subject: str, row: str) -> str:
@@ -67,15 +76,22 @@ def command(subject: str, row: str) -> str:
 
 
 def table(cells: Cells) -> str:
-    """A table of each row: who, what happened."""
+    """A table of each row: who, what happened; and with what, where and when."""
     lines = []
     for row, (title, _) in ROWS.items():
         if row not in cells:
             continue
-        lines += [f"### {title}", "", f"`{command('NAME', row)}`", "", "| NAME | what happened |", "|---|---|"]
-        lines += [f"| {name} | {cells[row][name]['what']} |" for name in SUBJECTS if name in cells[row]]
+        lines += [f"### {title}", "", f"| `--row {row}` | what happened |", "|---|---|"]
+        those = [(name, cells[row][name]["what"]) for name in SUBJECTS if name in cells[row]]
+        lines += [f"| `--only {name}` | {what} |" for name, what in those]
         lines.append("")
-    return "\n".join(lines).rstrip()
+    every = [each for found in cells.values() for each in found.values()]
+    versions = sorted({each for found in every for each in found["versions"].split(", ")})
+    machines = sorted({found["machine"] for found in every})
+    dates, loads = sorted({found["date"] for found in every}), sorted(int(found["load"]) for found in every)
+    lines.append(f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. ")
+    lines[-1] += f"Other work was on the machine: its load was {loads[0]} to {loads[-1]}."
+    return "\n".join(lines)
 
 
 def write_page(path: Path, measured: str) -> None:
@@ -85,7 +101,7 @@ def write_page(path: Path, measured: str) -> None:
     _, end, after = rest.partition(MARKS[1])
     if not (found and end):
         sys.exit(f"error: {path} lacks the lines {MARKS[0]} and {MARKS[1]}: put them back, or name another --output")
-    path.write_text(f"{before}{MARKS[0]}\n{measured}\n{MARKS[1]}{after}")
+    write_whole(path, f"{before}{MARKS[0]}\n{measured}\n{MARKS[1]}{after}")
 
 
 def show(subject: Subject, given: Path | None) -> None:
@@ -141,15 +157,12 @@ def main() -> None:
             for row in wanted:
                 for name in names:
                     subject, begun = SUBJECTS[name], time.monotonic()
-                    print(f"$ {command(shlex.quote(name), row)}", file=sys.stderr, flush=True)
+                    print(f"$ {command(name, row)}", file=sys.stderr, flush=True)
                     what = cell(subject, row, options.sources, options.keep and options.keep.resolve())
                     print(f"{what}    [{time.monotonic() - begun:.0f} s]", file=sys.stderr, flush=True)
-                    found = {"what": what, "date": time.strftime("%Y-%m-%d"), "versions": versions(subject)}
-                    cells.setdefault(row, {})[name] = {**found, "machine": machine(), "load": f"{os.getloadavg()[1]:.0f}"}
+                    cells.setdefault(row, {})[name] = {"what": what, **about(subject)}
                     if options.json:
-                        part = options.json.with_name(f"{options.json.name}.{os.getpid()}.part")
-                        part.write_text(json.dumps(cells, indent=1))
-                        part.replace(options.json)
+                        write_whole(options.json, json.dumps(cells, indent=1) + "\n")
     except sources.SourceError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 """The examples as their authors wrote them: downloaded once, known by their SHA-256, and changed as we say.
 
 Their code is not in this repository. ``<name>/origin.json`` says where a file is and which it must be;
-``<name>/samestep.ed`` says what is changed, as an ed script (``diff -e`` makes one): line numbers of the original, and the
-lines of ours that take their place. As the original is known to the byte, line numbers are exact.
+``<name>/samestep.ed`` says what is changed, as an ed script (``diff -e`` makes one): line numbers of the original,
+and the lines of ours that take their place. As the original is known to the byte, line numbers are exact.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def apply(text: str, script: str) -> str:
         if not found:
             raise ValueError(f"line {k + 1} of the edits is no a, c or d with line numbers: {commands[k]!r}")
         first, last, kind = int(found[1]), int(found[2] or found[1]), found[3]
-        if not (kind == "a" or 1 <= first) or not first <= last < before + (kind == "a"):
+        if not (kind == "a" or first >= 1) or not first <= last < before + (kind == "a"):
             raise ValueError(f"line {k + 1} of the edits is out of order or of the text: {commands[k]!r}")
         new: list[str] = []
         k += 1

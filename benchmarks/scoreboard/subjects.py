@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sources
-from job import Job, Start, Step, Told
+from job import Job, Start, Told
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -51,15 +51,12 @@ class Subject:
     """A program of the scoreboard. What is not true of one its class says."""
 
     name: str
-    title: str
     packages: Sequence[str] = ("torch",)
     examples = 4000  # that it trains on
     saves = True  # checkpoints
     evaluates = True
     tests = 1000  # examples that its evaluation is of
     batch = 64  # of the whole job at 2 ranks, by its default
-    claims = ""  # what it says of faults, for the page
-    how = ""  # how it is started, for the page
     heals = False  # what a rank lost it gets from the others: a new process does not begin anew
     epochs_told = True
     pause = 0.01
@@ -104,10 +101,6 @@ class Subject:
         """The process of the last rank."""
         return told.pid(max(told.ranks, default=-1))
 
-    def again(self, job: Job) -> str:
-        """A last word on how a job ended that its program gives, if it has one."""
-        return ""
-
 
 def mnist(folder: Path) -> None:
     """mnist-5k as torchvision's MNIST finds it."""
@@ -118,11 +111,7 @@ def mnist(folder: Path) -> None:
 
 class Ours(Subject):
     name = "mnist_ddp"
-    title = "mnist_ddp (ours)"
-    how = "`bash scripts/run_mnist_ddp.sh N`; in the row of the stalled rank with `--timeout 10` (its default is 300 s)"
-    batch = 64
     pause = 0.0
-    claims = "All of these rows are claims of [concepts.md](concepts.md)."
 
     def origins(self) -> list[sources.File]:
         return []
@@ -178,12 +167,6 @@ class Ours(Subject):
 
 class PyTorch(Subject):
     name = "pytorch"
-    title = "pytorch/examples"
-    how = (
-        "`torchrun --standalone --nproc_per_node=N multigpu_torchrun.py EPOCHS 1`, as its tutorial writes it; it finds "
-        "its snapshot by itself when it is started again"
-    )
-    claims = "Its tutorial says that training goes on from the last snapshot when torchrun restarts the ranks."
     evaluates = False
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
@@ -198,9 +181,6 @@ class PyTorch(Subject):
 class PyTorchRestarts(PyTorch):
     """The same, restarted by torchrun."""
 
-    title = "pytorch/examples, `--max-restarts=3`"
-    how = "the same with torchrun's `--max-restarts=3`"
-
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         (start,) = super().starts(setting, folder, again)
         command = list(start.command)
@@ -210,13 +190,7 @@ class PyTorchRestarts(PyTorch):
 
 class Accelerate(Subject):
     name = "accelerate"
-    title = "accelerate"
     packages = ("torch", "accelerate", "timm")
-    how = (
-        "`torchrun --nproc_per_node N complete_cv_example.py --cpu --data_dir images --checkpointing_steps epoch "
-        "--output_dir saved`, as its README has it; started again with `--resume_from_checkpoint` and the newest folder"
-    )
-    claims = "Its README shows `--resume_from_checkpoint`; it claims nothing of ranks that die."
     examples = 3200
     tests = 800
     batch = 128
@@ -251,15 +225,7 @@ class Accelerate(Subject):
 
 class Lightning(Subject):
     name = "lightning"
-    title = "Lightning"
     packages = ("torch", "lightning")
-    how = (
-        "`python backbone_image_classifier.py --trainer.accelerator cpu --trainer.devices N --trainer.strategy ddp`, as "
-        "its README has it"
-    )
-    claims = (
-        "It saves a checkpoint each epoch, for its test; it takes none to go on from, which `fit(ckpt_path=...)` would."
-    )
     examples = 3500
     batch = 64
 
@@ -279,14 +245,7 @@ class Lightning(Subject):
 
 class TorchFT(Subject):
     name = "torchft"
-    title = "torchft"
     packages = ("torch", "torchft")
-    how = (
-        "a `torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000` and for each rank, a "
-        "replica group of its own, `torchrun --nnodes=1 --nproc_per_node=1 --max_restarts=10 train_ddp.py`: its README's "
-        "commands, with the restarts of its `torchx.py`"
-    )
-    claims = "Training goes on, step by step, while replica groups fail and come back; writing checkpoints is left to you."
     examples = 1024
     saves = evaluates = epochs_told = False
     heals = True
@@ -318,10 +277,7 @@ class TorchFT(Subject):
 
 class Ray(Subject):
     name = "ray"
-    title = "Ray Train"
     packages = ("torch", "ray")
-    how = "`python torch_fashion_mnist_example.py`, as its page has it; it starts a Ray of its own"
-    claims = "The example sets no `FailureConfig`, by which Ray Train would start again, and saves no checkpoint."
     saves = False
     batch = 32
 
@@ -339,10 +295,7 @@ class Ray(Subject):
 
 class Horovod(Subject):
     name = "horovod"
-    title = "Horovod"
     packages = ("torch", "horovod")
-    how = "`horovodrun --gloo -np N -H localhost:N python pytorch_mnist.py --batch-size B --epochs E`, as its README has it"
-    claims = "The example claims nothing of faults; it has no checkpoints."
     saves = False
     batch = 128
 
@@ -351,21 +304,13 @@ class Horovod(Subject):
         return [Start([*run, sys.executable, self.origins()[0].name, *self.options(setting)])]
 
     def options(self, setting: Setting) -> list[str]:
-        return ["--no-cuda", "--data-dir=data", f"--batch-size={setting.batch // setting.n}", f"--epochs={setting.epochs}"]
+        batch = f"--batch-size={setting.batch // setting.n}"
+        return ["--no-cuda", "--data-dir=data", batch, f"--epochs={setting.epochs}"]
 
 
 class HorovodElastic(Horovod):
     name = "horovod_elastic"
-    title = "Horovod, elastic"
-    how = (
-        "`horovodrun --gloo -np N --min-np 1 --host-discovery-script` of its documentation, whose hosts are `localhost` "
-        "and `127.0.0.1`, as one whose rank failed is not used again"
-    )
-    claims = "A rank that fails is left out; the others go on from what they last committed in memory."
     heals = True
-
-    def prepare(self, folder: Path, given: Path | None) -> None:
-        super().prepare(folder, given)
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         script = folder / "discover_hosts.sh"
@@ -392,8 +337,3 @@ SUBJECTS: dict[str, Subject] = {
 def steps_taken(told: Told) -> int:
     """Updates of the whole job, as the rank that is furthest has them; each as often as it was made."""
     return max((len(told.steps(rank)) for rank in told.ranks), default=0)
-
-
-def newest_step(told: Told) -> Step | None:
-    steps = told.steps()
-    return steps[-1] if steps else None

@@ -42,12 +42,12 @@ def _tell(event: str, **values: Any) -> None:
     if not _FOLDER:
         return
     values = {"event": event, "time": time.time(), "rank": rank(), "pid": os.getpid(), **values}
-    with Path(_FOLDER, f"{rank()}-{os.getpid()}.jsonl").open("a") as file:  # one write: whole, if we are killed after it
+    with Path(_FOLDER, f"{rank()}-{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(values) + "\n")
 
 
 def step(epoch: int, batch: int, loss: Any, images: Any = None, indices: Any = None) -> None:
-    """A step was taken on this rank's ``images``, or those of a data set that the indices are of. ``loss`` is theirs."""
+    """A step was taken on this rank's ``images``, or on those that the indices are of; ``loss`` is theirs."""
     found = _indices(images) if images is not None else [int(index) for index in indices]
     _tell("step", epoch=epoch, batch=batch, loss=float(loss), indices=found)
     if _FOLDER:
