@@ -156,7 +156,7 @@ class Job:
         while not until():
             if time.monotonic() > end:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.05)
         return True
 
     def said(self) -> str:

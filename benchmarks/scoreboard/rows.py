@@ -45,16 +45,13 @@ class Place:
     def told(self) -> Told:
         return self.subject.told(self.jobs, self.folder)
 
-    def taken(self) -> int:
-        return steps_taken(self.told())
-
     def middle(self, job: Job, setting: Setting) -> int:
         """Wait until the job is past its middle; returns how many steps it had taken."""
         goal = int(self.subject.steps(setting) * MIDDLE)
-        job.wait(lambda: job.done() or self.taken() >= goal, LIMIT)
-        if self.taken() < goal:
-            raise NotDoneError(f"it came to step {self.taken()}, not to {goal}; {codes(job)}: {last_words(job)}")
-        return self.taken()
+        job.wait(lambda: job.done() or self.subject.taken(job, self.folder) >= goal, LIMIT)
+        if self.subject.taken(job, self.folder) < goal:
+            raise NotDoneError(f"it came to step {self.subject.taken(job, self.folder)}, not to {goal}; {codes(job)}: {last_words(job)}")
+        return self.subject.taken(job, self.folder)
 
 
 def setting_of(subject: Subject, n: int = 2, epochs: int = EPOCHS, batch: int | None = None) -> Setting:
