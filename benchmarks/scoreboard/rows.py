@@ -19,7 +19,7 @@ from subjects import Setting, Subject, steps_taken
 
 LIMIT = 600.0  # seconds for a job that nothing disturbs
 PATIENCE = 45.0  # seconds after a fault for something to come of it
-EPOCHS, MIDDLE = 3, 0.6  # where the fault strikes: late in the second epoch of three
+EPOCHS, MIDDLE = 3, 0.55  # where the fault strikes: late in the second epoch of three
 
 
 class NotDoneError(Exception):
@@ -45,12 +45,16 @@ class Place:
     def told(self) -> Told:
         return self.subject.told(self.jobs, self.folder)
 
-    def middle(self, job: Job, setting: Setting) -> int:
-        """Wait until the job is past its middle; returns how many steps it had taken."""
+    def middle(self, job: Job, setting: Setting) -> None:
+        """Wait until the job is past its middle."""
         goal = int(self.subject.steps(setting) * MIDDLE)
         job.wait(lambda: job.done() or self.subject.taken(job, self.folder) >= goal, LIMIT)
-        if self.subject.taken(job, self.folder) < goal:
-            raise NotDoneError(f"it came to step {self.subject.taken(job, self.folder)}, not to {goal}; {codes(job)}: {last_words(job)}")
+        if (taken := self.subject.taken(job, self.folder)) < goal:
+            raise NotDoneError(f"it came to step {taken}, not to {goal}; {codes(job)}: {last_words(job)}")
+
+    def settled(self, job: Job) -> int:
+        """How many steps it had taken when the fault struck: it is given the time to tell of the last."""
+        time.sleep(0.5)
         return self.subject.taken(job, self.folder)
 
 
@@ -93,15 +97,9 @@ def go_on(place: Place, setting: Setting, done: int) -> str:
             return f"started again: not ended after {seconds(LIMIT)}"
         if any(each.returncode for each in job.launchers):
             return f"started again: {codes(job)}: {last_words(job)}"
-    lost = lost_steps(place, job, setting, done)
-    words = f"started again: goes on at step {done - lost} of {total}, {lost} of {done} lost"
-    return ", ".join(filter(None, [words, sample_words(place, setting, place.told())]))
-
-
-def lost_steps(place: Place, job: Job, setting: Setting, done: int) -> int:
-    """Of ``done`` steps those that the job did not find done when it was started again."""
     first = resumed_at(place, job, setting)
-    return max(0, done - first)
+    words = f"started again: goes on at step {first} of {total}, {max(0, done - first)} of {done} lost"
+    return ", ".join(filter(None, [words, sample_words(place, setting, place.told())]))
 
 
 def resumed_at(place: Place, job: Job, setting: Setting) -> int:
@@ -120,23 +118,24 @@ def resumed_at(place: Place, job: Job, setting: Setting) -> int:
 def killed(place: Place, setting: Setting) -> int:
     """All of a job killed at once, in the middle, as by a power cut; returns how many steps it had taken."""
     with place.job(setting) as job:
-        done = place.middle(job, setting)
+        place.middle(job, setting)
         for pid in job.left():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    return done
+        return place.settled(job)
 
 
 def killed_rank(place: Place) -> str:
     """SIGKILL to the last rank, in the middle."""
     subject, setting = place.subject, setting_of(place.subject)
     with place.job(setting) as job:
-        done = place.middle(job, setting)
+        place.middle(job, setting)
         victim = subject.victim(place.told(), place.folder)
         before = {step.pid for step in place.told().steps()}
         assert victim is not None
         struck = time.time()
         os.kill(victim, signal.SIGKILL)
+        done = place.settled(job)
         ended = job.wait(job.done, LIMIT)
         took = time.time() - struck
         told = place.told()
@@ -187,7 +186,7 @@ def ours_recovered(place: Place, job: Job, setting: Setting, done: int) -> str:
     restarts = re.search(r'"restarts": (\d+)', said)
     if not restarts or len(at) < 2:
         return f"{codes(job)}: {last_words(job)}"
-    lost = done - int(at[-1])
+    lost = max(0, done - int(at[-1]))
     words = f"goes on by itself at step {at[-1]}, {lost} of {done} lost"
     return f"{words}; {sample_words(place, setting, place.told())}; {codes(job)}"
 
@@ -217,9 +216,10 @@ def told_to_stop(place: Place) -> str:
     """SIGTERM to the process that was started."""
     setting = setting_of(place.subject)
     with place.job(setting) as job:
-        done = place.middle(job, setting)
+        place.middle(job, setting)
         struck = time.time()
         job.launcher.terminate()
+        done = place.settled(job)
         ended = job.wait(lambda: job.launcher.poll() is not None, PATIENCE)
         took = time.time() - struck
         if len(job.launchers) > 1:
@@ -238,11 +238,12 @@ def stalled(place: Place) -> str:
     """SIGSTOP to the last rank, for good."""
     setting = replace(setting_of(place.subject), timeout=10)
     with place.job(setting) as job:
-        done = place.middle(job, setting)
+        place.middle(job, setting)
         victim = place.subject.victim(place.told(), place.folder)
         assert victim is not None
         struck = time.time()
         os.kill(victim, signal.SIGSTOP)
+        done = place.settled(job)
         if place.subject.name == "mnist_ddp":
             job.wait(job.done, LIMIT)
             named = re.search(r"error: ([^\n]*)", job.said())
