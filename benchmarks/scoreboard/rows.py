@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from job import Job, Told, started
@@ -32,18 +32,17 @@ class Place:
 
     subject: Subject
     folder: Path
-    jobs: list[Job] = field(default_factory=list)
+    shared: Path  # what several rows need is made once, and kept here
 
     @contextmanager
     def job(self, setting: Setting, again: bool = False) -> Iterator[Job]:
         starts = self.subject.starts(setting, self.folder, again)
-        told = self.folder / f"told-{len(self.jobs)}"
+        told = self.folder / f"told-{len([*self.folder.glob('told-?')])}"
         with started(starts, self.folder, told, self.subject.environ(setting)) as job:
-            self.jobs.append(job)
             yield job
 
     def told(self) -> Told:
-        return self.subject.told(self.jobs, self.folder)
+        return self.subject.told(self.folder)
 
     def middle(self, job: Job, setting: Setting) -> None:
         """Wait until the job is past its middle."""
@@ -117,12 +116,19 @@ def resumed_at(place: Place, job: Job, setting: Setting) -> int:
 
 def killed(place: Place, setting: Setting) -> int:
     """All of a job killed at once, in the middle, as by a power cut; returns how many steps it had taken."""
+    shared = place.shared / f"{place.subject.name}-killed"
+    if shared.exists():
+        shutil.copytree(shared, place.folder, dirs_exist_ok=True)
+        return int((shared / "done.txt").read_text())
     with place.job(setting) as job:
         place.middle(job, setting)
         for pid in job.left():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return place.settled(job)
+        done = place.settled(job)
+    (place.folder / "done.txt").write_text(str(done))
+    shutil.copytree(place.folder, shared)
+    return done
 
 
 def killed_rank(place: Place) -> str:
@@ -284,7 +290,7 @@ def harmed(place: Place, harm: Callable[[Path], str]) -> str:
         if not told.events("restored"):
             at = resumed_at(place, job, setting)
             return f"not looked at: begins at step {at}" if at == 0 else f"begins at step {at}"
-        before = [step.loss for step in Told.read(place.jobs[0].told).steps()][-20:]
+        before = [step.loss for step in Told.read(place.folder / "told-0").steps()][-20:]
         after = [step.loss for step in told.steps()][:20]
         change = f"loss {statistics.mean(before):.2f} before, {statistics.mean(after):.2f} after"
         return f"loaded without a word, {change}; {codes(job)}"
@@ -328,39 +334,47 @@ def other_n(place: Place) -> str:
     return go_on(place, replace(setting, n=3), done)
 
 
+def epoch_at_3(place: Place) -> tuple[str, Told, str]:
+    """One epoch at 3 ranks, in batches of 50: what went wrong, what it told, and what it said."""
+    shared = place.shared / f"{place.subject.name}-at-3"
+    if shared.exists():
+        folder = shared
+        wrong, said = (shared / "wrong.txt").read_text(), (shared / "told-0.txt").read_text(errors="replace")
+        return wrong, place.subject.told(folder), said
+    with place.job(setting_of(place.subject, 3, 1, 50)) as job:
+        ended = job.wait(job.done, LIMIT)
+        wrong = f"{codes(job)}: {last_words(job)}" if not ended or any(e.returncode for e in job.launchers) else ""
+        said = job.said()
+    (place.folder / "wrong.txt").write_text(wrong)
+    shutil.copytree(place.folder, shared)
+    return wrong, place.told(), said
+
+
 def evaluation(place: Place) -> str:
-    """3 ranks, 1 epoch; which examples its evaluation counts."""
+    """3 ranks, 1 epoch; how many examples its evaluation counts, of 1,000 for most."""
     subject = place.subject
     if not subject.evaluates:
         return "it has no evaluation"
-    setting = setting_of(subject, 3, 1, 50)
-    with place.job(setting) as job:
-        if not job.wait(job.done, LIMIT) or any(each.returncode for each in job.launchers):
-            return f"{codes(job)}: {last_words(job)}"
-        if subject.name == "mnist_ddp":
-            found = re.search(r'"test_examples": (\d+)', job.said())
-            return f"counts {int(found[1]):,} of {subject.tests:,}" if found else "none"
-        events = place.told().events("evaluated")
-        last = max((event["epoch"] for event in events), default=0)
-        by_rank = Counter[int]()
-        for event in events:
-            if event["epoch"] == last:
-                by_rank[event["rank"]] += event["count"]
-        total = sum(by_rank.values())
-        return f"counts {total:,} of {subject.tests:,}"
+    wrong, told, said = epoch_at_3(place)
+    if wrong:
+        return wrong
+    if subject.name == "mnist_ddp":
+        found = re.search(r'"test_examples": (\d+)', said)
+        return f"counts {int(found[1]) if found else 0:,} of {subject.tests:,}"
+    events = told.events("evaluated")
+    last = max((event["epoch"] for event in events), default=0)
+    return f"counts {sum(e['count'] for e in events if e['epoch'] == last):,} of {subject.tests:,}"
 
 
 def odd_batch(place: Place) -> str:
     """A global batch of 50 at 3 ranks, one epoch: the sizes of its updates, and what of the data was in them."""
-    subject = place.subject
-    setting = setting_of(subject, 3, 1, 50)
-    with place.job(setting) as job:
-        if not job.wait(job.done, LIMIT) or any(each.returncode for each in job.launchers):
-            return f"{codes(job)}: {last_words(job)}"
-        told = place.told()
-    updates = [sum(len(i) for i in times) for times in (t for _, t in sorted(told.lineage().items()))]
-    if subject.epochs_told:
-        return f"updates of {updates[0]}, the last of {updates[-1]}; {sample_words(place, setting, told)}"
+    wrong, told, _ = epoch_at_3(place)
+    if wrong:
+        return wrong
+    updates = [sum(len(i) for i in times) for _, times in sorted(told.lineage().items())]
+    if place.subject.epochs_told:
+        words = sample_words(place, setting_of(place.subject, 3, 1, 50), told)
+        return f"updates of {updates[0]}, the last of {updates[-1]}; {words}"
     return f"updates of {updates[0]}"
 
 
@@ -369,7 +383,7 @@ def same_losses(place: Place) -> str:
     subject, found, samples = place.subject, [], []
     for n in (1, 4):
         setting = setting_of(subject, n, 1)
-        inner = Place(subject, place.folder / f"at-{n}")
+        inner = Place(subject, place.folder / f"at-{n}", place.shared)
         inner.folder.mkdir()
         subject.prepare(inner.folder, GIVEN)
         with inner.job(setting) as job:

@@ -1,18 +1,19 @@
 """What becomes of the examples that people copy, and of ours, when something fails?
 
-    python benchmarks/scoreboard/scoreboard.py --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
-    python benchmarks/scoreboard/scoreboard.py --json found.json                       # all of them, an hour or less
-    python benchmarks/scoreboard/scoreboard.py --show accelerate                       # what we changed in an example
+    bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
+    bash scripts/test.sh -e scoreboard -- --json found.json                       # all of them
+    bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
 
 Each example is the file that its authors wrote, at the commit that its origin.json names, downloaded from there and
 known by its SHA-256; what we change in it (where data come from, how long it trains, CPU in place of a GPU, and lines
-that tell what happens) is its samestep.ed. The environment is that of `bash scripts/test.sh -e scoreboard`.
+that tell what happens) is its samestep.ed.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import platform
@@ -33,15 +34,18 @@ MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end o
 Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: what, when
 
 
-def cell(subject: Subject, row: str, given: Path | None, keep: Path | None) -> str:
-    """Measure one cell, in a temporary folder, or in ``keep``, which must not be there."""
+def cell(subject: Subject, row: str, shared: Path, given: Path | None = None, keep: Path | None = None) -> str:
+    """Measure one cell, in a temporary folder, or in ``keep``, which must not be there.
+
+    ``shared`` is a folder for what several cells need.
+    """
     rows.GIVEN = given
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=keep is None)
         subject.prepare(folder, given)
         try:
-            return ROWS[row][1](Place(subject, folder))
+            return ROWS[row][1](Place(subject, folder, shared))
         except NotDoneError as error:
             return f"not measured: {error}"
 
@@ -72,7 +76,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def command(subject: str, row: str) -> str:
-    return f"python benchmarks/scoreboard/scoreboard.py --only {subject} --row {row}"
+    return f"bash scripts/test.sh -e scoreboard -- --only {subject} --row {row}"
 
 
 def table(cells: Cells) -> str:
@@ -135,9 +139,15 @@ def chosen(asked: str | None, known: dict[str, object], option: str) -> list[str
     return names
 
 
+def terminated(*_: object) -> None:
+    """End, by way of `started`, which ends its job; a second TERM does not get in its way."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> None:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `started`, which ends its job
+    signal.signal(signal.SIGTERM, terminated)
     names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
     wanted = chosen(options.row, dict(ROWS), "--row")
     if options.keep and (len(names), len(wanted)) != (1, 1):
@@ -154,11 +164,11 @@ def main() -> None:
         if options.from_json:
             cells = json.loads(options.from_json.read_text())
         else:
-            for row in wanted:
-                for name in names:
+            with tempfile.TemporaryDirectory(prefix="scoreboard-") as shared:
+                for name, row in itertools.product(names, wanted):
                     subject, begun = SUBJECTS[name], time.monotonic()
                     print(f"$ {command(name, row)}", file=sys.stderr, flush=True)
-                    what = cell(subject, row, options.sources, options.keep and options.keep.resolve())
+                    what = cell(subject, row, Path(shared), options.sources, options.keep and options.keep.resolve())
                     print(f"{what}    [{time.monotonic() - begun:.0f} s]", file=sys.stderr, flush=True)
                     cells.setdefault(row, {})[name] = {"what": what, **about(subject)}
                     if options.json:

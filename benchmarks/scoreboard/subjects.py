@@ -93,9 +93,9 @@ class Subject:
         per_rank = -(-self.examples // setting.n)
         return setting.epochs * -(-per_rank // (setting.batch // setting.n))
 
-    def told(self, jobs: Sequence[Job], folder: Path) -> Told:
-        """What all the jobs of one training told."""
-        return Told.read(*(job.told for job in jobs))
+    def told(self, folder: Path) -> Told:
+        """What all the jobs of one training told, which were started in turn."""
+        return Told.read(*sorted(folder.glob("told-?")))
 
     def taken(self, job: Job, folder: Path) -> int:
         """How many steps a job has told by now, of the rank that is furthest; cheap, to be asked again and again."""
@@ -143,7 +143,7 @@ class Ours(Subject):
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [found for found in (json.loads(line) for line in lines) if "loss" in found]
 
-    def told(self, jobs: Sequence[Job], folder: Path) -> Told:
+    def told(self, folder: Path) -> Told:
         """Its own log; which samples a step has is a function of the step, which the ranks take them from."""
         from samestep.sharding import GlobalBatches
 
