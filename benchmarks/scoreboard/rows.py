@@ -335,13 +335,13 @@ def other_n(place: Place) -> str:
 
 
 def epoch_at_3(place: Place) -> tuple[str, Told, str]:
-    """One epoch at 3 ranks, in batches of 50: what went wrong, what it told, and what it said."""
+    """One epoch at 3 ranks, in batches of 500: what went wrong, what it told, and what it said."""
     shared = place.shared / f"{place.subject.name}-at-3"
     if shared.exists():
         folder = shared
         wrong, said = (shared / "wrong.txt").read_text(), (shared / "told-0.txt").read_text(errors="replace")
         return wrong, place.subject.told(folder), said
-    with place.job(setting_of(place.subject, 3, 1, 50)) as job:
+    with place.job(setting_of(place.subject, 3, 1, 500)) as job:
         ended = job.wait(job.done, LIMIT)
         wrong = f"{codes(job)}: {last_words(job)}" if not ended or any(e.returncode for e in job.launchers) else ""
         said = job.said()
@@ -367,13 +367,13 @@ def evaluation(place: Place) -> str:
 
 
 def odd_batch(place: Place) -> str:
-    """A global batch of 50 at 3 ranks, one epoch: the sizes of its updates, and what of the data was in them."""
+    """A global batch of 500 at 3 ranks, one epoch: the sizes of its updates, and what of the data was in them."""
     wrong, told, _ = epoch_at_3(place)
     if wrong:
         return wrong
     updates = [sum(len(i) for i in times) for _, times in sorted(told.lineage().items())]
     if place.subject.epochs_told:
-        words = sample_words(place, setting_of(place.subject, 3, 1, 50), told)
+        words = sample_words(place, setting_of(place.subject, 3, 1, 500), told)
         return f"updates of {updates[0]}, the last of {updates[-1]}; {words}"
     return f"updates of {updates[0]}"
 
@@ -415,6 +415,6 @@ ROWS: dict[str, tuple[str, Callable[[Place], str]]] = {
     "cut": ("Half of the newest checkpoint is missing", halved),
     "other-n": ("Killed at 2 ranks, started again at 3", other_n),
     "evaluation": ("Evaluation at 3 ranks counts", evaluation),
-    "odd-batch": ("A global batch of 50 at 3 ranks", odd_batch),
+    "odd-batch": ("A global batch of 500 at 3 ranks", odd_batch),
     "same-losses": ("The losses of 1 and 4 ranks", same_losses),
 }

@@ -56,10 +56,10 @@ class Subject:
     saves = True  # checkpoints
     evaluates = True
     tests = 1000  # examples that its evaluation is of
-    batch = 64  # of the whole job at 2 ranks, by its default
+    batch = 480  # of the whole job: few steps an epoch, as each is slow where other work is on the machine
     heals = False  # what a rank lost it gets from the others: a new process does not begin anew
     epochs_told = True
-    pause = 0.01
+    pause = 0.05
 
     def origins(self) -> list[sources.File]:
         return sources.origin(self.name)
@@ -201,7 +201,6 @@ class Accelerate(Subject):
     packages = ("torch", "accelerate", "timm")
     examples = 3200
     tests = 800
-    batch = 128
 
     def prepare(self, folder: Path, given: Path | None) -> None:
         """The training digits as its data set's files: <class>_<number>.jpg."""
@@ -235,7 +234,6 @@ class Lightning(Subject):
     name = "lightning"
     packages = ("torch", "lightning")
     examples = 3500
-    batch = 64
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         program = [sys.executable, self.origins()[0].name, "--trainer.accelerator=cpu", "--trainer.strategy=ddp"]
@@ -257,13 +255,12 @@ class TorchFT(Subject):
     examples = 1024
     saves = evaluates = epochs_told = False
     heals = True
-    batch = 128
 
     def prepare(self, folder: Path, given: Path | None) -> None:
         sources.put(self.name, folder, given)
 
     def steps(self, setting: Setting) -> int:
-        return setting.epochs * 60
+        return setting.epochs * 20
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         port = free_port()
@@ -287,7 +284,6 @@ class Ray(Subject):
     name = "ray"
     packages = ("torch", "ray")
     saves = False
-    batch = 32
 
     def prepare(self, folder: Path, given: Path | None) -> None:
         sources.put(self.name, folder, given)
@@ -305,7 +301,6 @@ class Horovod(Subject):
     name = "horovod"
     packages = ("torch", "horovod")
     saves = False
-    batch = 128
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         run = [str(BIN / "horovodrun"), "--gloo", f"-np={setting.n}", f"-H=localhost:{setting.n}"]
