@@ -19,7 +19,7 @@ from subjects import Setting, Subject, steps_taken
 
 LIMIT = 600.0  # seconds for a job that nothing disturbs
 PATIENCE = 45.0  # seconds after a fault for something to come of it
-EPOCHS, MIDDLE = 3, 0.55  # where the fault strikes: late in the second epoch of three
+EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
 
 
 class NotDoneError(Exception):

@@ -115,7 +115,6 @@ def mnist(folder: Path) -> None:
 
 class Ours(Subject):
     name = "mnist_ddp"
-    pause = 0.0
 
     def origins(self) -> list[sources.File]:
         return []
@@ -131,7 +130,10 @@ class Ours(Subject):
         return [Start([*script, *options], {"PYTHON": sys.executable})]
 
     def environ(self, setting: Setting) -> Mapping[str, str]:
-        return {}
+        """It has no line of ours: what its tests use makes its ranks sleep, until it is started again."""
+        slow = {"slow": [[rank, "input", 0, 1_000_000] for rank in range(setting.n)], "seconds": 0.05}
+        path = os.pathsep.join(str(ROOT / each) for each in ("tests/common/faults", "core"))
+        return {"SAMESTEP_FAULT": json.dumps(slow), "PYTHONPATH": path}
 
     def checkpoint(self, folder: Path) -> Path | None:
         found = sorted(folder.glob("run/checkpoints/step-*/model.safetensors"))

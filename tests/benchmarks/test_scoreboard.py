@@ -73,7 +73,7 @@ def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None
     what = board["scoreboard"].cell(
         board["subjects"].SUBJECTS["mnist_ddp"], "rank-killed", tmp_path, None, tmp_path / "run"
     )
-    assert re.match(r"goes on by itself at step (9|18), ", what), what  # the end of an epoch
+    assert re.match(r"goes on by itself at step 18, \d of 2\d lost; ", what), what  # the end of the second epoch
     assert what.endswith(" lost; samples repeated 0, lost 0; exit 0"), what
 
 
@@ -91,7 +91,7 @@ def test_a_rank_of_a_tutorials_loop_is_killed(board: dict[str, Any], tmp_path: P
     what = board["scoreboard"].cell(Tutorial(), "rank-killed", tmp_path, None, tmp_path / "run")
     assert what.startswith("job ends, exit 1, "), what
     # From the beginning of the epoch that it had finished: all of it once more.
-    assert re.search(r"started again: goes on at step (0|9) of 27, ", what), what
+    assert re.search(r"started again: goes on at step 9 of 27, ", what), what
     assert what.endswith(" lost, samples repeated 4,000, lost 0"), what
     assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-0"))
     assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-1"))
