@@ -171,11 +171,8 @@ def recovered(place: Place, job: Job, setting: Setting, told: Told, struck: floa
         words = f"goes on without it after {seconds(max(gaps, default=0.0))}"
         if new:
             words += f", the rank is back after {seconds(new[0].time - struck)}"
-        if place.subject.epochs_told:
-            words += f"; {sample_words(place, setting, told)}"
-        else:
-            alone = sum(1 for step in old if not new or step.time < new[0].time)
-            words += f"; no step lost, {alone} made without the lost rank's samples"
+        alone = sum(1 for step in old if not new or step.time < new[0].time)
+        words += f"; no step lost, {alone} made without the lost rank's samples"
         return f"{words}; {codes(job)}"
     if not new:
         return f"{codes(job)}, no further step"

@@ -299,33 +299,6 @@ class Ray(Subject):
         return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n)}
 
 
-class Horovod(Subject):
-    name = "horovod"
-    packages = ("torch", "horovod")
-    saves = False
-
-    def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
-        run = [str(BIN / "horovodrun"), "--gloo", f"-np={setting.n}", f"-H=localhost:{setting.n}"]
-        return [Start([*run, sys.executable, self.origins()[0].name, *self.options(setting)])]
-
-    def options(self, setting: Setting) -> list[str]:
-        batch = f"--batch-size={setting.batch // setting.n}"
-        return ["--no-cuda", "--data-dir=data", batch, f"--epochs={setting.epochs}"]
-
-
-class HorovodElastic(Horovod):
-    name = "horovod_elastic"
-    heals = True
-
-    def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
-        script = folder / "discover_hosts.sh"
-        script.write_text(f"#!/bin/sh\necho localhost:{setting.n - 1}\necho 127.0.0.1:1\n")
-        script.chmod(0o755)
-        run = [str(BIN / "horovodrun"), "--gloo", f"-np={setting.n}", "--min-np=1", f"--max-np={setting.n}"]
-        run += [f"--host-discovery-script={script}"]
-        return [Start([*run, sys.executable, self.origins()[0].name, *self.options(setting)])]
-
-
 SUBJECTS: dict[str, Subject] = {
     "mnist_ddp": Ours(),
     "pytorch": PyTorch(),
@@ -334,8 +307,6 @@ SUBJECTS: dict[str, Subject] = {
     "lightning": Lightning(),
     "torchft": TorchFT(),
     "ray": Ray(),
-    "horovod": Horovod(),
-    "horovod-elastic": HorovodElastic(),
 }
 
 
