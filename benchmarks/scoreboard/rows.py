@@ -64,7 +64,7 @@ def setting_of(subject: Subject, n: int = 2, epochs: int = EPOCHS, batch: int | 
 def codes(job: Job) -> str:
     """The exit code of the launcher, as a shell has it."""
     found = [each.poll() for each in job.launchers]
-    shown = [str(128 - code if code is not None and code < 0 else code) for code in found]
+    shown = ["none" if code is None else str(128 - code if code < 0 else code) for code in found]
     return "exit " + " and ".join(shown)
 
 
