@@ -49,7 +49,7 @@ def _tell(event: str, **values: Any) -> None:
 def step(epoch: int, batch: int, loss: Any, images: Any = None, indices: Any = None) -> None:
     """A step was taken on this rank's ``images``, or on those that the indices are of; ``loss`` is theirs."""
     found = _indices(images) if images is not None else [int(index) for index in indices]
-    _tell("step", epoch=epoch, batch=batch, loss=float(loss), indices=found)
+    _tell("step", epoch=epoch, batch=batch, loss=float(loss.detach()), indices=found)
     if _FOLDER:
         time.sleep(_PAUSE)
 
