@@ -94,7 +94,8 @@ def table(cells: Cells) -> str:
     machines = sorted({found["machine"] for found in every})
     dates, loads = sorted({found["date"] for found in every}), sorted(int(found["load"]) for found in every)
     lines.append(f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. ")
-    lines[-1] += f"Other work was on the machine: its load was {loads[0]} to {loads[-1]}."
+    busy = f"{loads[0]}" if loads[0] == loads[-1] else f"{loads[0]} to {loads[-1]}"
+    lines[-1] += f"The machine's load was {busy}: where that is more than its cores, the seconds are longer for it."
     return "\n".join(lines)
 
 
