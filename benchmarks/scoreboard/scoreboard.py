@@ -1,7 +1,7 @@
 """What becomes of the examples that people copy, and of ours, when something fails?
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
-    bash scripts/test.sh -e scoreboard -- --json found.json                       # all of them
+    bash scripts/test.sh -e scoreboard     # all of them, into cells.json and the page
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
 
 Each example is the file that its authors wrote, at the commit that its origin.json names, downloaded from there and
