@@ -1,0 +1,187 @@
+"""What becomes of the examples that people copy, and of ours, when something fails?
+
+    bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
+    bash scripts/test.sh -e scoreboard     # all of them, into cells.json and the page
+    bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
+
+Each example is the file that its authors wrote, at the commit that its origin.json names, downloaded from there and
+known by its SHA-256; what we change in it (where data come from, how long it trains, CPU in place of a GPU, and lines
+that tell what happens) is its samestep.ed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import rows
+import sources
+from rows import ROWS, NotDoneError, Place
+from subjects import ROOT, SUBJECTS, Subject
+
+sys.path.insert(0, str(ROOT / "core"))
+MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
+Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: what, when
+
+
+def cell(subject: Subject, row: str, shared: Path, given: Path | None = None, keep: Path | None = None) -> str:
+    """Measure one cell, in a temporary folder, or in ``keep``, which must not be there.
+
+    ``shared`` is a folder for what several cells need.
+    """
+    rows.GIVEN = given
+    with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=keep is None)
+        subject.prepare(folder, given)
+        try:
+            return ROWS[row][1](Place(subject, folder, shared))
+        except NotDoneError as error:
+            return f"not measured: {error}"
+
+
+def versions(subject: Subject) -> str:
+    found = []
+    for name in subject.packages:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+def about(subject: Subject) -> dict[str, str]:
+    """With what, where and when a cell was measured; the load is of all processes of the machine, over 5 minutes."""
+    cores = len(os.sched_getaffinity(0))
+    machine = f"{platform.machine()}, {cores} cores, gloo, Python {platform.python_version()}"
+    date, load = time.strftime("%Y-%m-%d"), f"{os.getloadavg()[1]:.0f}"
+    return {"date": date, "versions": versions(subject), "machine": machine, "load": load}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def command(subject: str, row: str) -> str:
+    return f"bash scripts/test.sh -e scoreboard -- --only {subject} --row {row}"
+
+
+def table(cells: Cells) -> str:
+    """A table of each row: who, what happened; and with what, where and when."""
+    lines = []
+    for row, (title, _) in ROWS.items():
+        if row not in cells:
+            continue
+        lines += [f"### {title}", "", f"| `--row {row}` | what happened |", "|---|---|"]
+        those = [(name, cells[row][name]["what"]) for name in SUBJECTS if name in cells[row]]
+        lines += [f"| `--only {name}` | {what} |" for name, what in those]
+        lines.append("")
+    every = [each for found in cells.values() for each in found.values()]
+    versions = sorted({each for found in every for each in found["versions"].split(", ")})
+    machines = sorted({found["machine"] for found in every})
+    dates, loads = sorted({found["date"] for found in every}), sorted(int(found["load"]) for found in every)
+    lines.append(f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. ")
+    busy = f"{loads[0]}" if loads[0] == loads[-1] else f"{loads[0]} to {loads[-1]}"
+    lines[-1] += f"The machine's load was {busy}: where that is more than its cores, the seconds are longer for it."
+    return "\n".join(lines)
+
+
+def write_page(path: Path, measured: str) -> None:
+    """Put ``measured`` between the marks of the page."""
+    page = path.read_text() if path.exists() else "\n".join(MARKS) + "\n"
+    before, found, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (found and end):
+        sys.exit(f"error: {path} lacks the lines {MARKS[0]} and {MARKS[1]}: put them back, or name another --output")
+    write_whole(path, f"{before}{MARKS[0]}\n{measured}\n{MARKS[1]}{after}")
+
+
+def show(subject: Subject, given: Path | None) -> None:
+    """Print what we change in the example."""
+    for file in subject.origins():
+        text = sources.fetch(file, given)
+        edits = (sources.HERE / subject.name / file.edits).read_text() if file.edits else ""
+        changed = sources.apply(text, edits)
+        names = (file.page, f"{file.name}, as it is run")
+        sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), changed.splitlines(True), *names))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"of {', '.join(SUBJECTS)}; several with commas (default: all)")
+    parser.add_argument("--row", help=f"of {', '.join(ROWS)}; several with commas (default: all)")
+    parser.add_argument("--show", metavar="NAME", help="print what is changed in an example, as a diff, and end")
+    parser.add_argument("--sources", type=Path, metavar="DIR", help="take originals from DIR/<owner>/<name>/<path>")
+    parser.add_argument("--json", type=Path, help="add what is measured to this file, after each cell")
+    parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
+    parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE, between its two marks")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the folder of one cell, with all output, here")
+    return parser.parse_args()
+
+
+def chosen(asked: str | None, known: dict[str, object], option: str) -> list[str]:
+    names = asked.split(",") if asked else list(known)
+    for name in names:
+        if name not in known:
+            sys.exit(f"error: {option} {name}: there is none; choose of {', '.join(known)}")
+    return names
+
+
+def terminated(*_: object) -> None:
+    """End, by way of `started`, which ends its job; a second TERM does not get in its way."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
+def main() -> None:
+    options = parse()
+    signal.signal(signal.SIGTERM, terminated)
+    names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
+    wanted = chosen(options.row, dict(ROWS), "--row")
+    if options.keep and (len(names), len(wanted)) != (1, 1):
+        sys.exit("error: --keep is for one cell: name it with --only and --row")
+    if options.keep and options.keep.exists():
+        sys.exit(f"error: --keep {options.keep}: it is there already; name another folder")
+    if options.from_json and not options.from_json.is_file():
+        sys.exit(f"error: --from-json {options.from_json}: no such file; leave it out to measure")
+    try:
+        if options.show:
+            show(SUBJECTS[options.show], options.sources)
+            return
+        cells: Cells = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+        if options.from_json:
+            cells = json.loads(options.from_json.read_text())
+        else:
+            with tempfile.TemporaryDirectory(prefix="scoreboard-") as shared:
+                for name, row in itertools.product(names, wanted):
+                    subject, begun = SUBJECTS[name], time.monotonic()
+                    print(f"$ {command(name, row)}", file=sys.stderr, flush=True)
+                    what = cell(subject, row, Path(shared), options.sources, options.keep and options.keep.resolve())
+                    print(f"{what}    [{time.monotonic() - begun:.0f} s]", file=sys.stderr, flush=True)
+                    cells.setdefault(row, {})[name] = {"what": what, **about(subject)}
+                    if options.json:
+                        write_whole(options.json, json.dumps(cells, indent=1) + "\n")
+    except sources.SourceError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    print(table(cells))
+    if options.output:
+        write_page(options.output, table(cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The examples as their authors wrote them: downloaded once, known by their SHA-256, and changed as we say.
+
+Their code is not in this repository. ``<name>/origin.json`` says where a file is and which it must be;
+``<name>/samestep.ed`` says what is changed, as an ed script (``diff -e`` makes one): line numbers of the original,
+and the lines of ours that take their place. As the original is known to the byte, line numbers are exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT = 10.0  # seconds, for the connection and each read
+
+
+class SourceError(Exception):
+    """An example cannot be had, or is another one. The message is one line, with the remedy."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of an example, and what it is called in the folder in which it is run."""
+
+    repository: str  # owner/name, on GitHub
+    commit: str
+    path: str
+    sha256: str
+    name: str
+    edits: str = ""  # the ed script's file name; empty: it is run as it is
+    package: str = ""  # the wheel that has it at this path, in place of a commit
+
+    @property
+    def url(self) -> str:
+        return f"https://raw.githubusercontent.com/{self.repository}/{self.commit}/{self.path}"
+
+    @property
+    def page(self) -> str:
+        return f"https://github.com/{self.repository}/blob/{self.commit}/{self.path}"
+
+
+def origin(name: str) -> list[File]:
+    """The files of an example; the first is the program."""
+    stored = json.loads((HERE / name / "origin.json").read_text())
+    shared = {key: stored[key] for key in ("repository", "commit", "package") if key in stored}
+    return [File(**shared, **each) for each in stored["files"]]
+
+
+def cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "scoreboard"
+
+
+def _of_package(file: File) -> Path:
+    found = importlib.util.find_spec(file.package)
+    return Path(found.origin if found and found.origin else os.devnull).parents[1] / file.path
+
+
+def fetch(file: File, given: Path | None = None) -> str:
+    """The text of a file, from ``given``/<owner>/<name>/<path>, else the cache, else GitHub, and then into the cache.
+
+    Raises:
+        SourceError: it is nowhere, or not the one whose SHA-256 is known.
+    """
+    kept = _of_package(file) if file.package else cache() / file.sha256
+    where = given / file.repository / file.path if given and not file.package else kept
+    if file.package and not where.is_file():
+        raise SourceError(f"{file.path} is a file of the package {file.package}: install benchmarks/scoreboard's pins")
+    if where.is_file():
+        content, said = where.read_bytes(), str(where)
+    elif given:
+        raise SourceError(f"{where}: no such file; put {file.url} there, or leave out --sources")
+    else:
+        said = file.url
+        try:
+            with urllib.request.urlopen(file.url, timeout=TIMEOUT) as response:
+                content = response.read()
+        except OSError as error:  # URLError, HTTPError and timeouts are OSErrors
+            reason = getattr(error, "reason", None) or error
+            raise SourceError(
+                f"cannot download {file.url} ({reason}); try again with a network, or name with --sources a folder "
+                f"that has {file.repository}/{file.path} of commit {file.commit[:12]}"
+            ) from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != file.sha256:
+        raise SourceError(f"{said} has the SHA-256 {found}, expected {file.sha256}; take it from {file.url}")
+    if where != kept and not given:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
+        part.write_bytes(content)
+        part.replace(kept)
+    return content.decode()
+
+
+def apply(text: str, script: str) -> str:
+    """What an ed script makes of a text. It may hold a (after), c (change) and d (delete), the last line first.
+
+    Raises:
+        ValueError: another command, lines that are not there, or commands in another order.
+    """
+    lines, commands = text.splitlines(), script.splitlines()
+    before, k = len(lines) + 1, 0
+    while k < len(commands):
+        found = re.fullmatch(r"(\d+)(?:,(\d+))?([acd])", commands[k])
+        if not found:
+            raise ValueError(f"line {k + 1} of the edits is no a, c or d with line numbers: {commands[k]!r}")
+        first, last, kind = int(found[1]), int(found[2] or found[1]), found[3]
+        if not (kind == "a" or first >= 1) or not first <= last < before + (kind == "a"):
+            raise ValueError(f"line {k + 1} of the edits is out of order or of the text: {commands[k]!r}")
+        new: list[str] = []
+        k += 1
+        if kind != "d":
+            end = commands.index(".", k)
+            new, k = commands[k:end], end + 1
+        lines[first if kind == "a" else first - 1 : last] = new
+        before = first
+    return "\n".join(lines) + "\n"
+
+
+def put(name: str, folder: Path, given: Path | None = None) -> Path:
+    """Write an example, with our edits, into a folder; returns the program."""
+    files = origin(name)
+    for file in files:
+        text = fetch(file, given)
+        changed = apply(text, (HERE / name / file.edits).read_text()) if file.edits else text
+        (folder / file.name).write_text(changed)
+    return folder / files[0].name
