@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 from samestep import hang, report, report_page, rundata, watchdog
 from samestep.env import World
 from samestep.metrics import Metrics
 from samestep.report import Page, Table
+
+import runs
 
 LOADS = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
 VOID = {"meta", "br", "link", "img"}

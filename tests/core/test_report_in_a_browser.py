@@ -6,8 +6,9 @@ from pathlib import Path
 
 import browser
 import pytest
-import runs
 from samestep import report
+
+import runs
 
 WIDTHS = {"a phone": 360, "a desktop": 1280}
 

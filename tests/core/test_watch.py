@@ -24,10 +24,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import runs
 from programs import CORE, HOLD, default_signals, environment, running
 from samestep import rundata, watch
 from samestep.rundata import Curve
+
+import runs
 
 LIMIT = 60.0  # seconds that no answer needs
 JOB = "a job"
