@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import Harness, Job, last_step, metrics
@@ -15,17 +17,25 @@ from readback import OF, written
 
 NAMES = "tensorboard,mlflow,wandb"
 SMALL = ("--dataset=mnist-5k", "--log-every=1", "--checkpoint-every=10")
-PATIENT = {"SAMESTEP_TRACK_SECONDS": "200"}  # on a machine with other work
+PATIENT: dict[str, Any] = {"SAMESTEP_TRACK_SECONDS": "200"}  # on a machine with other work
 
 
 def kill_at(job: Job, steps: list[int]) -> None:
     """SIGKILL to a rank at each of these steps, or a few later."""
+
+    def others_came(gone: set[int]) -> bool:
+        now = {*job.ranks().values()}
+        return len(now) == 2 and not gone & now
+
     for i, step in enumerate(steps):
-        job.wait_for(lambda step=step: last_step(job.run_dir) >= step, limit=240)
-        before = dict(job.ranks())
+        job.wait_for(partial(reached, job, step), limit=240)
+        before = job.ranks()
         os.kill(before[i % 2], signal.SIGKILL)
-        gone = {*before.values()}
-        job.wait_for(lambda gone=gone: len(now := job.ranks()) == 2 and not gone & {*now.values()}, limit=240)
+        job.wait_for(partial(others_came, {*before.values()}), limit=240)
+
+
+def reached(job: Job, step: int) -> bool:
+    return last_step(job.run_dir) >= step
 
 
 def check(run_dir: Path) -> None:
