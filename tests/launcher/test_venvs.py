@@ -165,7 +165,7 @@ def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: p
         file.writestr("samestep/more.py", "")
     assert street.python() != first
     monkeypatch.setattr(venvs, "ROOT", street.root)
-    assert [pin[:2] for pin in venvs._pins("toy")] == [("torch", "1.0"), ("samestep", "0.1.0")]
+    assert [pin[:2] for pin in venvs.pins("toy")] == [("torch", "1.0"), ("samestep", "0.1.0")]
 
 
 def test_what_is_there_is_used_without_the_python_that_made_it(street: Street) -> None:
