@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "soak: not in the matrix; runs with --soak or --every-case",
         "once: of core alone; the matrix shows it with one app, mnist_ddp",
         "torchrun: of apps that torchrun starts",
+        "compared: of apps whose ranks hold the same weights, and compare them",
         "best, curves, kills, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
@@ -57,7 +58,8 @@ def _warm_up(app: App) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     app = row(config.getoption("--app"))
-    marks = [] if app.launcher == "torchrun" else ["torchrun"]
+    applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
+    marks = [mark for mark, does in applies.items() if not does]
     if not config.getoption("--soak") and not config.getoption("--every-case"):
         marks += ["soak", *app.left_out]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]

@@ -105,7 +105,8 @@ def core_requirements() -> str:
     else:
         with zipfile.ZipFile(max(ROOT.glob("vendor/samestep-*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-            needs = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist", [])
+            all_needs = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist", [])
+        needs = [need for need in all_needs if "extra ==" not in need]
     return "\n".join(needs) + "\n"
 
 

@@ -117,7 +117,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     """Round numbers from ``low`` to ``high``, ``most`` of them or fewer."""
     if not high > low:
         return [low]
-    raw = (high - low) / most
+    raw = high / most - low / most  # which is finite
     power = 10.0 ** math.floor(math.log10(raw)) if raw > 1e-300 else raw
     unit = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw)
     first = math.ceil(low / unit)

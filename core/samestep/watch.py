@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -68,14 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     view = View(run_dir)
     if options.once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         view.look()
-        print("\n".join(view.frame(*(shutil.get_terminal_size(PLAIN) if sys.stdout.isatty() else PLAIN))))
+        print("\n".join(view.frame(*_size())))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         with _screen():
             while view.look():
-                _show(view.frame(*shutil.get_terminal_size(PLAIN)))
+                _show(view.frame(*_size()))
                 _wait(options.every)
-        print("\n".join(view.frame(*shutil.get_terminal_size(PLAIN))))
+        print("\n".join(view.frame(*_size())))
     return 0
 
 
@@ -97,6 +96,14 @@ def _screen() -> Iterator[None]:
         yield
     finally:
         _put("\x1b[?25h\x1b[?1049l")
+
+
+def _size() -> tuple[int, int]:
+    """The terminal's columns and lines; not those of COLUMNS and LINES, which know nothing of a change."""
+    with contextlib.suppress(OSError, ValueError):
+        size = os.get_terminal_size(sys.stdout.fileno())
+        return size.columns or PLAIN[0], size.lines or PLAIN[1]
+    return PLAIN
 
 
 def _show(lines: Sequence[str]) -> None:

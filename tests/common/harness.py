@@ -52,6 +52,7 @@ class App:
     delay: int = 60  # ms that are much more than a step of few samples takes
     kills: int = 20  # of each kind at random steps, in a soak
     launcher: str = "torchrun"  # what its launch script starts
+    compared: bool = True  # its ranks hold the same weights, and compare them
     # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
     # ``best``, ``curves``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun`` where one of the same
     # framework, or a case of its own, does it, and ``slow`` where a start takes long.

@@ -199,6 +199,7 @@ def test_two_machines_without_a_shared_disk_recover_together(
 # --- ranks that differ --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.compared
 @pytest.mark.soak  # in the matrix a flipped bit shows it, which a job survives
 def test_what_ranks_do_not_share_is_named_and_never_saved(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
@@ -219,6 +220,7 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
     assert (result["resumed_from_step"], result["weights_sha256"]) == (kept[-1], expected["weights_sha256"])
 
 
+@pytest.mark.compared
 @pytest.mark.once
 @pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_flipped_bit_is_named_and_undone(

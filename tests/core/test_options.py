@@ -122,6 +122,7 @@ def test_the_defaults() -> None:
         "timeout": 300.0,
         "grace": 30.0,
         "straggler": 1.5,
+        "track": None,
         "quiet": False,
     }
 
@@ -187,6 +188,7 @@ CHANGED: dict[str, Any] = {
     "timeout": 9.0,
     "grace": 9.0,
     "straggler": 9.0,
+    "track": "wandb",
     "quiet": True,
 }
 

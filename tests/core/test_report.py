@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rundirs
 from samestep import hang, report, report_page, rundata, watchdog
 from samestep.env import World
 from samestep.metrics import Metrics
 from samestep.report import Page, Table
-
-import runs
 
 LOADS = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
 VOID = {"meta", "br", "link", "img"}
@@ -57,7 +56,7 @@ class Checked(HTMLParser):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return runs.make(tmp_path_factory.mktemp("runs"))
+    return rundirs.make(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_a_page_of_three_runs_says_what_happened_to_each(made: dict[str, Path]) 
 
 def test_options_that_differ_are_marked_and_equal_ones_folded(made: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
-    assert runs.start(other, "whole", "--momentum=0.25", "--epochs=1") == 0
+    assert rundirs.start(other, "whole", "--momentum=0.25", "--epochs=1") == 0
     page = page_of(made["whole"], other)
     differ = table(page, "Options that differ")
     assert [row[0] for row in differ.rows] == ["data_dir", "epochs", "momentum"]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import browser
 import pytest
+import rundirs
 from samestep import report
-
-import runs
 
 WIDTHS = {"a phone": 360, "a desktop": 1280}
 
@@ -17,7 +16,7 @@ WIDTHS = {"a phone": 360, "a desktop": 1280}
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of three runs, one of them under a name that would be a program if it were not escaped."""
     folder = tmp_path_factory.mktemp("page")
-    made = runs.make(folder)
+    made = rundirs.make(folder)
     named = made["stopped"].rename(folder / "<img src=x onerror=alert(1)>")
     output = folder / "report.html"
     assert report.main([*map(str, (made["whole"], made["killed"], named)), "-o", str(output)]) == 0

@@ -24,11 +24,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rundirs
 from programs import CORE, HOLD, default_signals, environment, running
 from samestep import rundata, watch
 from samestep.rundata import Curve
-
-import runs
 
 LIMIT = 60.0  # seconds that no answer needs
 JOB = "a job"
@@ -37,7 +36,7 @@ NOW = 1_800_000_000.0  # by this machine's clock, which stands still
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return runs.make(tmp_path_factory.mktemp("runs"))
+    return rundirs.make(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(autouse=True)

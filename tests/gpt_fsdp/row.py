@@ -35,5 +35,6 @@ ROW = App(
     parts=(20, 3),
     exact_steps=(50, 6),
     diverges=("--lr=1e30", "--warmup-steps=0"),
+    compared=False,
     left_out=("once", "best", "curves", "kills", "launcher", "stall", "torchrun", "stragglers"),
 )

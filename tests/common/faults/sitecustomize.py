@@ -7,7 +7,7 @@ SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of
 - ``updates``: when so many updates are done,
 - ``step``: at the beginning of this step,
 - ``differ``: at the beginning of this step one weight of this rank is changed, and nothing is ended (torch alone),
-- ``evaluating``: at this evaluated batch, from 1,
+- ``evaluating``: at this evaluated batch since the first step, from 1,
 - ``slow`` and ``seconds``: nothing is ended; from and to these steps this rank sleeps in this phase of each step, for
   each ``[rank, phase, from, to]`` of the list,
 - ``tell``: nothing is ended; this file gets the address and the number of values of each parameter (torch alone).
@@ -122,11 +122,13 @@ def _arm() -> None:
 
         sharding.GlobalBatches.indices = indices_or_strike  # type: ignore[assignment,method-assign]
     if "updates" in _fault or "evaluating" in _fault:
-        beat, evaluated = watchdog.Watchdog.beat, list[None]()
+        beat, evaluated, trained = watchdog.Watchdog.beat, list[None](), False
 
         def beat_or_strike(self: Any, step: int | None = None) -> None:
+            nonlocal trained
             beat(self, step)
-            if step is None:
+            trained = trained or step is not None
+            if step is None and trained:  # and not of a shard that is verified before
                 evaluated.append(step)
             if (step is not None and step == _fault.get("updates")) or len(evaluated) == _fault.get("evaluating"):
                 _strike()
