@@ -115,10 +115,10 @@ def _problems(page: Page) -> Iterable[str]:
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
     """Round numbers from ``low`` to ``high``, ``most`` of them or fewer."""
-    if not high > low:
-        return [low]
     raw = high / most - low / most  # which is finite
-    power = 10.0 ** math.floor(math.log10(raw)) if raw > 1e-300 else raw
+    if raw < 1e-300:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(raw))
     unit = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw)
     first = math.ceil(low / unit)
     return [i * unit for i in range(first, first + 3 * most) if i * unit <= high]
