@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
 class TensorBoard(WholeFile):
     """One event file.
 
-    A file that replaces another has the next number and begins with a start of session at step 0: at both a TensorBoard
-    that is open drops what it has read, and reads the new one.
+    A file that replaces another has the next number and begins with a start of session at step 0, at which a TensorBoard
+    that is open drops what it has read. The one before stays, empty, as it would look for it before it reads the next.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -33,9 +34,11 @@ class TensorBoard(WholeFile):
         return self._folder / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}"
 
     def sweep(self, place: Path) -> None:
-        for path in self._folder.iterdir():
-            if NAME.fullmatch(path.name) and path != place:
-                path.unlink()
+        others = sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path != place)
+        for path in others[:-1]:
+            path.unlink()
+        for path in others[-1:]:
+            os.truncate(path, 0)
 
     def head(self, news: News) -> bytes:
         self._time = news.lines[0].time if news.lines else 0.0

@@ -39,7 +39,7 @@ def written(run_dir: Path) -> Found:
 def of_tensorboard(run_dir: Path) -> Found:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert len([*(run_dir / "track" / "tensorboard").glob("*tfevents*")]) == 1
+    assert sum(path.stat().st_size > 0 for path in (run_dir / "track" / "tensorboard").glob("*tfevents*")) == 1
     events = EventAccumulator(str(run_dir / "track" / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return scalars(events)

@@ -89,6 +89,7 @@ def test_with_a_server_that_is_down_training_ends_well_and_says_what_brings_the_
     assert OF["mlflow"](run_dir) == written(run_dir)
 
 
+@pytest.mark.soak
 def test_when_the_script_is_killed_its_follower_ends_and_the_next_one_goes_on(harness: Harness) -> None:
     job = harness.start(2, *SMALL, "--track=tensorboard", "--max-steps=60", **PATIENT)
     job.wait_for_step(12)
@@ -99,6 +100,7 @@ def test_when_the_script_is_killed_its_follower_ends_and_the_next_one_goes_on(ha
     assert json.loads((Path(result["run_dir"]) / "result.json").read_text()) == result
 
 
+@pytest.mark.soak
 def test_stopped_and_gone_on_with_at_another_number_of_ranks(harness: Harness) -> None:
     job = harness.start(2, *SMALL, f"--track={NAMES}", "--max-steps=40", **PATIENT)
     job.wait_for_step(12)
