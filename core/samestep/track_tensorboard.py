@@ -21,8 +21,8 @@ NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
 class TensorBoard(WholeFile):
     """One event file.
 
-    A file that replaces another has the next number and begins with a start of session at step 0, at which a TensorBoard
-    that is open drops what it has read. The one before stays, empty, as it would look for it before it reads the next.
+    A file that replaces another has the next number, and begins with a start of session at step 0, at which an open
+    TensorBoard drops what it has read. The one before stays, empty: it is looked for before the next is read.
     """
 
     def __init__(self, run_dir: Path) -> None:
