@@ -27,7 +27,7 @@ from samestep.rundata import RunData
 
 MOST = 400  # points of a curve that are drawn
 EQUAL = 1e-17  # where a difference of 0 is drawn: below what float64 can tell
-MOST = 1e300  # where one is drawn that no float64 can hold
+LARGEST = 1e300  # where one is drawn that no float64 can hold
 KINDS = {  # of events, in words for the legend
     "restart": "started again",
     "signal": "stopped by a signal",
@@ -249,7 +249,7 @@ def _differences(runs: Sequence[RunData]) -> Panel | None:
     lines = []
     for i, run in enumerate(runs[1:], 1):
         if (found := apart(runs[0], run)).steps:
-            values = [min(max(each, EQUAL), MOST) for each in found.differences]
+            values = [min(max(each, EQUAL), LARGEST) for each in found.differences]
             lines.append(thin(i, "difference", found.steps, values))
     if not lines:
         return None
