@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import hashlib
 import json
@@ -88,6 +89,12 @@ def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("--soak"):
+        faulthandler.cancel_dump_traceback_later()  # of pytest.ini
 
 
 @pytest.fixture

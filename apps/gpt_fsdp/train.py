@@ -89,7 +89,7 @@ def train_step(
         phases.end("input")
         loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # ranks talk
         phases.end("computing")
-        (loss * (mesh["dp"].size() / batches.size(step))).backward()  # ranks talk: FSDP adds up the gradients
+        (loss * (mesh.size(0) / batches.size(step))).backward()  # ranks talk: FSDP adds up the gradients
         losses.append(loss.detach())
     if options.clip_norm:
         clip(model, mesh, options.clip_norm)  # ranks talk
@@ -118,13 +118,13 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 def evaluate(model: GPT, test: Windows, mesh: DeviceMesh, dtype: torch.dtype, watchdog: Watchdog) -> dict[str, Any]:
     """Loss and bits a byte over the held-out part, each byte counted once; all ranks make as many passes."""
     model.eval()
-    size, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    size, rank = mesh.size(0), mesh.get_local_rank("dp")
     first, last = shard(len(test), rank, size)
     sums = torch.zeros(2, dtype=torch.float64, device=test.device)
     for begin in range(first, first + -(-len(test) // size), EVALUATION_BATCH):
         tokens, targets = test.batch(np.arange(begin, min(begin + EVALUATION_BATCH, last)))
         loss = loss_of(model, tokens, targets, dtype)  # ranks talk: FSDP gathers
-        if mesh["tp"].get_local_rank() == 0:  # those beside it have the same
+        if mesh.get_local_rank("tp") == 0:  # those beside it have the same
             sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
         watchdog.beat()
     model.train()
@@ -147,8 +147,8 @@ def train(run: ShardedRun, options: Options, device: torch.device) -> None:
     run.restore(ranks, partial(weights.load, model, optimizer, mesh))  # ranks talk: each reads what it needs
     training, test = load(options, device)
     n, size = len(training), options.global_batch_size
-    batches = GlobalBatches(n, size, options.seed, mesh["dp"].get_local_rank(), mesh["dp"].size())
-    counted = mesh["tp"].get_local_rank() == 0  # of ranks that compute the same, one tells it
+    batches = GlobalBatches(n, size, options.seed, mesh.get_local_rank("dp"), mesh.size(0))
+    counted = mesh.get_local_rank("tp") == 0  # of ranks that compute the same, one tells it
     shape = "x".join(map(str, mesh.shape))
     facts = {**ranks.facts(device), "mesh": shape}
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -245,7 +245,11 @@ class Terminal:
 
     def end(self) -> int:
         """Its exit code, when it has ended."""
-        while content := self._read():
+        deadline = time.monotonic() + LIMIT
+        while True:
+            assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
+            if not (content := self._read()):
+                break
             self.text += content
         status = os.waitpid(self.pid, 0)[1]
         self.ended = True
