@@ -10,7 +10,7 @@ import subprocess
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,19 @@ class Told:
         return repeated, sum(count[i] == 0 for count in counts for i in examples)
 
 
-def marked(mark: str) -> list[int]:
-    """The processes that carry the mark in their environment, whoever their parent is by now; not zombies."""
+def marked(mark: str, sessions: Collection[int]) -> list[int]:
+    """The processes that carry the mark in their environment, whoever their parent is by now; not zombies.
+
+    What has given itself another title, as Ray's agents do, may have written it over its environment: those are known
+    by the session that they are of, one of ``sessions``.
+    """
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            environ = (folder / "environ").read_bytes().split(b"\0")
+            if state != "Z" and (int(session) in sessions or f"{MARK}={mark}".encode() in environ):
+                found.append(int(folder.name))
     return found
 
 
@@ -135,6 +141,7 @@ class Job:
     told: Path
     output: Path
     begun: float
+    services: list[subprocess.Popen[bytes]] = field(default_factory=list)  # that never end by themselves
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
@@ -144,7 +151,7 @@ class Job:
         return Told.read(self.told)
 
     def left(self) -> list[int]:
-        return marked(self.mark)
+        return marked(self.mark, [each.pid for each in self.launchers + self.services])
 
     def done(self) -> bool:
         """Whether each launcher that is to end has."""
@@ -170,7 +177,7 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
             if self.wait(lambda: not self.left(), 5):
                 break
-        for each in self.launchers:
+        for each in self.launchers + self.services:
             each.wait(10)
 
 
@@ -189,7 +196,6 @@ def started(starts: Sequence[Start], folder: Path, told: Path, environ: Mapping[
     told.mkdir(parents=True)
     mark, output = uuid.uuid4().hex, told.with_suffix(".txt")
     job = Job([], mark, told, output, time.time())
-    services: list[subprocess.Popen[bytes]] = []
     try:
         with output.open("wb") as file:
             for start in starts:
@@ -202,9 +208,7 @@ def started(starts: Sequence[Start], folder: Path, told: Path, environ: Mapping[
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-                (job.launchers if start.counts else services).append(process)
+                (job.launchers if start.counts else job.services).append(process)
         yield job
     finally:
         job.stop()
-        for each in services:
-            each.wait(10)

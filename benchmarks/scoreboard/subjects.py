@@ -296,7 +296,9 @@ class Ray(Subject):
         return [Start([sys.executable, self.origins()[0].name], {"SCOREBOARD_DATA": str(folder / "data")})]
 
     def environ(self, setting: Setting) -> Mapping[str, str]:
-        return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n)}
+        # It wants a core for each rank, and waits for one that the machine does not have.
+        cores = {"CPU": max(setting.n, len(os.sched_getaffinity(0)))}
+        return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n), "RAY_OVERRIDE_RESOURCES": json.dumps(cores)}
 
 
 SUBJECTS: dict[str, Subject] = {
