@@ -142,11 +142,14 @@ def killed_rank(place: Place) -> str:
         struck = time.time()
         os.kill(victim, signal.SIGKILL)
         done = place.settled(job)
+        if subject.name == "mnist_ddp":
+            job.wait(lambda: job.done() or subject.anew(place.folder), LIMIT)
+            took = time.time() - struck
+            job.wait(job.done, LIMIT)
+            return ours_recovered(place, job, setting, done, took)
         ended = job.wait(job.done, LIMIT)
         took = time.time() - struck
         told = place.told()
-        if subject.name == "mnist_ddp":
-            return ours_recovered(place, job, setting, done)
         if not ended:
             return f"neither ended nor done {seconds(took)} after"
         good = not any(each.returncode for each in job.launchers)
@@ -182,7 +185,7 @@ def recovered(place: Place, job: Job, setting: Setting, told: Told, struck: floa
     return f"{words}; {sample_words(place, setting, told)}; {codes(job)}"
 
 
-def ours_recovered(place: Place, job: Job, setting: Setting, done: int) -> str:
+def ours_recovered(place: Place, job: Job, setting: Setting, done: int, took: float) -> str:
     """By its own log: the line of its restart has the step, and the result the hash of its weights."""
     said = job.said()
     at = re.findall(r"steps (\d+) to \d+", said)
@@ -190,7 +193,7 @@ def ours_recovered(place: Place, job: Job, setting: Setting, done: int) -> str:
     if not restarts or len(at) < 2:
         return f"{codes(job)}: {last_words(job)}"
     lost = max(0, done - int(at[-1]))
-    words = f"goes on by itself at step {at[-1]}, {lost} of {done} lost"
+    words = f"goes on by itself after {seconds(took)} at step {at[-1]}, {lost} of {done} lost"
     return f"{words}; {sample_words(place, setting, place.told())}; {codes(job)}"
 
 

@@ -101,6 +101,10 @@ class Subject:
         """How many steps a job has told by now, of the rank that is furthest; cheap, to be asked again and again."""
         return max((path.read_bytes().count(b'"event": "step"') for path in job.told.glob("*.jsonl")), default=0)
 
+    def anew(self, folder: Path) -> bool:
+        """Whether it took a step since it was last started again; of ours alone, whose log has no times."""
+        raise NotImplementedError
+
     def victim(self, told: Told, folder: Path) -> int | None:
         """The process of the last rank."""
         return told.pid(max(told.ranks, default=-1))
@@ -170,6 +174,10 @@ class Ours(Subject):
     def taken(self, job: Job, folder: Path) -> int:
         path = folder / "run" / "metrics.jsonl"
         return path.read_bytes().count(b'"loss": ') if path.exists() else 0
+
+    def anew(self, folder: Path) -> bool:
+        _, started_again, after = (folder / "run" / "metrics.jsonl").read_text().rpartition('{"resumed": ')
+        return bool(started_again) and '"loss": ' in after
 
     def rank_pid(self, folder: Path, rank: int) -> int:
         return int(json.loads((folder / "run" / "log" / f"alive-{rank}").read_text())["pid"])
