@@ -32,7 +32,7 @@ COMMON = "--dataset=mnist-5k --dtype=float64 --optimizer=adam --lr=0.001 --globa
 COMMON += ["--log-every=1", "--checkpoint-every=20", "--quiet"]
 OF = {"torch": ["mnist_ddp", "--model=lenet", "--dropout=0"], "paddle": ["lenet_paddle"]}
 COLUMNS, LINES = 96, 26
-WINDOW = "1280,1500"
+WINDOW = "1280,1800"
 
 
 def step_of(run_dir: Path) -> int:

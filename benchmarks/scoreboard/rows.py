@@ -18,6 +18,7 @@ from job import Job, Told, started
 from subjects import Setting, Subject, steps_taken
 
 LIMIT = 600.0  # seconds for a job that nothing disturbs
+GRACE = 5.0  # seconds after a job's end for what it started to end too
 PATIENCE = 45.0  # seconds after a fault for something to come of it
 EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
 
@@ -66,6 +67,13 @@ def codes(job: Job) -> str:
     found = [each.poll() for each in job.launchers]
     shown = ["none" if code is None else str(128 - code if code < 0 else code) for code in found]
     return "exit " + " and ".join(shown)
+
+
+def left_behind(job: Job) -> str:
+    """Of an ended job, what is still there after a while."""
+    job.wait(lambda: not job.left(), GRACE)
+    left = len(job.left())
+    return f", {left} process{'es' * (left > 1)} left" if left else ""
 
 
 def seconds(value: float) -> str:
@@ -155,10 +163,7 @@ def killed_rank(place: Place) -> str:
         good = not any(each.returncode for each in job.launchers)
         if good:
             return recovered(place, job, setting, told, struck, before, done)
-        left = len(job.left())
-    words = f"job ends, {codes(job)}, {seconds(took)}"
-    if left:
-        words += f", {left} processes left"
+        words = f"job ends, {codes(job)}, {seconds(took)}{left_behind(job)}"
     if not subject.saves:
         return f"{words}; nothing is saved: all {done} steps lost"
     return f"{words}; {go_on(place, setting, done)}"
@@ -231,10 +236,9 @@ def told_to_stop(place: Place) -> str:
         if len(job.launchers) > 1:
             job.wait(job.done, PATIENCE)
             return f"{seconds(took)}; the others go on to the end; {codes(job)}" if ended else "does not end"
-        left = len(job.left())
-    if not ended:
-        return f"does not end in {seconds(took)}"
-    words = f"{codes(job)}, {seconds(took)}" + (f", {left} processes left" if left else "")
+        if not ended:
+            return f"does not end in {seconds(took)}"
+        words = f"{codes(job)}, {seconds(took)}{left_behind(job)}"
     if not place.subject.saves:
         return f"{words}; nothing is saved: all {done} steps lost"
     return f"{words}; {go_on(place, setting, done)}"
@@ -254,8 +258,8 @@ def stalled(place: Place) -> str:
             job.wait(job.done, LIMIT)
             named = re.search(r"error: ([^\n]*)", job.said())
             at = re.findall(r"steps (\d+) to \d+", job.said())
-            said = f'"{named[1][:110]}…"' if named else "nothing"
-            return f"says {said} and goes on by itself at step {at[-1]}, {done - int(at[-1])} lost; {codes(job)}"
+            goes_on = f"goes on by itself at step {at[-1]}, {done - int(at[-1])} of {done} lost; {codes(job)}"
+            return f"{quote(named[1] if named else '')} and {goes_on}"
         job.wait(job.done, PATIENCE)
         after = [step.time for step in place.told().steps() if step.time > struck]
         gap = max((b - a for a, b in itertools.pairwise([struck, *after])), default=0.0)
@@ -297,7 +301,9 @@ def harmed(place: Place, harm: Callable[[Path], str]) -> str:
 
 
 def quote(line: str) -> str:
-    return f'"{line[:120]}…"' if line else "says nothing"
+    """What was said, to where the remedy begins."""
+    words = re.split(r"; | \(kill ", line.removeprefix("warning: "))[0]
+    return f'says "{words}"' if line else "says nothing"
 
 
 def flip(path: Path) -> str:

@@ -10,7 +10,10 @@ import importlib
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +98,27 @@ def test_a_rank_of_a_tutorials_loop_is_killed(board: dict[str, Any], tmp_path: P
     assert what.endswith(" lost, samples repeated 4,000, lost 0"), what
     assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-0"))
     assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-1"))
+
+
+def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
+    mark = str(tmp_path)
+    command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]
+    environ = {**os.environ, "SCOREBOARD_TEST": mark, "TMPDIR": mark}
+    with (tmp_path / "said.txt").open("w") as said:
+        board = subprocess.Popen([*command], env=environ, stdout=said, stderr=said)
+        try:
+            until = time.monotonic() + 60
+            while not list(tmp_path.glob("scoreboard-*/run/log/alive-1")):
+                assert board.poll() is None, (tmp_path / "said.txt").read_text()
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            board.terminate()
+            assert board.wait(60) == 128 + signal.SIGTERM
+        finally:
+            board.kill()
+            board.wait()
+    assert not marked("SCOREBOARD_TEST", mark)
+    assert [path.name for path in tmp_path.iterdir()] == ["said.txt"]
 
 
 def tell(folder: Path, rank: int, pid: int, *events: tuple[Any, ...]) -> None:
