@@ -17,7 +17,7 @@ from pathlib import Path
 from job import Job, Told, started
 from subjects import Setting, Subject, steps_taken
 
-LIMIT = 600.0  # seconds for a job that nothing disturbs
+LIMIT = 300.0  # seconds for a job, which takes 10 to 60 by itself
 GRACE = 5.0  # seconds after a job's end for what it started to end too
 PATIENCE = 45.0  # seconds after a fault for something to come of it
 EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
@@ -283,7 +283,8 @@ def harmed(place: Place, harm: Callable[[Path], str]) -> str:
         return "no checkpoint found"
     harm(path)
     with place.job(setting, again=True) as job:
-        job.wait(job.done, LIMIT)
+        if not job.wait(job.done, LIMIT):
+            return f"{last_words(job)}; not ended after {seconds(LIMIT)}"
         told = Told.read(job.told)
         if subject.name == "mnist_ddp":
             at = resumed_at(place, job, setting)

@@ -305,8 +305,8 @@ class Ray(Subject):
 
     def environ(self, setting: Setting) -> Mapping[str, str]:
         # It wants a core for each rank, and waits for one that the machine does not have.
-        cores = {"CPU": max(setting.n, len(os.sched_getaffinity(0)))}
-        return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n), "RAY_OVERRIDE_RESOURCES": json.dumps(cores)}
+        cores = json.dumps({"CPU": max(setting.n, len(os.sched_getaffinity(0)))})
+        return {**super().environ(setting), "SCOREBOARD_RANKS": str(setting.n), "RAY_OVERRIDE_RESOURCES": cores}
 
 
 SUBJECTS: dict[str, Subject] = {

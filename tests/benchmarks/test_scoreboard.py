@@ -76,7 +76,8 @@ def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None
     what = board["scoreboard"].cell(
         board["subjects"].SUBJECTS["mnist_ddp"], "rank-killed", tmp_path, None, tmp_path / "run"
     )
-    assert re.match(r"goes on by itself after [\d.]+ s at step 18, \d of 2\d lost; ", what), what  # the end of the second epoch
+    # The end of the second epoch.
+    assert re.match(r"goes on by itself after [\d.]+ s at step 18, \d of 2\d lost; ", what), what
     assert what.endswith(" lost; samples repeated 0, lost 0; exit 0"), what
 
 
@@ -125,9 +126,9 @@ def tell(folder: Path, rank: int, pid: int, *events: tuple[Any, ...]) -> None:
     """Lines of a process: (time, event, epoch, batch, indices)."""
     folder.mkdir(exist_ok=True)
     lines = []
-    for time, event, *values in events:
+    for at, event, *values in events:
         names = ("epoch", "batch", "indices")
-        line = {"event": event, "time": time, "rank": rank, "pid": pid, **dict(zip(names, values))}
+        line = {"event": event, "time": at, "rank": rank, "pid": pid, **dict(zip(names, values))}
         lines.append(json.dumps({**line, "loss": 1.0} if event == "step" else line))
     (folder / f"{rank}-{pid}.jsonl").write_text("\n".join(lines) + "\n")
 
