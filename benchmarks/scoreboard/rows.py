@@ -181,7 +181,7 @@ def recovered(place: Place, job: Job, setting: Setting, told: Told, struck: floa
             words += f", the rank is back after {seconds(new[0].time - struck)}"
         alone = sum(1 for step in old if not new or step.time < new[0].time)
         words += f"; no step lost, {alone} made without the lost rank's samples"
-        return f"{words}; {codes(job)}"
+        return "; ".join(filter(None, [words, sample_words(place, setting, told), codes(job)]))
     if not new:
         return f"{codes(job)}, no further step"
     length = place.subject.steps(setting) // setting.epochs

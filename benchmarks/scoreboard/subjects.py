@@ -290,6 +290,38 @@ class TorchFT(Subject):
         return {**super().environ(setting), "SCOREBOARD_STEPS": str(self.steps(setting))}
 
 
+class Horovod(Subject):
+    name = "horovod"
+    packages = ("torch", "horovod")
+    saves = False
+
+    def command(self, setting: Setting, *words: str) -> list[str]:
+        launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache", "-np", str(setting.n)]
+        program = [self.origins()[0].name, "--no-cuda", f"--epochs={setting.epochs}"]
+        return [*launcher, *words, sys.executable, *program, f"--batch-size={setting.batch // setting.n}"]
+
+    def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
+        return [Start(self.command(setting), {"HOME": str(folder)})]  # for its lock file
+
+
+class HorovodElastic(Horovod):
+    """On two hosts, which are names of this one: a host on which a rank failed gets no other."""
+
+    name = "horovod-elastic"
+    heals = True
+
+    def prepare(self, folder: Path, given: Path | None) -> None:
+        super().prepare(folder, given)
+        (folder / "discover_hosts.sh").write_text('#!/bin/sh\ncat "$(dirname "$0")/hosts"\n')
+        (folder / "discover_hosts.sh").chmod(0o755)
+
+    def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
+        slots = {"localhost": -(-setting.n // 2), "127.0.0.1": setting.n // 2}
+        (folder / "hosts").write_text("".join(f"{host}:{n}\n" for host, n in slots.items() if n))
+        words = ["--min-np=1", f"--host-discovery-script={folder / 'discover_hosts.sh'}"]
+        return [Start(self.command(setting, *words), {"HOME": str(folder)})]
+
+
 class Ray(Subject):
     name = "ray"
     packages = ("torch", "ray")
@@ -315,6 +347,8 @@ SUBJECTS: dict[str, Subject] = {
     "pytorch-restarts": PyTorchRestarts(),
     "accelerate": Accelerate(),
     "lightning": Lightning(),
+    "horovod": Horovod(),
+    "horovod-elastic": HorovodElastic(),
     "torchft": TorchFT(),
     "ray": Ray(),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 _FOLDER = os.environ.get("SCOREBOARD_TOLD")
 _PAUSE = float(os.environ.get("SCOREBOARD_PAUSE", "0"))  # seconds: so small a model is trained before it can be killed
-_RANKS = ("REPLICA_GROUP_ID", "RANK", "LOCAL_RANK")  # the first that is set
+_RANKS = ("REPLICA_GROUP_ID", "RANK", "HOROVOD_RANK", "LOCAL_RANK")  # the first that is set
 _known: dict[bytes, int] = {}
 
 
