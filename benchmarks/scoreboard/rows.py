@@ -19,6 +19,7 @@ from subjects import Setting, Subject, steps_taken
 
 LIMIT = 300.0  # seconds for a job, which takes 10 to 60 by itself
 GRACE = 5.0  # seconds after a job's end for what it started to end too
+IN_FLIGHT = 3  # steps that may be told after a fault although nobody goes on
 PATIENCE = 45.0  # seconds after a fault for something to come of it
 EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
 
@@ -84,7 +85,7 @@ def last_words(job: Job) -> str:
     """The line in which a job's output says why it ended: the last that is an error."""
     lines = [line.strip() for line in job.said().splitlines()]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(error: |[\w.]*(Error|Exception)\b)", line)]
-    return re.sub(r"\s+", " ", errors[0])[:160].replace("|", "/") if errors else ""
+    return re.sub(r"\s+", " ", errors[0]).partition(". ")[0][:160].replace("|", "/") if errors else ""
 
 
 def sample_words(place: Place, setting: Setting, told: Told) -> str:
@@ -263,11 +264,10 @@ def stalled(place: Place) -> str:
         job.wait(job.done, PATIENCE)
         after = [step.time for step in place.told().steps() if step.time > struck]
         gap = max((b - a for a, b in itertools.pairwise([struck, *after])), default=0.0)
-        survivors = len(after)
         others = [each.poll() is not None for each in job.launchers]
         if all(others):
             return f"job ends, {codes(job)}, {seconds(time.time() - struck)}: {last_words(job)}"
-        if survivors > 20:
+        if len(after) > IN_FLIGHT:
             return f"the others go on without it after {seconds(gap)}"
         return f"stands still: nothing said or done in {seconds(PATIENCE)}"
 

@@ -318,7 +318,7 @@ class HorovodElastic(Horovod):
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         slots = {"localhost": -(-setting.n // 2), "127.0.0.1": setting.n // 2}
         (folder / "hosts").write_text("".join(f"{host}:{n}\n" for host, n in slots.items() if n))
-        words = ["--min-np=1", f"--host-discovery-script={folder / 'discover_hosts.sh'}"]
+        words = ["--network-interfaces=lo", "--min-np=1", f"--host-discovery-script={folder / 'discover_hosts.sh'}"]
         return [Start(self.command(setting, *words), {"HOME": str(folder)})]
 
 

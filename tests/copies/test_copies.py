@@ -13,7 +13,7 @@ from harness import APPS
 from repository import clone
 
 COPIES = [(app, alone) for app in APPS for alone in (False, True)]
-IN_MATRIX = [("mnist_lightning", False), ("mnist_lightning", True)]  # whose own tests are the quickest
+IN_MATRIX = [("mnist_lightning", True)]  # whose own tests are the quickest, with nothing of the repository around it
 
 
 @pytest.mark.parametrize(
