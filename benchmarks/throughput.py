@@ -18,8 +18,7 @@ steps, evaluation and checkpoints are outside of what is timed, for everybody.
   nothing is sampled, logged or saved;
 - *plain-limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, which is what the step costs before
   anything is done to be fast;
-- *unfused-limit*, *grouped-limit* (mnist_horovod): the limit without tensor fusion, as the app is, and with all
-  gradients in one group; the limit has Horovod's default.
+- *fused-limit* (mnist_horovod): the same with hvd.DistributedOptimizer and Horovod's own tensor fusion.
 
 Where the fastest round of a contestant is over 1.3 times its slowest, the row is measured again, up to --attempts; the
 attempt of the least spread is shown, and its number of attempts.
@@ -85,7 +84,7 @@ APPS = {
         128,
         "mnist_horovod",
         "mnist_horovod",
-        ("textbook", "app", "limit", "unfused-limit", "grouped-limit"),
+        ("textbook", "app", "limit", "fused-limit"),
     ),
     "mnist_lightning": Row(TORCHRUN, 128, "lightning_loop", "mnist_ddp"),  # the same step without a Trainer
     "lenet_paddle": Row(PADDLE, 64, "lenet_paddle", "lenet_paddle", torchvision=False),

@@ -67,9 +67,10 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     """Join the other ranks where horovodrun or mpirun says; a process that no launcher started trains alone."""
     # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
-    # Horovod reduces together what gradients are ready at one moment. From 3 ranks on, the place of a gradient among
-    # them decides the order of its summation, so no two runs would end with the same bits: each is reduced alone.
-    os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+    # Horovod reduces together what is ready at one moment. From 3 ranks on, the place of a gradient among the others
+    # decides the order of its summation, so no two runs would end with the same bits. A step's gradients are one group,
+    # in one order, which nothing may join.
+    os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"
     if transport == "mpi" and not hvd.mpi_built():
         raise UserError(NO_MPI)
     # A Horovod that has both would take MPI, for what ranks agree on and for the tensors.
@@ -107,7 +108,7 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
 def time_phases(model: nn.Module, optimizer: Optimizer, phases: Phases) -> None:
     """Let ``phases`` know when a step's last gradient is there, and when its update begins and ends.
 
-    Horovod's step() waits for the gradients, and then calls the optimizer's own, whose hooks these are.
+    Between the two the ranks add the gradients up.
     """
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: phases.end("computing"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import os
 import sys
@@ -44,15 +43,9 @@ def textbook(options: argparse.Namespace) -> None:
 def limit(options: argparse.Namespace) -> None:
     """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged.
 
-    By default Horovod reduces together what gradients are ready at one moment (tensor fusion). The app may not: from 3
-    ranks on its bits would depend on that moment. Two other limits fix the order of summation:
-
-    - "unfused-limit": each gradient alone, as in the app;
-    - "grouped-limit": all of them in one buffer, in one order, when the last is there: a group that nothing joins.
-
-    Rank 0 prints the SHA-256 of the weights it ended with: two runs of one kind at 3 ranks tell whether it does.
+    "fused-limit" has hvd.DistributedOptimizer in place of the group: Horovod reduces together what gradients are ready
+    at one moment (tensor fusion), while the others are computed.
     """
-    grouped = options.kind == "grouped-limit"
     rank, world_size = hvd.rank(), hvd.size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
@@ -68,25 +61,27 @@ def limit(options: argparse.Namespace) -> None:
     steps = range(common.RESIDENT)
     shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
     model = build_model(its.model, its.dropout, torch.float32, its.seed)
-    optimizer = hvd.DistributedOptimizer(
-        build_optimizer(its, model), model.named_parameters(), op=hvd.Sum, num_groups=int(grouped)
-    )
+    optimizer = build_optimizer(its, model)
+    fused = options.kind == "fused-limit"
+    if fused:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
-        train_step(model, optimizer, images, labels, rows)
+        if fused:
+            optimizer.zero_grad()
+            loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
+            (loss_sum / rows.global_size).backward()
+            optimizer.step()
+        else:
+            train_step(model, optimizer, hvd.Compression.none, images, labels, rows)
         if clock.step():
             break
-    if rank == 0:
-        digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values()))
-        print(options.kind, digest.hexdigest(), flush=True)
 
 
 def main() -> None:
     options = common.arguments()
-    if options.kind == "unfused-limit":
-        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
-    if options.kind == "grouped-limit":
-        os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"  # of a group with what is ready beside it
+    if options.kind == "limit":
+        os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"  # as in the app
     hvd.init()
     if options.kind == "textbook":
         textbook(options)
