@@ -21,7 +21,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
 def test_throughput(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     # Those that need no package beside the app's.
-    contestants = "--contestants=textbook,app,limit,plain-limit,unfused-limit,grouped-limit"
+    contestants = "--contestants=textbook,app,limit,plain-limit,fused-limit"
     found_in = harness.folder / "found.json"
     outcome = quick(harness, "throughput", f"--apps={harness.app.name}", contestants, f"--json={found_in}")
     assert f"\n| {harness.app.name} | 2 | " in outcome.stdout
