@@ -94,8 +94,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
     ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
-    # torch.manual_seed would ask every kind of device, which takes 0.3 ms where it cannot.
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    generator = ranks.generator(device)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
     for step in range(run.start, run.stop):
         run.phases.begin()

@@ -63,6 +63,11 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
+def generator(device: torch.device) -> torch.Generator:
+    """What models draw from. torch.manual_seed asks every kind of device, which takes 0.3 ms a step where it cannot."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+
+
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
     """Join the other ranks where horovodrun or mpirun says; a process that no launcher started trains alone."""
     # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.
@@ -103,6 +108,19 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     """Every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
     rows: NDArray[Any] = hvd.allgather(torch.from_numpy(row.copy()).unsqueeze(0)).numpy()  # ranks talk
     return rows
+
+
+def sum_gradients(model: nn.Module, optimizer: Optimizer, compression: Any) -> None:
+    """Let each step of ``optimizer`` begin by adding up all ranks' gradients: one group, in one order."""
+    parameters = list(model.parameters())
+
+    def add_up(*step: Any) -> None:
+        gradients = [parameter.grad for parameter in parameters]
+        sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compression, op=hvd.Sum)  # ranks talk
+        for parameter, total in zip(parameters, sums):
+            parameter.grad = total
+
+    optimizer.register_step_pre_hook(add_up)
 
 
 def time_phases(model: nn.Module, optimizer: Optimizer, phases: Phases) -> None:

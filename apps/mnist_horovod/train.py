@@ -6,8 +6,8 @@
     python apps/mnist_horovod/train.py                    # one process
 
 Every rank runs this file. They talk at eight places, each marked: at the rendezvous, when they restore a checkpoint,
-when rank 0's weights become everyone's, at each step for the gradients, at each log line for the loss, at each
-evaluation, before a checkpoint is saved, and at the end: do all hold the same weights?
+when rank 0's weights become everyone's, at each step for the gradients (in its update), at each log line for
+the loss, at each evaluation, before a checkpoint is saved, and at the end: do all hold the same weights?
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, compression: Any, images: Tensor, labels: Tensor, rows: Rows
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, rows: Rows
 ) -> Tensor:
     """One update with this rank's shard of a global batch, ``rows`` of it; returns the shard's summed loss.
 
@@ -56,12 +56,7 @@ def train_step(
     """
     optimizer.zero_grad()
     loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
-    (loss_sum / rows.global_size).backward()
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compression, op=hvd.Sum)  # ranks talk
-    for parameter, total in zip(parameters, sums):
-        parameter.grad = total
+    (loss_sum / rows.global_size).backward()  # and then ranks talk: the step begins by adding up the gradients
     optimizer.step()
     return loss_sum.detach()
 
@@ -90,7 +85,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    compression = getattr(hvd.Compression, options.compression)
+    ranks.sum_gradients(model, optimizer, getattr(hvd.Compression, options.compression))
     run.restore(ranks, partial(weights.load, model, optimizer))  # ranks talk: rank 0 reads, all load the same bytes
     training, test = load(options.dataset, options.data_dir, device)
     n = len(training.labels)
@@ -99,15 +94,14 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
-    # torch.manual_seed would ask every kind of device, which takes 0.3 ms where it cannot.
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    generator = ranks.generator(device)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
     for step in range(run.start, run.stop):
         run.phases.begin()
         generator.manual_seed(step_seed(options.seed, step))
         images, labels = training.batch(batches.indices(step), dtype)
         run.phases.end("input")
-        loss_sum = train_step(model, optimizer, compression, images, labels, batches.rows(step))  # ranks talk
+        loss_sum = train_step(model, optimizer, images, labels, batches.rows(step))  # ranks talk
         sum_since += loss_sum
         due = run.done(step)
         if due.talk:

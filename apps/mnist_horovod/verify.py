@@ -145,7 +145,8 @@ def checks_of_a_rank(transport: str, wanted: str) -> dict[str, Any]:
     indices = batches.indices(0)
     everyones = hvd.allgather(torch.from_numpy(indices)).numpy()  # parts of different sizes are welcome
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train_step(model, optimizer, hvd.Compression.none, *training.batch(indices, torch.float32), batches.rows(0))
+    ranks.sum_gradients(model, optimizer, hvd.Compression.none)
+    train_step(model, optimizer, *training.batch(indices, torch.float32), batches.rows(0))
     return {
         "rank": rank,
         "size": size,

@@ -52,6 +52,11 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
+def generator(device: torch.device) -> torch.Generator:
+    """What models draw from. torch.manual_seed asks every kind of device, which takes 0.3 ms a step where it cannot."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+
+
 def rendezvous(world: World, device: torch.device, timeout: float) -> None:
     """Join the other ranks at MASTER_ADDR:MASTER_PORT, which torchrun sets; a single process needs no address."""
     # The watchdog, which can name the rank that is missing, is to speak before the collectives' own timeout.

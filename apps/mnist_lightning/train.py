@@ -71,10 +71,7 @@ class Digits(pl.LightningModule):
         averages over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without
         samples takes part with a gradient of zeros.
         """
-        # torch.manual_seed would ask every kind of device, which takes 0.3 ms where it cannot.
-        cuda = torch.cuda.default_generators
-        generator = cuda[self.device.index or 0] if self.device.type == "cuda" else torch.default_generator
-        generator.manual_seed(step_seed(self.options.seed, batch.step))
+        ranks.generator(self.device).manual_seed(step_seed(self.options.seed, batch.step))
         loss_sum = F.nll_loss(self(batch.images, batch.rows), batch.labels, reduction="sum")
         # Lightning calls its backward(). Ranks talk: DDP adds up the gradients.
         return {"loss": loss_sum * (dist.get_world_size() / batch.rows.global_size), "loss_sum": loss_sum.detach()}

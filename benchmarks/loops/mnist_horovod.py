@@ -49,6 +49,7 @@ def limit(options: argparse.Namespace) -> None:
     rank, world_size = hvd.rank(), hvd.size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
+    import ranks
     from data import load
     from model import build_model
     from options import parse
@@ -62,18 +63,13 @@ def limit(options: argparse.Namespace) -> None:
     shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
     model = build_model(its.model, its.dropout, torch.float32, its.seed)
     optimizer = build_optimizer(its, model)
-    fused = options.kind == "fused-limit"
-    if fused:
+    if options.kind == "fused-limit":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
+    else:
+        ranks.sum_gradients(model, optimizer, hvd.Compression.none)
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
-        if fused:
-            optimizer.zero_grad()
-            loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
-            (loss_sum / rows.global_size).backward()
-            optimizer.step()
-        else:
-            train_step(model, optimizer, hvd.Compression.none, images, labels, rows)
+        train_step(model, optimizer, images, labels, rows)
         if clock.step():
             break
 
