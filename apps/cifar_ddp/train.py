@@ -100,7 +100,7 @@ def train_step(
         rows = batches.rows(step, (k, count))
         phases.end("input")
         # Before each: dropout draws for the whole global batch and takes these rows of it.
-        torch.manual_seed(step_seed(options.seed, step))
+        ranks.generator(images.device).manual_seed(step_seed(options.seed, step))
         with nullcontext() if k == count - 1 else model.no_sync():  # the gradients are added up once
             with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
                 scores = model(images, rows)  # ranks talk: batch normalisation adds up its statistics

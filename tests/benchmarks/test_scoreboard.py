@@ -106,7 +106,7 @@ def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]
     environ = {**os.environ, "SCOREBOARD_TEST": mark, "TMPDIR": mark}
     with (tmp_path / "said.txt").open("w") as said:
-        board = subprocess.Popen([*command], env=environ, stdout=said, stderr=said)
+        board = subprocess.Popen(command, env=environ, stdout=said, stderr=said)
         try:
             until = time.monotonic() + 60
             while not list(tmp_path.glob("scoreboard-*/run/log/alive-1")):
