@@ -19,7 +19,7 @@ FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # in
 # Calls at which ranks talk, whatever the framework; those of Run and ranks.py by what they are called on.
 TALK = re.compile(
     r"(\b(dist|hvd|fleet)\.(all_reduce|all_gather|broadcast|allreduce|allgather|broadcast_parameters)"
-    r"|\b(ranks\.)?(all_reduce|all_gather|broadcast|rendezvous|order_buckets|distribute|averaged_buffers|evaluate|fit"
+    r"|\b(ranks\.)?(all_reduce|all_gather|broadcast|rendezvous|order_sums|add_up|distribute|averaged_buffers|evaluate|fit"
     r"|loss_of|clip)"
     r"|\brun\.(restore|save|finish)|\bself\.record|\b(DistributedDataParallel|DataParallel|train_step)|\.backward)$"
 )

@@ -150,7 +150,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     # Buffers are the same on all ranks, as their statistics are: they need not be broadcast before each pass.
     gpu = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
-    ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
+    ranks.order_sums(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
     norm.time_waits(model, None if options.compile else run.phases)
     compiled = compile_step(ddp) if options.compile else ddp
@@ -169,7 +169,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         due = run.done(step)
         if due.talk:
             sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
-            dist.all_reduce(sums)  # ranks talk
+            ranks.add_up(sums)  # ranks talk
             due = run.heard(due, sums[2:].tolist())
         if due.log:
             sum_since.zero_()

@@ -67,7 +67,7 @@ class HighLevel:
         self.loss, self.accuracy = MeanOverGlobalBatch(), Accuracy(topk=(1, 2))
         self.model = paddle.Model(network)
         self.model.prepare(optimizer, self.loss, self.accuracy)  # ranks talk: rank 0's weights are everyone's
-        with ranks.unchanged(network):  # as ranks.order_buckets, for the DataParallel that paddle.Model made
+        with ranks.unchanged(network):  # as ranks.order_sums, for the DataParallel that paddle.Model made
             for _ in range(2):
                 self.model.train_batch([images], [labels, paddle.to_tensor(1)], update=False)  # ranks talk
 

@@ -161,7 +161,7 @@ def distribute(api: str, model: nn.Layer, optimizer: Optimizer) -> tuple[nn.Laye
     return paddle.DataParallel(model), optimizer  # ranks talk
 
 
-def order_buckets(parallel: nn.Layer, images: Tensor, labels: Tensor) -> None:
+def order_sums(parallel: nn.Layer, images: Tensor, labels: Tensor) -> None:
     """Let DataParallel order its gradient buckets, on passes over one sample that leave the model as it was.
 
     It does so after the first backward pass, by the order in which gradients came. From 3 ranks on, the place of a

@@ -120,7 +120,7 @@ def train(run: Run, options: Options, device: str) -> None:
         test_now = partial(high.evaluate, test, dtype, run.watchdog)
     else:
         parallel, its_optimizer = ranks.distribute(options.api, model, optimizer)  # ranks talk
-        ranks.order_buckets(parallel, *sample)  # ranks talk
+        ranks.order_sums(parallel, *sample)  # ranks talk
         test_now = partial(evaluate, model, test, dtype, run.watchdog)
     ranks.time_gradients(model, run.phases)
     since = paddle.zeros([2], dtype="float64")  # this rank's summed loss and right answers since the last record

@@ -17,8 +17,11 @@ from samestep.phases import Phases
 from samestep.run import processor
 from samestep.sharding import Rows
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+GATHERED = 2**22  # bytes that rank 0 may gather at a time
 
 
 def choose_device(wanted: str, world: World) -> torch.device:
@@ -116,19 +119,51 @@ def collectives() -> dict[str, Any] | None:
     return {"name": f"{kind} {number} {shapes} {dtypes}", "number": number, "pending": not entry["retired"]}
 
 
-def order_buckets(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) -> None:
-    """Let DDP order its gradient buckets, on passes over one sample that leave weights and buffers as they were.
+def is_gathered(size: int) -> bool:
+    """Whether rank 0 adds up what each rank has ``size`` bytes of: where messages count for more than bytes."""
+    return dist.get_backend() == "gloo" and 1 < dist.get_world_size() <= GATHERED // max(1, size)
 
-    It does so after the first backward pass, by the order in which gradients came. From 3 ranks on, the place of a
-    gradient in its bucket decides the order of its summation, so a resumed run, whose first step came before the
-    reordering, would not end with the same bits as one that was never interrupted.
+
+def add_up(mine: Tensor) -> None:
+    """An all-reduce: in place of ``mine`` the sum over ranks, the same bits on all of them.
+
+    gloo's own is a ring, in which 2 (p - 1) messages wait for each other at p ranks, however small they are. A small
+    tensor goes to rank 0, which adds up in the order of ranks, and back by a broadcast: 1 + log2(p) messages.
     """
+    if torch.compiler.is_compiling() or not is_gathered(mine.nbytes):  # a compiler does not know gather
+        dist.all_reduce(mine)  # ranks talk
+        return
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(mine, everyones)  # ranks talk
+    for other in everyones[1:] if everyones else ():
+        mine += other
+    dist.broadcast(mine, src=0)  # ranks talk
+
+
+def order_sums(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) -> None:
+    """Let gradients be added up in an order that no restart changes, so that a resumed run ends with the same bits.
+
+    Those of a small model are added up in the order of ranks. In the ring that adds up others, their places in DDP's
+    buckets decide, from 3 ranks on, and DDP orders its buckets after the first backward pass, by the order in which
+    gradients came: here on passes over one sample that leave weights and buffers as they were.
+    """
+    if is_gathered(sum(parameter.nbytes for parameter in ddp.parameters())):
+        ddp.register_comm_hook(None, lambda state, bucket: averaged(bucket.buffer()))
+        return
     buffers = [buffer.clone() for buffer in ddp.buffers()]  # batch normalisation counts what it sees
     for _ in range(2):  # the second forward pass is what applies the new order
         F.nll_loss(ddp(images, Rows(0, 1)), labels).backward()  # ranks talk
     ddp.zero_grad()
     for buffer, before in zip(ddp.buffers(), buffers):
         buffer.copy_(before)
+
+
+def averaged(mine: Tensor) -> Future[Tensor]:
+    """What DDP expects of its communication hook: the mean over ranks of one bucket's gradients."""
+    add_up(mine)  # ranks talk
+    mean: Future[Tensor] = Future()
+    mean.set_result(mine.div_(dist.get_world_size()))
+    return mean
 
 
 def time_phases(model: nn.Module, optimizer: Optimizer, phases: Phases) -> None:

@@ -92,7 +92,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     run.begin(batches, len(test.labels), options.model, device.type, ranks.facts(device))
 
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
-    ranks.order_buckets(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
+    ranks.order_sums(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
     generator = ranks.generator(device)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
@@ -106,7 +106,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         due = run.done(step)
         if due.talk:
             sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
-            dist.all_reduce(sums)  # ranks talk
+            ranks.add_up(sums)  # ranks talk
             due = run.heard(due, sums[2:].tolist())
         if due.log:
             sum_since.zero_()

@@ -9,7 +9,6 @@ import numpy as np
 import pytorch_lightning as pl
 import ranks
 import torch
-import torch.distributed as dist
 import weights
 from data import Batch, Data
 from samestep import FatalError
@@ -40,7 +39,7 @@ class RunCallback(pl.Callback):
         self.run.wish.listen()  # Lightning's handler of TERM would talk to the other ranks there and then
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
-        ranks.order_buckets(ddp, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
+        ranks.order_sums(ddp, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
         ranks.time_phases(ddp, trainer.optimizers[0], self.run.phases)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +62,7 @@ class RunCallback(pl.Callback):
         if self.due.talk:
             says = [self.loss_sum, self.sum_since, *self.run.says()]
             self.sums = torch.tensor(says, dtype=torch.float64, device=self.loss_sum.device)
-            dist.all_reduce(self.sums)  # ranks talk
+            ranks.add_up(self.sums)  # ranks talk
             self.due = self.run.heard(self.due, self.sums[2:].tolist())
         # By this Lightning now decides whether to validate; at the end of what it has of an epoch it does anyway.
         trainer.val_check_batch = 1 if self.due.test else math.inf

@@ -29,8 +29,8 @@ class Split:
     def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Samples ``indices`` [m]: normalised images [m, 1, 28, 28] of ``dtype`` and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
-        images = self.images.index_select(0, chosen)  # some times as fast as images[chosen]
-        return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), self.labels[chosen]
+        images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
+        return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:

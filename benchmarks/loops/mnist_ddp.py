@@ -22,6 +22,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
+    import ranks
     from data import load
     from model import build_model
     from options import parse
@@ -38,6 +39,8 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
+    if not plain:
+        ranks.order_sums(ddp, *shards[0][:2])
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
         train_step(ddp, optimizer, images, labels, rows)

@@ -196,7 +196,9 @@ def _find(name: str, data_dir: Path, fallback: bool) -> Found:
     if name == "mnist-5k":
         return Found(name, EMBEDDED)
     if name == "synthetic-cifar10":
-        return Found(name, generated(name))
+        from samestep import download  # here, because most ranks have no use for it
+
+        return Found(name, download.generated(name))
     system = [SYSTEM[name]] if name in SYSTEM else []
     for folder in (data_dir / name, data_dir / TORCHVISION[name], *system):
         if not (lacking := missing(folder, name)):
@@ -204,7 +206,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> Found:
         if len(lacking) < len(_files(name)):
             packed = "" if name in CIFAR_RECORDS else "[.gz]"
             raise UserError(f"{folder} lacks {', '.join(f'{file}{packed}' for file in lacking)}; add what is missing")
-    cache = _cache(name)
+    cache = cache_folder(name)
     if not missing(cache, name):
         return Found(name, cache)
     from samestep import download  # here, because a rank finds everything in place
@@ -212,17 +214,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> Found:
     return download.fetch(name, cache, data_dir, fallback)
 
 
-def generated(name: str) -> Path:
-    """The folder of the made-up data set, generated if it is not there."""
-    folder = _cache(name)
-    if missing(folder, name):
-        from samestep import download
-
-        download.generate(name, folder)
-    return folder
-
-
-def _cache(name: str) -> Path:
+def cache_folder(name: str) -> Path:
     """The data set's folder in the user's cache: where it is complete, else where it can be put.
 
     A container's home often is none, or cannot be written: then a folder for temporary files has a cache, too. The XDG

@@ -107,7 +107,7 @@ def fetch(name: str, cache: Path, data_dir: Path, fallback: bool) -> datasets.Fo
         if name == "cifar10" and fallback:
             return datasets.Found(
                 "synthetic-cifar10",
-                datasets.generated("synthetic-cifar10"),
+                generated("synthetic-cifar10"),
                 f"CIFAR-10 could not be downloaded ({error}): using synthetic-cifar10 instead, 1,024 training and 256 "
                 f"test images that are made up; for CIFAR-10 unpack {datasets.CIFAR_ARCHIVE} in {data_dir}",
             )
@@ -133,6 +133,14 @@ def fill(name: str, folder: Path) -> None:
         for file, sha256 in zip(datasets.FILES, SHA256[name]):
             if file in datasets.missing(folder, name):
                 _fetch(name, f"{file}.gz", sha256, folder)
+
+
+def generated(name: str) -> Path:
+    """The folder of the made-up data set, generated if it is not there."""
+    folder = datasets.cache_folder(name)
+    if datasets.missing(folder, name):
+        generate(name, folder)
+    return folder
 
 
 def generate(name: str, folder: Path) -> None:

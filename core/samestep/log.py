@@ -113,12 +113,9 @@ def run(main: Callable[[], None], headline: Callable[[str], str] = first_line) -
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(0)
-    except UserError as problem:
+    except (UserError, FatalError) as problem:
         error(str(problem))
-        code = 2
-    except FatalError as problem:
-        error(str(problem))
-        code = 1
+        code = 2 if isinstance(problem, UserError) else 1
     except RestartError as problem:
         error(str(problem))
         os._exit(1)
@@ -171,10 +168,8 @@ def no_restart(code: int) -> None:
 def progress(total: int, done: int) -> tqdm[Any]:
     """A progress bar over steps, shown by rank 0 on a terminal alone."""
     global _bar
-    show = _rank == 0 and not _quiet and _console.isatty()
-    _bar = tqdm(
-        total=total, initial=done, unit="step", file=_console, disable=not show, leave=False, dynamic_ncols=True
-    )
+    hide = _rank != 0 or _quiet or not _console.isatty()
+    _bar = tqdm(total=total, initial=done, unit="step", file=_console, disable=hide, leave=False, dynamic_ncols=True)
     return _bar
 
 

@@ -5,10 +5,8 @@ from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of 
 batch size; each rank takes one contiguous shard of that. What follows from it:
 
 - The global batches are the same at any world size: the ranks' shards, in rank order, are the batch of one rank.
-- A resume is a seek. Step 10**9 costs what step 0 costs, and a resume at another world size sees no sample of the
-  epoch twice and misses none.
-- The whole state is (seed, epoch, step); nothing else needs to be saved.
-- Memory is that of the batch asked for, however large the data set is.
+- A resume is a seek, of the cost of any step's, and at another world size sees no sample twice and misses none.
+- The whole state is (seed, epoch, step). Memory is that of the batch asked for, and of AHEAD indices.
 
 Checkpoints rely on the order, so it is part of the contract: it must never change for given (n, seed, epoch), on any
 platform or NumPy version. Everything is therefore integer arithmetic modulo 2**64, without `numpy.random`.
@@ -37,6 +35,7 @@ ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # data sets below this many samples get ROUNDS_TINY
 
+AHEAD = 2048  # samples that a rank may know ahead: computing so many takes hardly longer than computing 128
 _BLOCK = 8192  # positions at a time, so that the four work arrays (256 KiB) stay in a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
@@ -184,6 +183,8 @@ class GlobalBatches:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = field(default=False, kw_only=True)
+    # By step, what `indices` has computed; None for the step that comes next.
+    _known: dict[int, NDArray[np.int64] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -235,10 +236,24 @@ class GlobalBatches:
 
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
         """This rank's shard of this step's global batch, or of ``micro_batch`` (k, count), the k-th of the parts into
-        which it is cut before ranks are: int64 [m], sample indices; m = 0 where ranks outnumber them."""
-        epoch, start, stop = self._locate(step)
-        first, last = self._shard(stop - start, *micro_batch)
-        return permute(np.arange(start + first, start + last, dtype=np.int64), self.n, self.seed, epoch)
+        which it is cut before ranks are: int64 [m], sample indices; m = 0 where ranks outnumber them.
+
+        Who asks for one step after the other gets them from blocks of up to AHEAD samples; a seek computes its own.
+        """
+        known, steps, places = self._known if micro_batch == (0, 1) else {}, range(step, step + 1), []
+        if (found := known.get(step)) is not None:
+            return found
+        if step in known:
+            most = AHEAD // (self.global_batch_size // self.world_size + 1)
+            steps = range(step, step + max(1, min(most, self.steps_per_epoch - step % self.steps_per_epoch)))
+        for _, start, stop in map(self._locate, steps):
+            first, last = self._shard(stop - start, *micro_batch)
+            places.append(np.arange(start + first, start + last, dtype=np.int64))
+        order = permute(np.concatenate(places), self.n, self.seed, self.epoch(step))
+        shards = np.split(order, np.cumsum([len(each) for each in places[:-1]], dtype=np.int64))
+        known.clear()
+        known.update({**dict(zip(steps, shards)), steps.stop: None})
+        return shards[0]
 
 
 def step_seed(seed: int, step: int) -> int:

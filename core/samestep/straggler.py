@@ -47,13 +47,16 @@ class Judge:
         if step - self._begun < PART:
             return []
         own = self._part[:, OWN].sum(axis=1)
-        excess = own - of_others(own)
-        slow = (own > self._factor * of_others(own)) & (excess > SHARE * self._part.sum(axis=1))
-        self._slow = {
-            rank: (first, seconds + self._part)
-            for rank in np.flatnonzero(slow).tolist()
-            for first, seconds in [self._slow.get(rank, (self._begun, np.zeros_like(self._part)))]
-        }
+        if own.max() <= self._factor * own.min():  # as nearly always: the others wait for rank 0 meanwhile
+            self._slow = {}
+        else:
+            others = of_others(own)
+            slow = (own > self._factor * others) & (own - others > SHARE * self._part.sum(axis=1))
+            self._slow = {
+                rank: (first, seconds + self._part)
+                for rank in np.flatnonzero(slow).tolist()
+                for first, seconds in [self._slow.get(rank, (self._begun, np.zeros_like(self._part)))]
+            }
         self._part, self._begun = np.zeros_like(self._part), step
         return [self._name(rank, step) for rank in self._slow if self._is_proved(rank, step)]
 

@@ -156,7 +156,7 @@ for api in ("basic", "highlevel"):
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
     before = bits(model)
     if api == "basic":
-        ranks.order_buckets(ranks.distribute(api, model, optimizer)[0], images, labels)
+        ranks.order_sums(ranks.distribute(api, model, optimizer)[0], images, labels)
     else:
         HighLevel(model, optimizer, images, labels)
     assert bits(model) == before, api
