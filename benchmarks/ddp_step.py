@@ -8,9 +8,8 @@ All variants take turns in one job, on the same resident batches of 128 real dig
 in milliseconds; ratios to the plain step (contiguous tensors, stock DDP and SGD) are of each round. ``--compile`` adds
 torch.compile, which needs a C++ compiler.
 
-The last variants replace DDP's all-reduce by a communication hook that adds up in the order of ranks. A sum is then the
-same to the bit wherever a gradient lies in a bucket, which from 3 ranks on a ring's is not. All gradients of this model
-are in one bucket, of 87 KB, anyway.
+The variants with a hook replace DDP's all-reduce by sums in the order of ranks, the same to the bit wherever a gradient
+lies in a bucket; from 3 ranks on a ring's are not. All gradients of this model are in one bucket, of 87 KB.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from data import load  # noqa: E402
 from model import build_model  # noqa: E402
+from ranks import averaged  # noqa: E402
 from samestep.sharding import GlobalBatches, Rows  # noqa: E402
 from train import train_step  # noqa: E402
 
@@ -116,7 +116,7 @@ def check(shards: Shards) -> str:
     ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]
     found = [
         gradients(shards, functools.partial(hooked, hook, bucket_cap_mb=size), passes)
-        for hook in (gather, exchange)
+        for hook in (averaged, gather, exchange)
         for size, passes in ways
     ]
     assert all(torch.equal(found[0], each) for each in found), "the hooks' bits depend on the buckets"
@@ -161,19 +161,20 @@ def main() -> None:
     ddp = DistributedDataParallel
     steps = {
         "plain": variant(shards, CONTIGUOUS),
-        "channels last in the first convolution (the app)": variant(shards),
+        "channels last in the first convolution": variant(shards),
         "in all convolutions": variant(shards, CHANNELS_LAST),
-        "the app, fused SGD": variant(shards, fused=True),
-        "the app, foreach SGD": variant(shards, foreach=True),
-        "the app, gradient_as_bucket_view": variant(shards, wrap=lambda m: ddp(m, gradient_as_bucket_view=True)),
-        "the app, static_graph": variant(shards, wrap=lambda m: ddp(m, static_graph=True)),
-        "the app, hook: all-gather, sum in rank order": variant(shards, wrap=lambda m: hooked(gather, m)),
-        "the app, hook: all-to-all, sum, all-gather": variant(shards, wrap=lambda m: hooked(exchange, m)),
-        "the app, without DDP": variant(shards, wrap=lambda model: model),
+        "the same, fused SGD": variant(shards, fused=True),
+        "the same, foreach SGD": variant(shards, foreach=True),
+        "the same, gradient_as_bucket_view": variant(shards, wrap=lambda m: ddp(m, gradient_as_bucket_view=True)),
+        "the same, static_graph": variant(shards, wrap=lambda m: ddp(m, static_graph=True)),
+        "the same, hook: gather, sum, broadcast (the app)": variant(shards, wrap=lambda m: hooked(averaged, m)),
+        "the same, hook: all-gather, sum": variant(shards, wrap=lambda m: hooked(gather, m)),
+        "the same, hook: all-to-all, sum, all-gather": variant(shards, wrap=lambda m: hooked(exchange, m)),
+        "the same, without DDP (ranks then differ)": variant(shards, wrap=lambda model: model),
     }
     if options.compile:
         compiled: Callable[[nn.Module], Any] = torch.compile
-        steps["the app, torch.compile"] = variant(shards, inner=compiled)
+        steps["the same, torch.compile"] = variant(shards, inner=compiled)
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):
         for name, step in steps.items():

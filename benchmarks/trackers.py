@@ -4,8 +4,8 @@
 
 Both run by the launch script with this Python, which needs mlflow (not mlflow-skinny), with a line of metrics.jsonl at
 each step and a checkpoint each 50: more than a run has. A step's milliseconds are the run's seconds over its steps, as
-the result has them. Interleaved rounds; the ratio is that of each round's two. The process beside the job uses
-processors that ranks want too, where there is none to spare.
+the result has them. Interleaved rounds; the ratio is that of each round's two. The server has the least priority, as
+the process beside the job has: it stands for one on another machine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def free_port() -> int:
 
 
 def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    command += [f"--backend-store-uri=sqlite:///{folder / 'server.db'}"]
+    command = ["nice", "-n19", sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
+    command += ["--workers=1", f"--backend-store-uri=sqlite:///{folder / 'server.db'}"]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     deadline = time.monotonic() + LIMIT

@@ -9,7 +9,7 @@ Each part of the step, from the schedule to batch normalisation, is a function o
 the global batch: the same at any number of ranks, and after a kill. README.md tells what the usual ways break.
 
 Every rank runs this file. They talk at ten places, each marked: at the rendezvous, when they restore a checkpoint, when
-DDP is built and when its buckets are ordered, at each step for the statistics of the batch (norm.py) and the gradients
+DDP is built and when its sums are ordered, at each step for the statistics of the batch (norm.py) and the gradients
 (in backward), at each log line for the loss, at each evaluation, before a checkpoint is saved, and at the end: do all
 hold the same weights?
 """

@@ -6,7 +6,7 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one a machine
 
 Every rank runs this file. They talk at nine places, each marked: at the rendezvous, when they restore a checkpoint,
-when DDP is built and when its buckets are ordered, at each step for the gradients (in backward), at each log line for
+when DDP is built and when its sums are ordered, at each step for the gradients (in backward), at each log line for
 the loss, at each evaluation, before a checkpoint is saved, and at the end: do all hold the same weights?
 """
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import common
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ def limit(options: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
+    import ranks
     from data import feed, load
     from model import build_model
     from options import parse
@@ -33,6 +35,7 @@ def limit(options: argparse.Namespace) -> None:
     model = build_model(its, torch.float32)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+    ranks.order_sums(ddp, *training.batch(np.arange(1), torch.float32))
     clock, phases = common.Clock(options, rank), Phases()
     for step in itertools.count():
         train_step(its, ddp, optimizer, shards, batches, step, phases)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import common
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 def limit(options: argparse.Namespace, plain: bool) -> None:
     """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged.
 
-    ``plain``: with contiguous tensors, all that the app has else; its DDP and SGD are the stock ones.
+    ``plain``: with contiguous tensors, and with DDP's own all-reduce.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
@@ -40,7 +41,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
     if not plain:
-        ranks.order_sums(ddp, *shards[0][:2])
+        ranks.order_sums(ddp, *training.batch(np.arange(1), torch.float32))
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
         train_step(ddp, optimizer, images, labels, rows)

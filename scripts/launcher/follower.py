@@ -2,7 +2,7 @@
 
 It is `samestep.track`, which reads metrics.jsonl and nothing else; so training neither waits for it nor ends with it.
 Its Python is that of ``.venvs/trackers``, or the one that PYTHON names. It has no part in the job's environment, pipes
-or locks, and ends when its standard input does: with this process, however that ends.
+or locks, the least priority, and ends when its standard input does: with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalc
 MODULES = {"mlflow-skinny": "mlflow"}  # where it has another name than the package
 PATIENCE = 30.0  # seconds for trackers to get the rest, when the job has ended
 STOP_PATIENCE = 10.0  # when it was stopped
+NICE = 19  # where there is no core to spare, ranks go first
 
 
 def names_of(text: str) -> list[str]:
@@ -76,7 +77,7 @@ class Follower:
         command = [self._python, "-m", "samestep.track", str(run_dir), "--to", ",".join(self._names)]
         try:
             with (run_dir / "log" / "track.log").open("ab") as log:
-                return subprocess.Popen(
+                process = subprocess.Popen(
                     [*command, "--until-stdin-ends"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,  # what it has to say in the end
@@ -85,6 +86,8 @@ class Follower:
                     errors="replace",
                     start_new_session=True,  # Ctrl-C is for the job
                 )
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+            return process
         except OSError as problem:
             say(f"warning: --track: cannot start {self._python}: {problem.strerror}; training goes on")
             return None

@@ -328,6 +328,28 @@ def test_resuming_at_another_world_size_misses_nothing(
 
 
 @quick
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(0, 9), WORLDS, st.lists(st.integers(0, 60), max_size=4))
+def test_who_walks_and_jumps_gets_what_a_seek_gives(
+    n: int, batch: int, seed: int, world_size: int, starts: list[int]
+) -> None:
+    """The steps that are computed ahead, over an epoch's end too, are those of who asks for one alone."""
+    arguments = (n, batch, seed, world_size - 1, world_size)
+    walker = GlobalBatches(*arguments)
+    for start in starts:
+        for step in [*range(start, start + 40), start + 1]:
+            assert np.array_equal(walker.indices(step), GlobalBatches(*arguments).indices(step)), step
+
+
+def test_who_walks_computes_each_sample_once_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated = count_evaluations(monkeypatch)
+    batches = GlobalBatches(2**20, 128, seed=0, rank=1, world_size=2)
+    for step in range(1000):
+        batches.indices(step)
+    assert sum(evaluated) <= 1.04 * (1000 * 64 + sharding.AHEAD)
+    assert len(evaluated) < 100
+
+
+@quick
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 40))
 def test_counters_equal_a_walk(n: int, batch: int, steps: int) -> None:
     """What seeking says about a step is what one who took every step before it would say."""

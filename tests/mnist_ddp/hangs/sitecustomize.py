@@ -5,7 +5,7 @@ SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``:
 - ``never``: the rank comes to nothing, not even to its first import;
 - ``skip``: it leaves out the all_gather by which ranks compare before the next checkpoint;
 - ``order``: it calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast;
-- ``shapes``: it gives the next log line's all_reduce one number more than the others;
+- ``shapes``: it adds one number more to the next log line's sums than the others;
 - ``write``: it is stopped while it writes its first checkpoint, with one file open.
 
 Nothing of the program is replaced but this.
@@ -43,28 +43,31 @@ def _skip() -> None:
     sys.modules["ranks"].__dict__["all_gather"] = lambda row: row[None]
 
 
+def _at_log_lines(instead: Any) -> None:
+    """``instead(tensor, add_up)`` where a log line's sums are added up, which are double; gradients are float."""
+    import torch
+
+    ranks: Any = sys.modules["ranks"]
+    add_up = ranks.add_up
+    ranks.add_up = lambda mine: instead(mine, add_up) if mine.dtype == torch.float64 else add_up(mine)
+
+
 def _order() -> None:
     import torch.distributed as dist
 
     calls: list[Any] = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
 
-    def and_broadcast(tensor: Any) -> None:
+    def and_broadcast(tensor: Any, add_up: Any) -> None:
         for call in calls[::-1] if _rank == _hang["rank"] else calls:
             call(tensor)
 
-    dist.all_reduce = and_broadcast  # type: ignore[assignment]
+    _at_log_lines(and_broadcast)
 
 
 def _shapes() -> None:
     import torch
-    import torch.distributed as dist
 
-    all_reduce: Any = dist.all_reduce
-
-    def of_more(tensor: Any) -> None:
-        all_reduce(torch.cat([tensor, tensor[:1]]))
-
-    dist.all_reduce = of_more  # type: ignore[assignment]
+    _at_log_lines(lambda tensor, add_up: add_up(torch.cat([tensor, tensor[:1]])))
 
 
 def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:
