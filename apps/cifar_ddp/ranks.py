@@ -128,7 +128,7 @@ def add_up(mine: Tensor) -> None:
     """An all-reduce: in place of ``mine`` the sum over ranks, the same bits on all of them.
 
     gloo's own is a ring, in which 2 (p - 1) messages wait for each other at p ranks, however small they are. A small
-    tensor goes to rank 0, which adds up in the order of ranks, and back by a broadcast: 1 + log2(p) messages.
+    tensor goes to rank 0, which adds up in the order of ranks, and back by a broadcast: there 1 + log2(p) do.
     """
     if torch.compiler.is_compiling() or not is_gathered(mine.nbytes):  # a compiler does not know gather
         dist.all_reduce(mine)  # ranks talk
