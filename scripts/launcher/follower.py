@@ -86,7 +86,8 @@ class Follower:
                     errors="replace",
                     start_new_session=True,  # Ctrl-C is for the job
                 )
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+            with contextlib.suppress(OSError):  # it has started, whatever a sandbox says to this
+                os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             return process
         except OSError as problem:
             say(f"warning: --track: cannot start {self._python}: {problem.strerror}; training goes on")
