@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200]
 
-All variants take turns in one job, ten steps each, with the log line's all-reduce after the tenth; nothing is written.
+All variants take turns in one job, ten steps each, with the log line's sum over ranks after the tenth; nothing is kept.
 Times are medians, in milliseconds; ratios to the first are of each round, with their quartiles. The last one is what
 PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,7 @@ from data import load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
+from samestep.phases import Phases  # noqa: E402
 from samestep.run import Run  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from train import build_optimizer, train_step  # noqa: E402
@@ -74,7 +76,7 @@ def main() -> None:
                 due = run.done(step)
             step += 1
         sums = torch.tensor([loss_sum, sum_since, *(run.says() if wishes else [])], dtype=torch.float64)
-        dist.all_reduce(sums)
+        ranks.add_up(sums)
         sums.tolist()
         if wishes:
             run.heard(due, sums[2:].tolist())
@@ -91,6 +93,7 @@ def main() -> None:
         model = build_model("net", 0.5, torch.float32, 1)
         optimizer = build_optimizer(options, model)
         ddp = DistributedDataParallel(model)
+        ranks.order_sums(ddp, run.phases if phases else Phases(), *training.batch(np.arange(1), torch.float32))
         if phases:
             ranks.time_phases(model, optimizer, run.phases)
         return partial(ten_steps, partial(plain, ddp, optimizer, phases), wishes, lightning)

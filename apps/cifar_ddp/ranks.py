@@ -140,7 +140,7 @@ def add_up(mine: Tensor) -> None:
     dist.broadcast(mine, src=0)  # ranks talk
 
 
-def order_sums(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) -> None:
+def order_sums(ddp: DistributedDataParallel, phases: Phases, images: Tensor, labels: Tensor) -> None:
     """Let gradients be added up in an order that no restart changes, so that a resumed run ends with the same bits.
 
     Those of a small model are added up in the order of ranks. In the ring that adds up others, their places in DDP's
@@ -148,7 +148,7 @@ def order_sums(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) -> 
     gradients came: here on passes over one sample that leave weights and buffers as they were.
     """
     if is_gathered(sum(parameter.nbytes for parameter in ddp.parameters())):
-        ddp.register_comm_hook(None, lambda state, bucket: averaged(bucket.buffer()))
+        ddp.register_comm_hook(None, lambda state, bucket: averaged(bucket.buffer(), phases))
         return
     buffers = [buffer.clone() for buffer in ddp.buffers()]  # batch normalisation counts what it sees
     for _ in range(2):  # the second forward pass is what applies the new order
@@ -158,9 +158,14 @@ def order_sums(ddp: DistributedDataParallel, images: Tensor, labels: Tensor) -> 
         buffer.copy_(before)
 
 
-def averaged(mine: Tensor) -> Future[Tensor]:
-    """What DDP expects of its communication hook: the mean over ranks of one bucket's gradients."""
+def averaged(mine: Tensor, phases: Phases) -> Future[Tensor]:
+    """What DDP expects of its communication hook: the mean over ranks of one bucket's gradients.
+
+    What it takes is waiting, although gradients of the next bucket, by which computing goes on, come later.
+    """
+    phases.end("computing")
     add_up(mine)  # ranks talk
+    phases.end("waiting")
     mean: Future[Tensor] = Future()
     mean.set_result(mine.div_(dist.get_world_size()))
     return mean

@@ -150,7 +150,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     # Buffers are the same on all ranks, as their statistics are: they need not be broadcast before each pass.
     gpu = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
-    ranks.order_sums(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
+    ranks.order_sums(ddp, run.phases, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
     norm.time_waits(model, None if options.compile else run.phases)
     compiled = compile_step(ddp) if options.compile else ddp

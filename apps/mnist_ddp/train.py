@@ -92,7 +92,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     run.begin(batches, len(test.labels), options.model, device.type, ranks.facts(device))
 
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
-    ranks.order_sums(ddp, *training.batch(np.arange(1), dtype))  # ranks talk
+    ranks.order_sums(ddp, run.phases, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
     generator = ranks.generator(device)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record

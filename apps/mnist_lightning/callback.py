@@ -39,7 +39,7 @@ class RunCallback(pl.Callback):
         self.run.wish.listen()  # Lightning's handler of TERM would talk to the other ranks there and then
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
-        ranks.order_sums(ddp, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
+        ranks.order_sums(ddp, self.run.phases, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
         ranks.time_phases(ddp, trainer.optimizers[0], self.run.phases)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     from data import load
     from model import build_model
     from options import parse
+    from samestep.phases import Phases
     from samestep.sharding import GlobalBatches
     from train import build_optimizer, train_step
 
@@ -41,7 +42,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
     if not plain:
-        ranks.order_sums(ddp, *training.batch(np.arange(1), torch.float32))
+        ranks.order_sums(ddp, Phases(), *training.batch(np.arange(1), torch.float32))
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
         train_step(ddp, optimizer, images, labels, rows)

@@ -139,9 +139,12 @@ def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
     When a watchdog has named a stalled rank, which it does on the console and then by the file ``stalled``, the job is
     ended here: torchrun would wait 30 s for a rank that is stopped to answer its TERM.
     """
+    waiter = threading.Thread(target=process.wait, daemon=True)  # wait(timeout) itself would look 20 times a second
+    waiter.start()
     while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=POLL_SECONDS)
+        waiter.join(POLL_SECONDS)
+        if not waiter.is_alive():
+            return process.wait()
         if job in (read_text(stalled) or ""):  # machines may share the run dir: of this start
             _kill(_processes_of(job), signal.SIGKILL)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import ROOT
 from samestep import FatalError
+from samestep.phases import Phases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -158,7 +159,7 @@ def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     images, labels = torch.randn(1, 1, 8, 8) + 5, torch.tensor([3])
-    app("ranks").order_sums(DistributedDataParallel(model), images, labels)
+    app("ranks").order_sums(DistributedDataParallel(model), Phases(), images, labels)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
