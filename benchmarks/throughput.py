@@ -10,7 +10,7 @@ for cifar_ddp 50,000 made-up images (synthetic-cifar10, repeated), cropped and f
 steps, evaluation and checkpoints are outside of what is timed, for everybody.
 
 - *textbook*: the training loop of the framework's own tutorial or example: per-sample transforms, a DataLoader with
-  the faster of 0 and 2 workers, DistributedSampler (loops/textbook_ddp.py, loops/<app>.py);
+  the faster of 0 and 2 workers (Paddle's aborts with any), DistributedSampler (loops/textbook_ddp.py, loops/<app>.py);
 - *accelerate*, *lightning*: the same layers and data set through Accelerator.prepare and through a Trainer, likewise
   with the faster of 0 and 2 workers (loops/accelerate_loop.py, loops/lightning_loop.py);
 - *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl;
@@ -69,6 +69,7 @@ class Row:
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
     torchvision: bool = True  # the loops need it from beside the environment
+    workers: tuple[int, ...] = (0, 2)  # of the textbook loop's DataLoader, the faster of which it gets
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
@@ -87,7 +88,8 @@ APPS = {
         ("textbook", "app", "limit", "fused-limit"),
     ),
     "mnist_lightning": Row(TORCHRUN, 128, "lightning_loop", "mnist_ddp"),  # the same step without a Trainer
-    "lenet_paddle": Row(PADDLE, 64, "lenet_paddle", "lenet_paddle", torchvision=False),
+    # Paddle's DataLoader aborts (SIGABRT) with workers.
+    "lenet_paddle": Row(PADDLE, 64, "lenet_paddle", "lenet_paddle", torchvision=False, workers=(0,)),
 }
 CONTESTANTS = tuple(dict.fromkeys(contestant for row in APPS.values() for contestant in row.contestants))
 
@@ -226,7 +228,7 @@ def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[s
     workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
     if not options.quick:
         for contestant in workers:
-            first = {count: speed(app, contestant, n, count, data, options) for count in (0, 2)}
+            first = {count: speed(app, contestant, n, count, data, options) for count in APPS[app].workers}
             workers[contestant] = max(first, key=lambda count: first[count])
 
     def attempt() -> Speeds:
