@@ -69,7 +69,7 @@ class Row:
     contestants: tuple[str, ...] = ("textbook", "app", "limit")
     dataset: str = "mnist"
     torchvision: bool = True  # the loops need it from beside the environment
-    workers: tuple[int, ...] = (0, 2)  # of the textbook loop's DataLoader, the faster of which it gets
+    workers: tuple[int, ...] = (0, 2)  # of a loop's DataLoader, which gets the fastest of them
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={n}")
@@ -225,10 +225,10 @@ def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one app at one number of ranks: the attempt of the least spread."""
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
-    workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
-    if not options.quick:
+    workers, choice = {contestant: 0 for contestant in contestants if contestant in LOADERS}, APPS[app].workers
+    if len(choice) > 1 and not options.quick:
         for contestant in workers:
-            first = {count: speed(app, contestant, n, count, data, options) for count in APPS[app].workers}
+            first = {count: speed(app, contestant, n, count, data, options) for count in choice}
             workers[contestant] = max(first, key=lambda count: first[count])
 
     def attempt() -> Speeds:

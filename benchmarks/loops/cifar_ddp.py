@@ -35,8 +35,8 @@ def limit(options: argparse.Namespace) -> None:
     model = build_model(its, torch.float32)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model, forward_sync_buffers=False)
-    ranks.order_sums(ddp, Phases(), *training.batch(np.arange(1), torch.float32))
     clock, phases = common.Clock(options, rank), Phases()
+    ranks.order_sums(ddp, phases, *training.batch(np.arange(1), torch.float32))
     for step in itertools.count():
         train_step(its, ddp, optimizer, shards, batches, step, phases)
         if clock.step():

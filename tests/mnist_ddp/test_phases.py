@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
-from harness import ROOT
+from harness import ROOT, Harness, bare, python_path
 
 
-def test_waiting_between_two_buckets_is_no_computing() -> None:
+def test_waiting_between_two_buckets_is_no_computing(harness: Harness) -> None:
     """Where small sums go by rank 0, backward() waits for the first bucket's before it goes on to the others."""
-    path = os.pathsep.join(map(str, [ROOT / "core", ROOT / "apps" / "mnist_ddp"]))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(ROOT / "tests" / "mnist_ddp" / "two_buckets.py")]
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    seconds = json.loads(done.stdout)
+    outcome = bare(harness, command, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=python_path(ROOT / "apps" / "mnist_ddp"))
+    assert outcome.code == 0, outcome
+    seconds = json.loads(outcome.stdout)
     assert seconds["waiting"] > 10 * seconds["computing"], seconds
