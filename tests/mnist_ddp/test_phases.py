@@ -12,7 +12,8 @@ def test_waiting_between_two_buckets_is_no_computing(harness: Harness) -> None:
     """Where small sums go by rank 0, backward() waits for the first bucket's before it goes on to the others."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(ROOT / "tests" / "mnist_ddp" / "two_buckets.py")]
-    outcome = bare(harness, command, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=python_path(ROOT / "apps" / "mnist_ddp"))
+    path = python_path(ROOT / "apps" / "mnist_ddp")
+    outcome = bare(harness, command, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=path)
     assert outcome.code == 0, outcome
     seconds = json.loads(outcome.stdout)
     assert seconds["waiting"] > 10 * seconds["computing"], seconds
