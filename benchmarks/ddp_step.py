@@ -75,7 +75,7 @@ def exchange(mine: Tensor) -> Future[Tensor]:
 
 
 Hook = Callable[[Tensor], Future[Tensor]]
-by_rank_0: Hook = functools.partial(averaged, phases=Phases())
+by_rank_0: Hook = functools.partial(averaged, along=[], phases=Phases())
 
 
 def hooked(hook: Hook, model: nn.Module, **ddp: Any) -> nn.Module:
@@ -97,7 +97,12 @@ def variant(
         nn.utils.convert_conv2d_weight_memory_format(model, weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, **sgd)
     wrapped, turn = wrap(inner(model)), itertools.cycle(shards)
-    return lambda: train_step(wrapped, optimizer, *next(turn))
+
+    def step() -> None:
+        images, labels, rows = next(turn)
+        train_step(optimizer, F.nll_loss(wrapped(images, rows), labels, reduction="sum"), rows)
+
+    return step
 
 
 def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: int) -> Tensor:

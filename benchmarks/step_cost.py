@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,41 +63,50 @@ def main() -> None:
     run.begin(batches, len(test.labels), "net", "cpu", {})
     step = 0
 
-    def ten_steps(update: Callable[[int], Tensor], wishes: bool, lightning: bool = False) -> None:
+    def ten_steps(
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        along: list[Tensor],
+        wishes: bool,
+        phases: bool,
+        lightning: bool,
+    ) -> None:
         nonlocal step
         sum_since = torch.zeros((), dtype=torch.float64)
-        for _ in range(AT_ONCE):
+        for left in reversed(range(AT_ONCE)):
+            if phases:
+                run.phases.begin()
             if lightning:
                 flag = torch.tensor([0])
                 dist.broadcast(flag, src=0)
                 flag.item()
-            loss_sum = update(step)
-            sum_since += loss_sum
+            images, labels = training.batch(batches.indices(step), torch.float32)
+            if phases:
+                run.phases.end("input")
+            due, rows = run.due(step), batches.rows(step)
+            loss_sum = F.nll_loss(ddp(images, rows), labels, reduction="sum")
+            sum_since += loss_sum.detach()
+            if left == 0:
+                says = run.says() if wishes else []
+                sums = torch.tensor([loss_sum.detach(), sum_since, *says], dtype=torch.float64)
+                along[:] = [sums]
+            train_step(optimizer, loss_sum, rows)
             if wishes:
-                due = run.done(step)
+                run.done(step)
             step += 1
-        sums = torch.tensor([loss_sum, sum_since, *(run.says() if wishes else [])], dtype=torch.float64)
-        ranks.add_up(sums)
+        ranks.add_up(*along)
         sums.tolist()
         if wishes:
             run.heard(due, sums[2:].tolist())
 
-    def plain(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, phases: bool, step: int) -> Tensor:
-        if phases:
-            run.phases.begin()
-        images, labels = training.batch(batches.indices(step), torch.float32)
-        if phases:
-            run.phases.end("input")
-        return train_step(ddp, optimizer, images, labels, batches.rows(step))
-
     def variant(wishes: bool, phases: bool, lightning: bool = False) -> Callable[[], None]:
         model = build_model("net", 0.5, torch.float32, 1)
         optimizer = build_optimizer(options, model)
-        ddp = DistributedDataParallel(model)
-        ranks.order_sums(ddp, run.phases if phases else Phases(), *training.batch(np.arange(1), torch.float32))
+        ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
+        along = ranks.order_sums(ddp, run.phases if phases else Phases(), *sample)
         if phases:
             ranks.time_phases(model, optimizer, run.phases)
-        return partial(ten_steps, partial(plain, ddp, optimizer, phases), wishes, lightning)
+        return partial(ten_steps, ddp, optimizer, along, wishes, phases, lightning)
 
     loops = {
         "neither": variant(False, False),

@@ -45,20 +45,16 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, rows: Rows
-) -> Tensor:
-    """One update with this rank's shard of a global batch, ``rows`` of it; returns the shard's summed loss.
+def train_step(optimizer: torch.optim.Optimizer, loss_sum: Tensor, rows: Rows) -> None:
+    """One update from the summed loss of this rank's shard of a global batch, ``rows`` of it.
 
     The gradient must be the mean over the global batch's *samples*, although shards may differ in size. DDP averages
     over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without samples takes
     part with a gradient of zeros.
     """
     optimizer.zero_grad()
-    loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
     (loss_sum * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: DDP adds up the gradients
     optimizer.step()
-    return loss_sum.detach()
 
 
 @torch.inference_mode()
@@ -92,7 +88,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     run.begin(batches, len(test.labels), options.model, device.type, ranks.facts(device))
 
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
-    ranks.order_sums(ddp, run.phases, *training.batch(np.arange(1), dtype))  # ranks talk
+    along = ranks.order_sums(ddp, run.phases, *training.batch(np.arange(1), dtype))  # ranks talk
     ranks.time_phases(model, optimizer, run.phases)
     generator = ranks.generator(device)
     sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
@@ -101,12 +97,16 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         generator.manual_seed(step_seed(options.seed, step))
         images, labels = training.batch(batches.indices(step), dtype)
         run.phases.end("input")
-        loss_sum = train_step(ddp, optimizer, images, labels, batches.rows(step))  # ranks talk
-        sum_since += loss_sum
-        due = run.done(step)
+        due, rows = run.due(step), batches.rows(step)
+        loss_sum = F.nll_loss(ddp(images, rows), labels, reduction="sum")
+        sum_since += loss_sum.detach()
         if due.talk:
-            sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
-            ranks.add_up(sums)  # ranks talk
+            sums = torch.tensor([loss_sum.detach(), sum_since, *run.says()], dtype=torch.float64, device=device)
+            along[:] = [sums]
+        train_step(optimizer, loss_sum, rows)  # ranks talk
+        run.done(step)
+        if due.talk:
+            ranks.add_up(*along)  # ranks talk, unless it went along with the gradients
             due = run.heard(due, sums[2:].tolist())
         if due.log:
             sum_since.zero_()

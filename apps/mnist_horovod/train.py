@@ -45,20 +45,16 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, rows: Rows
-) -> Tensor:
-    """One update with this rank's shard of a global batch, ``rows`` of it; returns the shard's summed loss.
+def train_step(optimizer: torch.optim.Optimizer, loss_sum: Tensor, rows: Rows) -> None:
+    """One update from the summed loss of this rank's shard of a global batch, ``rows`` of it.
 
     The gradient must be the mean over the global batch's *samples*, although shards may differ in size. Horovod
     adds them up, so each rank's summed loss is divided by rows.global_size. A rank without samples takes
     part with a gradient of zeros.
     """
     optimizer.zero_grad()
-    loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
     (loss_sum / rows.global_size).backward()  # and then ranks talk: the step begins by adding up the gradients
     optimizer.step()
-    return loss_sum.detach()
 
 
 @torch.inference_mode()
@@ -101,11 +97,14 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         generator.manual_seed(step_seed(options.seed, step))
         images, labels = training.batch(batches.indices(step), dtype)
         run.phases.end("input")
-        loss_sum = train_step(model, optimizer, images, labels, batches.rows(step))  # ranks talk
-        sum_since += loss_sum
-        due = run.done(step)
+        due, rows = run.due(step), batches.rows(step)
+        loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
+        sum_since += loss_sum.detach()
         if due.talk:
-            sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
+            sums = torch.tensor([loss_sum.detach(), sum_since, *run.says()], dtype=torch.float64, device=device)
+        train_step(optimizer, loss_sum, rows)  # ranks talk
+        run.done(step)
+        if due.talk:
             sums = hvd.allreduce(sums, op=hvd.Sum)  # ranks talk
             due = run.heard(due, sums[2:].tolist())
         if due.log:

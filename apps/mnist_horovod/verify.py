@@ -22,6 +22,7 @@ import horovod.torch as hvd
 import numpy as np
 import ranks
 import torch
+import torch.nn.functional as F
 from data import load
 from model import build_model
 from options import check_hosts
@@ -146,7 +147,8 @@ def checks_of_a_rank(transport: str, wanted: str) -> dict[str, Any]:
     everyones = hvd.allgather(torch.from_numpy(indices)).numpy()  # parts of different sizes are welcome
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     ranks.sum_gradients(model, optimizer, hvd.Compression.none)
-    train_step(model, optimizer, *training.batch(indices, torch.float32), batches.rows(0))
+    (images, labels), rows = training.batch(indices, torch.float32), batches.rows(0)
+    train_step(optimizer, F.nll_loss(model(images, rows), labels, reduction="sum"), rows)
     return {
         "rank": rank,
         "size": size,

@@ -124,47 +124,67 @@ def is_gathered(size: int) -> bool:
     return dist.get_backend() == "gloo" and 1 < dist.get_world_size() <= GATHERED // max(1, size)
 
 
-def add_up(mine: Tensor) -> None:
-    """An all-reduce: in place of ``mine`` the sum over ranks, the same bits on all of them.
+def add_up(*mine: Tensor) -> None:
+    """An all-reduce: in place of each of ``mine`` the sum over ranks, the same bits on all of them.
 
     gloo's own is a ring, in which 2 (p - 1) messages wait for each other at p ranks, however small they are. A small
-    tensor goes to rank 0, which adds up in the order of ranks, and back by a broadcast: there 1 + log2(p) do.
+    tensor goes to rank 0, which adds up in the order of ranks, and back by a broadcast: there 1 + log2(p) do. Several,
+    each [k], go as one, the way of the last; those of the largest items come first, as bytes must be aligned.
     """
-    if torch.compiler.is_compiling() or not is_gathered(mine.nbytes):  # a compiler does not know gather
-        dist.all_reduce(mine)  # ranks talk
+    if not mine or torch.compiler.is_compiling() or not is_gathered(mine[-1].nbytes):
+        for each in mine:  # nor does a compiler know gather
+            dist.all_reduce(each)  # ranks talk
         return
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(mine, everyones)  # ranks talk
+    sent = mine[0] if len(mine) == 1 else torch.cat([each.view(torch.uint8) for each in mine])
+    everyones = [torch.empty_like(sent) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(sent, everyones)  # ranks talk
     for other in everyones[1:] if everyones else ():
-        mine += other
-    dist.broadcast(mine, src=0)  # ranks talk
+        for total, its in zip(parts(sent, mine), parts(other, mine)):
+            total += its
+    dist.broadcast(sent, src=0)  # ranks talk
+    if len(mine) > 1:
+        for each, total in zip(mine, parts(sent, mine)):
+            each.copy_(total)
 
 
-def order_sums(ddp: DistributedDataParallel, phases: Phases, images: Tensor, labels: Tensor) -> None:
+def parts(sent: Tensor, mine: tuple[Tensor, ...]) -> list[Tensor]:
+    """What was ``sent``, seen as ``mine`` again."""
+    if len(mine) == 1:
+        return [sent]
+    return [part.view(each.dtype) for part, each in zip(sent.split([each.nbytes for each in mine]), mine)]
+
+
+def order_sums(ddp: DistributedDataParallel, phases: Phases, images: Tensor, labels: Tensor) -> list[Tensor]:
     """Let gradients be added up in an order that no restart changes, so that a resumed run ends with the same bits.
 
     Those of a small model are added up in the order of ranks. In the ring that adds up others, their places in DDP's
     buckets decide, from 3 ranks on, and DDP orders its buckets after the first backward pass, by the order in which
     gradients came: here on passes over one sample that leave weights and buffers as they were.
+
+    Returns a list for what is to go along with the next gradients: of a small model's they empty it.
     """
+    along = list[Tensor]()
     if is_gathered(sum(parameter.nbytes for parameter in ddp.parameters())):
-        ddp.register_comm_hook(None, lambda state, bucket: averaged(bucket.buffer(), phases))
-        return
+        ddp.register_comm_hook(None, lambda state, bucket: averaged(bucket.buffer(), along, phases))
+        return along
     buffers = [buffer.clone() for buffer in ddp.buffers()]  # batch normalisation counts what it sees
     for _ in range(2):  # the second forward pass is what applies the new order
         F.nll_loss(ddp(images, Rows(0, 1)), labels).backward()  # ranks talk
     ddp.zero_grad()
     for buffer, before in zip(ddp.buffers(), buffers):
         buffer.copy_(before)
+    return along
 
 
-def averaged(mine: Tensor, phases: Phases) -> Future[Tensor]:
+def averaged(mine: Tensor, along: list[Tensor], phases: Phases) -> Future[Tensor]:
     """What DDP expects of its communication hook: the mean over ranks of one bucket's gradients.
 
-    What it takes is waiting, although gradients of the next bucket, by which computing goes on, come later.
+    A second meeting of ranks in a step costs a third of a small one: what else they add up goes ``along``. What it
+    takes is waiting, although gradients of the next bucket, by which computing goes on, come later.
     """
     phases.end("computing")
-    add_up(mine)  # ranks talk
+    add_up(*along, mine)  # ranks talk
+    along.clear()
     phases.end("waiting")
     mean: Future[Tensor] = Future()
     mean.set_result(mine.div_(dist.get_world_size()))

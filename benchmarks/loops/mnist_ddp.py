@@ -12,6 +12,7 @@ import common
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -45,7 +46,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
         ranks.order_sums(ddp, Phases(), *training.batch(np.arange(1), torch.float32))
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
-        train_step(ddp, optimizer, images, labels, rows)
+        train_step(optimizer, F.nll_loss(ddp(images, rows), labels, reduction="sum"), rows)
         if clock.step():
             break
 

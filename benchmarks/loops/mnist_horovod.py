@@ -69,7 +69,7 @@ def limit(options: argparse.Namespace) -> None:
         ranks.sum_gradients(model, optimizer, hvd.Compression.none)
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
-        train_step(model, optimizer, images, labels, rows)
+        train_step(optimizer, F.nll_loss(model(images, rows), labels, reduction="sum"), rows)
         if clock.step():
             break
 

@@ -177,20 +177,26 @@ class Run:
 
     def done(self, step: int) -> Due:
         """The update ``step``, from 0, is done; returns what is due."""
-        self._step = done = step + 1
-        self.watchdog.beat(done)
+        self._step = step + 1
+        self.watchdog.beat(self._step)
         self._bar.update()
-        options, ends = self.options, done == self.stop
-        epoch_ends = done % self._batches.steps_per_epoch == 0
-        test = epoch_ends or _is_due(done, options.evaluate_every) or (ends and options.keep_best)
-        save = epoch_ends or ends or _is_due(done, options.checkpoint_every) or (test and options.keep_best)
-        line = test or save or _is_due(done, options.log_every)
+        return self.due(step)
+
+    def due(self, step: int) -> Due:
+        """What is due after the update ``step``."""
+        options, done = self.options, step + 1
+        every = options.log_every, options.evaluate_every, options.checkpoint_every
+        logs, tests, saves = (steps > 0 and done % steps == 0 for steps in every)  # 0 is never
+        ends, epoch_ends = done == self.stop, done % self._batches.steps_per_epoch == 0
+        test = epoch_ends or tests or (ends and options.keep_best)
+        save = epoch_ends or ends or saves or (test and options.keep_best)
+        line = test or save or logs
         return Due(line or done >= self._talks, line, test, save)
 
     def says(self) -> list[float]:
         """What this rank adds to a sum over ranks, for `heard`: its wish to stop, of rank 0 the seconds a step, and in
-        slots of its own the seconds of its phases since it last did."""
-        steps, rank, now = self._step - self._talked[0], self.world.rank, time.monotonic()
+        slots of its own the seconds of its phases since it last did. In a step that talks, or after it."""
+        steps, rank, now = max(1, self._step - self._talked[0]), self.world.rank, time.monotonic()
         before, after = ([0.0] * len(PHASES) * ranks for ranks in (rank, self.world.world_size - rank - 1))
         seconds = (now - self._talked[1]) / steps if rank == 0 else 0.0
         return [self.wish.as_number(self.watchdog.is_orphan()), seconds, *before, *self.phases.take(), *after]
@@ -198,8 +204,7 @@ class Run:
     def heard(self, due: Due, said: Sequence[float]) -> Due:
         """What is due now that ``said`` is known, the sums of what all ranks say: where one wishes to stop, a save.
 
-        All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``.
-        """
+        All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``."""
         wishes, seconds, *slots = said
         self._talked = self._step, time.monotonic()
         self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
@@ -331,11 +336,6 @@ class Run:
             names = {"framework": framework, "framework_version": framework_version}
             values = {**names, "backend": backend, "device": device, **facts, **self._result}
             metrics.report(self.app, self.options, self.world, values)
-
-
-def _is_due(done: int, every: int) -> bool:
-    """After ``done`` steps; 0 is never."""
-    return every > 0 and done % every == 0
 
 
 def processor() -> str:

@@ -14,6 +14,7 @@ from samestep import hang
 
 APP = ROOT / "apps" / "mnist_ddp"
 WHO = rf"\({re.escape(os.uname().nodename)}, pid \d+\)"
+GRADIENTS = r"\[(?:21840\] float|87456\] byte)"  # alone, or with a log line's sums
 
 
 def place(file: str, code: str, nth: int = 0) -> str:
@@ -40,10 +41,10 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     ("kind", "its"),
     ids=["skip", "order"],
     argvalues=[
-        ("skip", rf"gather (?P<number>\d+) \[21840\] float at {place('ranks.py', 'dist.gather(')}add_up "),
+        ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('ranks.py', 'dist.gather(')}add_up "),
         pytest.param(
             "order",
-            rf"broadcast (?P<number>\d+) \[12\] double at {place('train.py', 'ranks.add_up(sums)')}train ",
+            rf"broadcast (?P<number>\d+) \[12\] double at {place('ranks.py', 'add_up(*along, mine)')}averaged ",
             marks=pytest.mark.soak,
         ),
     ],
@@ -53,7 +54,7 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
         "skip": rf"all_gather (\d+) \[16\] long at {place('ranks.py', 'dist.all_gather(')}all_gather ",
-        "order": rf"all_reduce (\d+) \[12\] double at {place('train.py', 'ranks.add_up(sums)')}train ",
+        "order": rf"all_reduce (\d+) \[12\] double at {place('ranks.py', 'add_up(*along, mine)')}averaged ",
     }
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
@@ -87,7 +88,7 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
     found = re.match(
         rf"error: no progress for 15 s: rank 0 {WHO} last alive at step \d+, silent for \d+ s, stopped by a signal "
         r"\(kill -CONT \d+ continues it\) while it has \.step-00000005\.tmp/model\.safetensors open, last seen at "
-        rf"(\w+\.py:\d+ in \w+) .*; rank 1 {WHO} waits in gather \d+ \[21840\] float at ",
+        rf"(\w+\.py:\d+ in \w+) .*; rank 1 {WHO} waits in gather \d+ {GRADIENTS} at ",
         line,
     )
     assert found, line
@@ -101,6 +102,6 @@ def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: H
     where = place("ranks.py", "dist.gather(")
     assert re.search(
         rf"error: the job ended with code \d+.*; rank 0 {WHO} died \(Aborted\) at {where}add_up "
-        r"\(dist\.gather\(mine, everyones\)\).*: see ",
+        r"\(dist\.gather\(sent, everyones\)\).*: see ",
         outcome.stderr,
     ), outcome.stderr

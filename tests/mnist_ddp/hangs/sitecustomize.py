@@ -44,12 +44,10 @@ def _skip() -> None:
 
 
 def _at_log_lines(instead: Any) -> None:
-    """``instead(tensor, add_up)`` where a log line's sums are added up, which are double; gradients are float."""
-    import torch
-
+    """``instead(add_up, sums, gradients)`` where a log line's sums go along with the gradients."""
     ranks: Any = sys.modules["ranks"]
     add_up = ranks.add_up
-    ranks.add_up = lambda mine: instead(mine, add_up) if mine.dtype == torch.float64 else add_up(mine)
+    ranks.add_up = lambda *mine: instead(add_up, *mine) if len(mine) == 2 else add_up(*mine)
 
 
 def _order() -> None:
@@ -57,9 +55,10 @@ def _order() -> None:
 
     calls: list[Any] = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
 
-    def and_broadcast(tensor: Any, add_up: Any) -> None:
+    def and_broadcast(add_up: Any, sums: Any, gradients: Any) -> None:
         for call in calls[::-1] if _rank == _hang["rank"] else calls:
-            call(tensor)
+            call(sums)
+        add_up(gradients)
 
     _at_log_lines(and_broadcast)
 
@@ -67,7 +66,7 @@ def _order() -> None:
 def _shapes() -> None:
     import torch
 
-    _at_log_lines(lambda tensor, add_up: add_up(torch.cat([tensor, tensor[:1]])))
+    _at_log_lines(lambda add_up, sums, gradients: add_up(torch.cat([sums, sums[:1]]), gradients))
 
 
 def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:
