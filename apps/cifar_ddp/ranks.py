@@ -179,8 +179,8 @@ def order_sums(ddp: DistributedDataParallel, phases: Phases, images: Tensor, lab
 def averaged(mine: Tensor, along: list[Tensor], phases: Phases) -> Future[Tensor]:
     """What DDP expects of its communication hook: the mean over ranks of one bucket's gradients.
 
-    A second meeting of ranks in a step costs a third of a small one: what else they add up goes ``along``. What it
-    takes is waiting, although gradients of the next bucket, by which computing goes on, come later.
+    What else ranks add up in this step goes ``along``, so that they need not wait for the slowest a second time. What
+    it takes is waiting, although gradients of the next bucket, by which computing goes on, come later.
     """
     phases.end("computing")
     add_up(*along, mine)  # ranks talk
