@@ -132,7 +132,7 @@ def add_up(*mine: Tensor) -> None:
     each [k], go as one, the way of the last; those of the largest items come first, as bytes must be aligned.
     """
     if not mine or torch.compiler.is_compiling() or not is_gathered(mine[-1].nbytes):
-        for each in mine:  # nor does a compiler know gather
+        for each in mine:  # which a compiler knows, but not gather
             dist.all_reduce(each)  # ranks talk
         return
     sent = mine[0] if len(mine) == 1 else torch.cat([each.view(torch.uint8) for each in mine])
@@ -161,7 +161,7 @@ def order_sums(ddp: DistributedDataParallel, phases: Phases, images: Tensor, lab
     buckets decide, from 3 ranks on, and DDP orders its buckets after the first backward pass, by the order in which
     gradients came: here on passes over one sample that leave weights and buffers as they were.
 
-    Returns a list for what is to go along with the next gradients: of a small model's they empty it.
+    Returns a list. What it holds at a backward pass is added up along with a small model's gradients, and taken out.
     """
     along = list[Tensor]()
     if is_gathered(sum(parameter.nbytes for parameter in ddp.parameters())):
