@@ -22,7 +22,8 @@ SLOW = 0.3  # seconds
 def main() -> None:
     ranks.rendezvous(env.detect(os.environ), torch.device("cpu"), 60)
     rank, phases = int(os.environ["RANK"]), Phases()
-    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))  # 1.5 MiB, of which DDP's first bucket takes 1
+    last = nn.Linear(512, 512)
+    model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB, of which DDP's first bucket takes 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
     along = ranks.order_sums(ddp, phases, torch.empty(0), torch.empty(0))  # no sample, as it is a small model
@@ -39,7 +40,8 @@ def main() -> None:
         ddp(torch.ones(4, 256)).sum().backward()
         optimizer.step()
     if rank == 0:
-        told = {"said": said.tolist(), "left": len(along), "gradient": model[1].bias.grad.unique().tolist()}
+        assert last.bias.grad is not None
+        told = {"said": said.tolist(), "left": len(along), "gradient": last.bias.grad.unique().tolist()}
         print(json.dumps({**dict(zip(PHASES, phases.take())), **told}), flush=True)
     os._exit(0)  # gloo's threads may abort an orderly end
 
