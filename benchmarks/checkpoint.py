@@ -37,7 +37,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from samestep import checkpoint  # noqa: E402
-from samestep.sharding import Rows  # noqa: E402
+from samestep.sharding import BatchSlice  # noqa: E402
 
 app, weights = importlib.import_module("model"), importlib.import_module("weights")  # mnist_ddp's
 
@@ -46,7 +46,7 @@ def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     """mnist_ddp's model, with momentum after one update."""
     model: nn.Module = app.build_model("net", 0.0, torch.float32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.zeros(1, 1, 28, 28), Rows(0, 1)).sum().backward()
+    model(torch.zeros(1, 1, 28, 28), BatchSlice(0, 1)).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -65,7 +65,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
         groups = weights.groups(model, optimizer)
         for arrays in groups.values():
             for array in arrays.values():
-                checkpoint.bit_sum(array)
+                checkpoint.checksum(array)
         state, arithmetic = {"seconds": time.monotonic()}, {"seed": 1, "lr": 0.1}
         return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
 

@@ -37,13 +37,13 @@ sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from data import load  # noqa: E402
 from model import build_model  # noqa: E402
 from ranks import averaged  # noqa: E402
-from samestep.phases import Phases  # noqa: E402
-from samestep.sharding import GlobalBatches, Rows  # noqa: E402
+from samestep.step_timer import StepTimer  # noqa: E402
+from samestep.sharding import GlobalBatches, BatchSlice  # noqa: E402
 from train import train_step  # noqa: E402
 
 BATCH, AT_ONCE = 128, 4  # images over all ranks; steps that are timed together
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
-Shards = list[tuple[Tensor, Tensor, Rows]]
+Shards = list[tuple[Tensor, Tensor, BatchSlice]]
 
 
 def in_rank_order(rows: Tensor) -> Tensor:
@@ -51,31 +51,31 @@ def in_rank_order(rows: Tensor) -> Tensor:
     return sum(rows) / len(rows)  # type: ignore[return-value]  # a tensor's rows, not torch.sum, which has its own order
 
 
-def gather(mine: Tensor) -> Future[Tensor]:
+def gather(local: Tensor) -> Future[Tensor]:
     """Each rank gets every rank's bucket, ``mine`` of n bytes: (p - 1) n in p - 1 steps, and adds them up."""
-    everyones = mine.new_empty(dist.get_world_size(), len(mine))
-    gathered = dist.all_gather_single(everyones.view(-1), mine, async_op=True).get_future()  # ranks talk
-    return gathered.then(lambda done: in_rank_order(everyones))  # type: ignore[no-any-return]
+    gathered = local.new_empty(dist.get_world_size(), len(local))
+    gathered = dist.all_gather_single(gathered.view(-1), local, async_op=True).get_future()  # ranks talk
+    return gathered.then(lambda done: in_rank_order(gathered))  # type: ignore[no-any-return]
 
 
-def exchange(mine: Tensor) -> Future[Tensor]:
+def exchange(local: Tensor) -> Future[Tensor]:
     """Each rank adds up its part of the bucket ``mine`` and gives it to all: 2 (p - 1) / p n bytes, as many as a ring.
 
     It waits here, as gloo's threads cannot wait for each other: where there are more buckets, no gradient is computed
     meanwhile.
     """
     p = dist.get_world_size()
-    parts = F.pad(mine, (0, -len(mine) % p)).view(p, -1)
+    parts = F.pad(local, (0, -len(local) % p)).view(p, -1)
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts)  # ranks talk
     dist.all_gather_single(parts.view(-1), in_rank_order(received))  # ranks talk
     done: Future[Tensor] = Future()
-    done.set_result(parts.view(-1)[: len(mine)])
+    done.set_result(parts.view(-1)[: len(local)])
     return done
 
 
 Hook = Callable[[Tensor], Future[Tensor]]
-by_rank_0: Hook = functools.partial(averaged, along=[], phases=Phases())
+by_rank_0: Hook = functools.partial(averaged, along=[], phases=StepTimer())
 
 
 def hooked(hook: Hook, model: nn.Module, **ddp: Any) -> nn.Module:
@@ -129,9 +129,9 @@ def check(shards: Shards) -> str:
     assert all(torch.equal(found[0], each) for each in found), "the hooks' bits depend on the buckets"
     apart = ((found[0] - stock).abs().max() / stock.abs().max()).item()
     assert apart < 1e-6, f"{apart:.1e} of the largest gradient from DDP's"
-    everyones = [torch.empty_like(found[0]) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, found[0])  # ranks talk
-    assert all(torch.equal(found[0], each) for each in everyones), "ranks differ"
+    gathered = [torch.empty_like(found[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, found[0])  # ranks talk
+    assert all(torch.equal(found[0], each) for each in gathered), "ranks differ"
     own = [
         gradients(shards, functools.partial(DistributedDataParallel, bucket_cap_mb=size), passes)
         for size, passes in ways

@@ -33,7 +33,7 @@ from data import load  # noqa: E402
 from model import GPT, build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep.options import Options  # noqa: E402
-from samestep.phases import Phases  # noqa: E402
+from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def app(options: Options) -> Callable[[int], object]:
     """A step of the program, with all that it does in one."""
     mesh = ranks.make_mesh(options, CPU)
     model = build_model(options, torch.float32, mesh)
-    optimizer, phases = train.build_optimizer(options, model), Phases()
+    optimizer, phases = train.build_optimizer(options, model), StepTimer()
     ranks.time_phases(model, optimizer, phases)
     training, _ = load(options, CPU)
     batches = GlobalBatches(len(training), options.global_batch_size, 1, dist.get_rank(), dist.get_world_size())

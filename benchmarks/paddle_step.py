@@ -1,8 +1,8 @@
-"""What a training step of Paddle's LeNet spends its time on, on one thread of a CPU.
+"""Measure a training step of Paddle's LeNet and each of its layers on one thread of a CPU.
 
     OMP_NUM_THREADS=1 .venvs/lenet_paddle/bin/python benchmarks/paddle_step.py
 
-Milliseconds of one step of 64 images, and of each layer's forward and backward pass; medians.
+It prints the median milliseconds of one step of 64 images, and of each layer's forward and backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BATCH, TIMES = 64, 60
 
 
 def median(work: Callable[[], object]) -> float:
-    """Milliseconds that ``work`` takes."""
+    """Return the median milliseconds of ``work``, without its first calls."""
     taken = []
     for _ in range(TIMES):
         begun = time.perf_counter()
@@ -29,6 +29,7 @@ def median(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    """Print a table in Markdown."""
     network = paddle.vision.models.LeNet()
     optimizer = paddle.optimizer.Adam(0.001, parameters=network.parameters())
     images, labels = paddle.randn([BATCH, 1, 28, 28]), paddle.randint(0, 10, [BATCH])
@@ -43,13 +44,13 @@ def main() -> None:
     x = images
     for layer in [*network.features, paddle.nn.Flatten(), *network.fc]:
         inputs = x.detach()
-        inputs.stop_gradient = layer is network.features[0]  # of images no gradient is asked
+        inputs.stop_gradient = layer is network.features[0]  # images need no gradient
 
-        def both(layer: Any = layer, inputs: Any = inputs) -> None:
+        def forward_and_backward(layer: Any = layer, inputs: Any = inputs) -> None:
             layer(inputs).sum().backward()
 
         if not isinstance(layer, paddle.nn.Flatten):
-            taken = median(both)
+            taken = median(forward_and_backward)
             print(f"| {type(layer).__name__} of {inputs.shape} | {taken:.2f} | {100 * taken / whole:.0f} % |")
         x = layer(x)
     print(f"| Adam | {(adam := median(optimizer.step)):.2f} | {100 * adam / whole:.0f} % |")

@@ -35,7 +35,7 @@ from data import load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
-from samestep.phases import Phases  # noqa: E402
+from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.run import Run  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from train import build_optimizer, train_step  # noqa: E402
@@ -72,7 +72,7 @@ def main() -> None:
         lightning: bool,
     ) -> None:
         nonlocal step
-        sum_since = torch.zeros((), dtype=torch.float64)
+        running_loss = torch.zeros((), dtype=torch.float64)
         for left in reversed(range(AT_ONCE)):
             if phases:
                 run.phases.begin()
@@ -85,10 +85,10 @@ def main() -> None:
                 run.phases.end("input")
             due, rows = run.due(step), batches.rows(step)
             loss_sum = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-            sum_since += loss_sum.detach()
+            running_loss += loss_sum.detach()
             if left == 0:
                 says = run.says() if wishes else []
-                sums = torch.tensor([loss_sum.detach(), sum_since, *says], dtype=torch.float64)
+                sums = torch.tensor([loss_sum.detach(), running_loss, *says], dtype=torch.float64)
                 along[:] = [sums]
             train_step(optimizer, loss_sum, rows)
             if wishes:
@@ -103,7 +103,7 @@ def main() -> None:
         model = build_model("net", 0.5, torch.float32, 1)
         optimizer = build_optimizer(options, model)
         ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
-        along = ranks.order_sums(ddp, run.phases if phases else Phases(), *sample)
+        along = ranks.fix_reduction_order(ddp, run.phases if phases else StepTimer(), *sample)
         if phases:
             ranks.time_phases(model, optimizer, run.phases)
         return partial(ten_steps, ddp, optimizer, along, wishes, phases, lightning)

@@ -3,8 +3,8 @@
     python3.11 docs/messages.py            # writes the page
     python3.11 docs/messages.py --check    # compares, writes nothing
 
-A message is the argument of an error of `ERRORS`, wherever one is made in core/, scripts/launcher/ and apps/, or is
-printed there by `log.error`, or by `say` after "error: ". What is known only when the program runs is shown as an
+A message is the argument of an error of `ERRORS`, wherever one is made in core/ and apps/, or is printed there by
+`log.error`, or by `print_stderr` or a `Decision` of the launcher after "error: ". What is known only when the program runs is shown as an
 ellipsis: of an f-string the fixed words stay, a name stands for each string that is assigned to it, a parameter for
 what the calls in its file give, and a call for what a function of its file returns.
 """
@@ -23,13 +23,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
-    "UserError": "2",
-    "EnvError": "2",  # a UserError
-    "ArgumentTypeError": "2",  # argparse makes a UserError of it, with the option's name before
-    "FatalError": "1",
-    "RestartError": "again",
+    "ConfigError": "2",
+    "EnvError": "2",  # a ConfigError
+    "ArgumentTypeError": "2",  # argparse makes a ConfigError of it, with the option's name before
+    "NonRetryableError": "1",
+    "RetryableError": "again",
 }
-PRINTED = {"log.error": "1", "error": "1", "parser.error": "2", "say": "1"}
+AFTER_ERROR = ("print_stderr", "Decision")  # their last argument is a message if it begins with "error: "
+PRINTED = {"log.error": "1", "error": "1", "parser.error": "2", **dict.fromkeys(AFTER_ERROR, "1")}
 ELLIPSIS = "…"
 DEPTH = 4  # of names that stand for names
 Scope = dict[str, list[str]]  # what the parameters of a function may be, as `Source.words` gives it
@@ -46,9 +47,11 @@ words of yours. [Troubleshooting](troubleshooting.md) begins at what you see.
 | 1 | starting again cannot mend it, or did not |
 | again | the launch script starts the job again from its newest good checkpoint, up to `--max-restarts` times; then 1 |
 """
+PACKAGE, LAUNCHER = "All apps: the package `samestep`", "The launch script and `samestep run`"
 PARTS = {
-    "core/samestep": "All apps: the package `samestep`",
-    "scripts/launcher": "The launch script",
+    "core/samestep": PACKAGE,
+    **{f"core/samestep/{name}": PACKAGE for name in ("data", "recovery", "sharded", "torch", "observe")},
+    "core/samestep/launch": LAUNCHER,
 }
 
 
@@ -77,12 +80,12 @@ class Source:
     def messages(self) -> Iterator[tuple[str, str]]:
         """(words, code) of each error that is made; words are ELLIPSIS where another's message is passed on."""
         made = [(call, code) for name, code in ERRORS.items() for call in self._calls.get(name, [])]
-        printed = [call for name in ("error", "say") for call in self._calls.get(name, [])]
-        made += [(call, PRINTED[said]) for call in printed if (said := ast.unparse(call.func)) in PRINTED]
+        printed = [call for name in ("error", *AFTER_ERROR) for call in self._calls.get(name, [])]
+        made += [(call, PRINTED[name]) for call in printed if (name := ast.unparse(call.func)) in PRINTED]
         for call, code in sorted(made, key=lambda each: each[0].lineno):
             for bound in self._scopes(call) if call.args else ():
-                for words in self.words(call.args[0], bound):
-                    if _last_name(call.func) != "say" or words.startswith("error: "):
+                for words in self.words(call.args[-1], bound):
+                    if _last_name(call.func) not in AFTER_ERROR or words.startswith("error: "):
                         line = " ".join(words.removeprefix("error: ").split())
                         yield re.sub(f"{ELLIPSIS}+", ELLIPSIS, line).rstrip(": "), code
 
@@ -132,7 +135,7 @@ class Source:
             return [{}]
         calls = self._calls.get(function.name, [])
         scopes = [self._arguments(function, each, {}, 0) for each in calls] or [{}]
-        used = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)}
+        used = {node.id for node in ast.walk(call.args[-1]) if isinstance(node, ast.Name)}
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 names = [each.id for each in ast.walk(node.targets[0]) if isinstance(each, ast.Name)]
@@ -222,9 +225,10 @@ def page(messages: list[Message]) -> str:
     by_part: dict[str, list[Message]] = {}
     for message in messages:
         parts = {name.rpartition("/")[0] for name in message.files}
-        title = PARTS.get(min(parts), min(parts).rpartition("/")[2]) if len(parts) == 1 else "Several apps"
+        titles = {PARTS.get(part, part.rpartition("/")[2]) for part in parts}
+        title = titles.pop() if len(titles) == 1 else "Several apps"
         by_part.setdefault(title, []).append(message)
-    first = [*PARTS.values(), "Several apps"]
+    first = [PACKAGE, LAUNCHER, "Several apps"]
     lines = [HEAD]
     for title in sorted(by_part, key=lambda title: (title not in first, first.index(title) if title in first else 0)):
         lines += [f"## {title}", "", "| message | code | said by |", "|---|---|---|"]

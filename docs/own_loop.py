@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from samestep import checkpoint, datasets, env
+from samestep import checkpoint, env
+from samestep.data import datasets
 from samestep.sharding import GlobalBatches
 
 LR, BATCH, SEED = 0.1, 100, 1
-arithmetic = {"lr": LR, "global_batch_size": BATCH, "seed": SEED}  # what a resume must repeat
+invariants = {"lr": LR, "global_batch_size": BATCH, "seed": SEED}  # what a resume must repeat
 run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
 world = env.detect(os.environ)
 dist.init_process_group("gloo")
@@ -23,14 +24,14 @@ momentum = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
 found = checkpoint.newest(run_dir, warn=print)  # every rank reads: one machine, or a disk that all share
 if found:
-    if found.arithmetic != arithmetic:
-        sys.exit(f"error: {run_dir} holds a run with {found.arithmetic}: choose another folder")
+    if found.resume_invariants != invariants:
+        sys.exit(f"error: {run_dir} holds a run with {found.resume_invariants}: choose another folder")
     for group, tensors in {"model": weights, "optimizer": momentum}.items():
         tensors.update({name: torch.tensor(array) for name, array in found.arrays(group).items()})
 for step in range(found.step if found else 0, steps):
-    mine = torch.from_numpy(batches.indices(step))
+    local = torch.from_numpy(batches.indices(step))
     leaves = [tensor.requires_grad_() for tensor in weights.values()]
-    loss = F.cross_entropy(F.linear(images[mine], *leaves), labels[mine], reduction="sum") / batches.size(step)
+    loss = F.cross_entropy(F.linear(images[local], *leaves), labels[local], reduction="sum") / batches.size(step)
     for name, leaf, gradient in zip(weights, leaves, torch.autograd.grad(loss, leaves)):
         dist.all_reduce(gradient)  # shards' parts of the mean over samples add up
         momentum[name] = 0.9 * momentum[name] + gradient
@@ -38,7 +39,7 @@ for step in range(found.step if found else 0, steps):
     if world.rank == 0 and ((step + 1) % 20 == 0 or step + 1 == steps):
         arrays = [{name: tensor.numpy() for name, tensor in group.items()} for group in (weights, momentum)]
         groups = {"model": arrays[0], "optimizer": arrays[1]}
-        checkpoint.save(run_dir, "own_loop", step + 1, groups, {}, arithmetic, keep=2)
+        checkpoint.save(run_dir, "own_loop", step + 1, groups, {}, invariants, keep=2)
 checkpoint.finish()
 if world.rank == 0:
     print(steps, checkpoint.weights_sha256({name: tensor.numpy() for name, tensor in weights.items()}), flush=True)

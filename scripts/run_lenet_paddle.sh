@@ -14,4 +14,4 @@ for word in "$@"; do # of several --launcher the last counts, in either spelling
 done
 if [ "$launcher" = spawn ]; then command=({python} {train} --nprocs={nproc} {options}); fi
 export PYTHONWARNINGS=ignore:"No ccache found":UserWarning  # Paddle's, of no use to who only trains
-exec bash "$(dirname "${BASH_SOURCE[0]}")/launcher/launch.sh" lenet_paddle "${command[@]}" -- "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" lenet_paddle "${command[@]}" -- "$@"

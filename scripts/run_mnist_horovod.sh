@@ -9,5 +9,5 @@ else
   launcher=({python} -m horovod.runner.launch --{transport} -np {nproc} ${HOROVOD_HOSTS:+-H "$HOROVOD_HOSTS"}
     --disable-cache)
 fi
-exec bash "$(dirname "${BASH_SOURCE[0]}")/launcher/launch.sh" mnist_horovod "${launcher[@]}" \
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" mnist_horovod "${launcher[@]}" \
   {python} {train} {options} -- "$@"

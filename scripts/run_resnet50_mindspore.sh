@@ -11,4 +11,4 @@ else
     --worker_num={world_size} --local_worker_num={nproc} --node_rank={node_rank} --master_addr={master_addr}
     --master_port={master_port} --log_dir={log_dir} {train} {options})
 fi
-exec bash "$scripts/launcher/launch.sh" resnet50_mindspore "${launcher[@]}" -- "$@"
+exec bash "$scripts/launch.sh" resnet50_mindspore "${launcher[@]}" -- "$@"

@@ -20,7 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "common"))
 
-from harness import APPS, ROOT, App, Harness, row
+from harness import APPS, ROOT, App, Harness, app_spec
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in (
         "alone: runs while no other test does",
         "soak: not in the matrix; runs with --soak or --every-case",
-        "once: of core alone; the matrix shows it with one app, mnist_ddp",
+        "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
         "torchrun: of apps that torchrun starts",
         "compared: of apps whose ranks hold the same weights, and compare them",
         "best, curves, kills, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
     if config.getoption("numprocesses", None):  # not in the workers, whose tests would each do it, all at once
-        _warm_up(row(config.getoption("--app")))
+        _warm_up(app_spec(config.getoption("--app")))
 
 
 def _warm_up(app: App) -> None:
@@ -58,21 +58,21 @@ def _warm_up(app: App) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    app = row(config.getoption("--app"))
+    app = app_spec(config.getoption("--app"))
     applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
     marks = [mark for mark, does in applies.items() if not does]
     if not config.getoption("--soak") and not config.getoption("--every-case"):
-        marks += ["soak", *app.left_out]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
-    items[:] = [item for item in items if item not in left_out]
+        marks += ["soak", *app.skipped_marks]
+    skipped_marks = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    items[:] = [item for item in items if item not in skipped_marks]
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # when there is no work left to hold up
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=skipped_marks)
 
 
 @pytest.fixture
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """Runs the app under test; at the end nothing of it may be left running."""
-    made = Harness(row(request.config.getoption("--app")), request.config.getoption("--device"), tmp_path)
+    made = Harness(app_spec(request.config.getoption("--app")), request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()
 
@@ -112,25 +112,6 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
             print("\n".join(["\n", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *lines]))
 
 
-def beside(harness: Harness, app: str) -> Iterator[Harness]:
-    """Runs another app beside the one under test, in the same Python."""
-    folder = harness.folder / app
-    folder.mkdir()
-    made = Harness(row(app), harness.device, folder)
-    yield made
-    made.check_nothing_left()
-
-
-@pytest.fixture
-def ddp(harness: Harness) -> Iterator[Harness]:
-    yield from beside(harness, "mnist_ddp")
-
-
-@pytest.fixture
-def cifar(harness: Harness) -> Iterator[Harness]:
-    yield from beside(harness, "cifar_ddp")
-
-
 @pytest.fixture
 def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """The result of a small run that nothing happened to, by number of ranks and options; run once for all tests."""
@@ -152,3 +133,25 @@ def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> C
         return found
 
     return reference
+
+
+# --- several apps (new_app.sh leaves the rest of this file out of a project) -----------------------------------------
+
+
+def beside(harness: Harness, app: str) -> Iterator[Harness]:
+    """Runs another app beside the one under test, in the same Python."""
+    folder = harness.folder / app
+    folder.mkdir()
+    made = Harness(app_spec(app), harness.device, folder)
+    yield made
+    made.check_nothing_left()
+
+
+@pytest.fixture
+def ddp(harness: Harness) -> Iterator[Harness]:
+    yield from beside(harness, "mnist_ddp")
+
+
+@pytest.fixture
+def cifar(harness: Harness) -> Iterator[Harness]:
+    yield from beside(harness, "cifar_ddp")

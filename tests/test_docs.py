@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samestep import UserError, datasets, env
+from samestep import ConfigError, env
+from samestep.data import datasets
 from samestep.options import Parser, add_common
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +23,8 @@ PASSED_ON = {
     "apps/*/each_device.py",
     "apps/*/ranks.py",  # Horovod's options.py has the words
     "core/samestep/log.py",  # it prints all others
-    "scripts/launcher/launch.py",
-    "scripts/launcher/meeting.py",
+    "core/samestep/launch/app.py",
+    "core/samestep/launch/preflight.py",
 }
 
 
@@ -114,12 +115,12 @@ NO_MPI = "no MPI: use gloo"
 
 def check(name, count):
     if count:
-        raise UserError(f"{name}={count} is " + ("odd" if count % 2 else "even") + ": choose another")
+        raise ConfigError(f"{name}={count} is " + ("odd" if count % 2 else "even") + ": choose another")
     remedy = "start again"
     first, remedy = "x", "buy a disk"
     for thing, left in (("ranks", 1), ("machines", 2)):
-        raise samestep.FatalError(f"{thing} are gone ({reason(left)}): {remedy}")
-    raise UserError(NO_MPI)
+        raise samestep.NonRetryableError(f"{thing} are gone ({reason(left)}): {remedy}")
+    raise ConfigError(NO_MPI)
 
 def reason(left):
     return "stopped" if left else f"{left} left"
@@ -131,10 +132,10 @@ def tuple_of(n):
 
 def together():
     who, proof = tuple_of(1)
-    raise FatalError(f"{who}{proof}")
+    raise NonRetryableError(f"{who}{proof}")
 
 def fail(message):
-    raise RestartError(message)
+    raise RetryableError(message)
 
 def other():
     fail("a bit flipped")
@@ -142,9 +143,9 @@ def other():
     remedy = "wait"
     remedy += f" for {other}" if other else ", then start again"
     fail(remedy)
-    raise UserError(str(problem))
-    say(f"error: the job ended with code {code}")
-    say("waiting")
+    raise ConfigError(str(problem))
+    print_stderr(f"error: the job ended with code {code}")
+    print_stderr("waiting")
     log.error(f"rank {rank} is gone")
     raise ValueError("a bug")
 """
@@ -194,7 +195,7 @@ def parse(*arguments: str) -> None:
     ],
 )
 def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
-    with pytest.raises(UserError) as said:
+    with pytest.raises(ConfigError) as said:
         mistake()
     shown = re.findall(
         r"^\| `+ ?(.*?) ?`+ \| (?:2|1|again) ", (ROOT / "docs" / "messages.md").read_text(), re.MULTILINE

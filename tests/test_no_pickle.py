@@ -1,4 +1,4 @@
-"""Nothing in the repository loads a pickle: it would run what somebody else wrote."""
+"""Nothing in the repository loads a pickle, because loading one runs code that its author chose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-# As they are called: torch.load, paddle.load, numpy.load and mindspore's; and torch's collectives of Python objects.
+# Functions that unpickle, as they are called; COLLECTIVES are torch's of Python objects, which pickle.
 CALLS = {
     "pickle.load",
     "pickle.loads",
@@ -39,7 +39,7 @@ def findings(source: str) -> list[str]:
     return found
 
 
-def test_the_search_finds_what_it_looks_for() -> None:
+def test_the_search_finds_each_kind_of_pickle() -> None:
     bad = ["import pickle", "from joblib import load", "import torch\ntorch.load('x')", "dist.broadcast_object_list(x)"]
     assert all(findings(source) for source in bad)
     assert not findings("import json\njson.load(open('x'))\nsafetensors.numpy.load(b'')")
@@ -50,5 +50,5 @@ def test_no_file_loads_a_pickle() -> None:
     files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
     assert len(files) > 10
     found = {str(file.relative_to(ROOT)): findings(file.read_text()) for file in files}
-    found.pop("tests/core/test_checkpoint.py")  # makes a pickle that does harm, to show that nothing loads it
+    found.pop("tests/core/test_checkpoint.py")  # it writes a harmful pickle, to show that nothing loads it
     assert {file: names for file, names in found.items() if names} == {}

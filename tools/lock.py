@@ -12,7 +12,8 @@ resolves for all Pythons from the first of the line ``# python:`` on, and says b
 
 ``requirements-cuda.txt`` is what PyPI's wheels need. ``requirements-cpu.txt`` is the same without NVIDIA's packages,
 and with the build of torch that does not need them; an app that pulls in none of them has this one alone. Any other
-``*.in`` of an app has a lock of the same name. What --track needs (``scripts/launcher/trackers``) is as an app here.
+``*.in`` of an app has a lock of the same name. The requirements of ``--track``
+(``core/samestep/launch/tracker_locks``) are treated as an app named ``trackers``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+TRACKERS = ROOT / "core" / "samestep" / "launch" / "tracker_locks"
 PYPI = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")  # a mirror has the same files
 GPU = re.compile(r"(nvidia|cuda)-.*|triton")  # packages that only a build for NVIDIA's GPUs needs
 
@@ -150,13 +152,18 @@ def for_cpu(found: Sequence[Entry]) -> list[Entry]:
     return made
 
 
+def app_of(source: Path) -> str:
+    """Return the name of the app that a file of requirements belongs to, or "trackers"."""
+    return "trackers" if source.parent == TRACKERS else source.parent.name
+
+
 def header(app: str, hardware: str) -> str:
     return f"# Made by `bash scripts/test.sh -e locks -- {app}`{hardware}: do not edit.\n"
 
 
 def locks(source: Path, upgrade: bool) -> dict[Path, str]:
     """The locks of a file of requirements: their paths and what is to be in them."""
-    app = source.parent.name
+    app = app_of(source)
 
     def kept(path: Path) -> list[Entry]:
         return entries(path.read_text()) if path.exists() and not upgrade else []
@@ -165,13 +172,13 @@ def locks(source: Path, upgrade: bool) -> dict[Path, str]:
         path = source.with_suffix(".txt")
         return {path: header(app, "") + "".join(entry.text() for entry in resolve(source, kept(path)))}
     cpu, cuda = (source.with_name(f"requirements-{each}.txt") for each in ("cpu", "cuda"))
-    whole = resolve(source, kept(cuda) or kept(cpu))
-    gpu = sorted({entry.name for entry in whole if GPU.fullmatch(entry.name)})
+    resolved = resolve(source, kept(cuda) or kept(cpu))
+    gpu = sorted({entry.name for entry in resolved if GPU.fullmatch(entry.name)})
     made = {}
     if gpu:
-        made[cuda] = header(app, ", for NVIDIA GPUs") + "".join(entry.text() for entry in whole)
-        whole = resolve(source, whole, gpu)
-    made[cpu] = header(app, ", for CPUs" if gpu else "") + "".join(entry.text() for entry in for_cpu(whole))
+        made[cuda] = header(app, ", for NVIDIA GPUs") + "".join(entry.text() for entry in resolved)
+        resolved = resolve(source, resolved, gpu)
+    made[cpu] = header(app, ", for CPUs" if gpu else "") + "".join(entry.text() for entry in for_cpu(resolved))
     return made
 
 
@@ -181,13 +188,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with the locks that are there, and write nothing")
     parser.add_argument("--upgrade", action="store_true", help="the newest versions, where requirements.in has no pin")
     options = parser.parse_args()
-    sources = sorted([*ROOT.glob("apps/*/*.in"), *ROOT.glob("scripts/launcher/*/*.in")])
-    unknown = [app for app in options.apps if app not in {source.parent.name for source in sources}]
+    sources = sorted([*ROOT.glob("apps/*/*.in"), *TRACKERS.glob("*.in")])
+    unknown = [app for app in options.apps if app not in {app_of(source) for source in sources}]
     if unknown:
         sys.exit(f"error: there is no apps/{unknown[0]}/requirements.in: name an app, or none for all")
     differ = []
     for source in sources:
-        if options.apps and source.parent.name not in options.apps:
+        if options.apps and app_of(source) not in options.apps:
             continue
         made = locks(source, options.upgrade)
         both = {source.with_name(f"requirements-{each}.txt") for each in ("cpu", "cuda")}

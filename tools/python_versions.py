@@ -12,7 +12,7 @@ and leaves of the line only what it names::
 
     # python limit: 3.11, because ...
 
-The record goes without a network: `tests/test_house.py` compares it with the pins, and the lines with it.
+The record goes without a network: `tests/test_layout.py` compares it with the pins, and the lines with it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "core" / "pyproject.toml"
+TRACKERS = ROOT / "core" / "samestep" / "launch" / "tracker_locks"
 RECORD = Path(__file__).with_suffix(".json")
 PYTHONS = ("3.11", "3.10", "3.12", "3.13", "3.14")  # the one that the tests use is looked for first
 PLATFORM = "x86_64-manylinux_2_28"
@@ -40,12 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="derive the Pythons that each app can have from its pins")
     parser.add_argument("--check", action="store_true", help="compare with what is recorded, and write nothing")
     check = parser.parse_args().check
-    found = {path.parent.name: resolve(path) for path in requirements()}
+    found = {app_of(path): resolve(path) for path in requirements()}
     if check:
         problems = [
             f"{path}: {problem}"
             for path in requirements()
-            for problem in differences(path.read_text(), found[path.parent.name])
+            for problem in differences(path.read_text(), found[app_of(path)])
         ]
         recorded = json.loads(RECORD.read_text())
         problems += [f"{RECORD.name}: {app} is not what uv finds" for app in found if found[app] != recorded.get(app)]
@@ -55,12 +56,17 @@ def main() -> None:
     RECORD.write_text(json.dumps(found, indent=2) + "\n")
     for path in requirements():
         text = path.read_text()
-        path.write_text(LINE.sub(f"# python: {' '.join(pythons(text, found[path.parent.name]))}", text))
+        path.write_text(LINE.sub(f"# python: {' '.join(pythons(text, found[app_of(path)]))}", text))
 
 
 def requirements() -> list[Path]:
-    """Those of apps, and of what --track needs."""
-    return sorted([*ROOT.glob("apps/*/requirements.in"), *ROOT.glob("scripts/launcher/*/requirements.in")])
+    """Return the requirements.in of each app, and of --track."""
+    return sorted([*ROOT.glob("apps/*/requirements.in"), TRACKERS / "requirements.in"])
+
+
+def app_of(path: Path) -> str:
+    """Return the name of the app that a requirements.in belongs to, or "trackers"."""
+    return "trackers" if path.parent == TRACKERS else path.parent.name
 
 
 def resolve(path: Path) -> dict[str, Any]:

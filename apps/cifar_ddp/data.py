@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from augment import PADDING, choices, crop_and_flip
 from numpy.typing import NDArray
-from samestep import datasets
+from samestep.data import datasets
 from samestep.options import Options
 from samestep.sharding import GlobalBatches
 from torch import Tensor
@@ -38,7 +38,7 @@ class Split:
     def batch(
         self, indices: NDArray[np.int64], dtype: torch.dtype, augment: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Samples ``indices`` [m]: normalised images [m, 3, 32, 32] of ``dtype`` and labels int64 [m]; m may be 0.
+        """Samples ``indices`` [m]: normalized images [m, 3, 32, 32] of ``dtype`` and labels int64 [m]; m may be 0.
 
         With ``augment``, a seed and an epoch, cropped and flipped. The images are channels last in memory, as stored.
         """
@@ -46,28 +46,28 @@ class Split:
         images = self.images[chosen]
         if augment:
             images = crop_and_flip(images, indices, *augment)
-        return self.normalise(images, dtype), self.labels[chosen]
+        return self.normalize(images, dtype), self.labels[chosen]
 
-    def normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+    def normalize(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Images uint8 [m, 32, 32, 3] to [m, 3, 32, 32] of ``dtype``."""
         images = images.to(dtype).div_(255).sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
         return images.permute(0, 3, 1, 2)
 
 
-def count_of(options: Options, batches: GlobalBatches, step: int) -> int:
-    """Micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
+def num_microbatches(options: Options, batches: GlobalBatches, step: int) -> int:
+    """Return the number of micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
     return min(int(options.accumulate), batches.size(step))
 
 
-def each_has_some(options: Options, batches: GlobalBatches, step: int) -> bool:
-    """Has every rank samples in each of a step's micro-batches?"""
-    return batches.size(step) // count_of(options, batches, step) >= batches.world_size
+def no_empty_shards(options: Options, batches: GlobalBatches, step: int) -> bool:
+    """Return whether every rank has samples in each micro-batch of the step."""
+    return batches.size(step) // num_microbatches(options, batches, step) >= batches.world_size
 
 
-def feed(
+def batches_of(
     options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
 ) -> Generator[tuple[Tensor, Tensor]]:
-    """This rank's shard of each micro-batch of ``steps``, as `Split.batch` gives them."""
+    """Yield this rank's shard of each micro-batch of ``steps``, as `Split.batch` returns them."""
     if options.input == "loader":
         yield from _load(options, training, batches, steps, dtype)
         return
@@ -77,7 +77,7 @@ def feed(
 
 def _indices(options: Options, batches: GlobalBatches, steps: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
     for step in steps:
-        count = count_of(options, batches, step)
+        count = num_microbatches(options, batches, step)
         for k in range(count):
             yield step, batches.indices(step, (k, count))
 
@@ -114,7 +114,7 @@ def _collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _load(
     options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
 ) -> Generator[tuple[Tensor, Tensor]]:
-    """By workers, which are told what to read and have no order of their own: a resume is where the keys begin."""
+    """Load by workers, which get the keys to read and keep no order of their own: a resume starts at its first key."""
     device = training.labels.device
     keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(options, batches, steps))
     held = Split(*(tensor.cpu() for tensor in (training.images, training.labels, training.mean, training.std)))
@@ -123,11 +123,11 @@ def _load(
         samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate
     )
     for images, labels in loader:
-        yield training.normalise(images.to(device), dtype), labels.to(device)
+        yield training.normalize(images.to(device), dtype), labels.to(device)
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
-    """The training and the test set. Raises UserError for a missing or damaged file."""
+    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
     found = datasets.load(name, data_dir)
     mean, std = (torch.tensor(each, dtype=torch.float64) for each in STATISTICS[name.removeprefix("synthetic-")])
 

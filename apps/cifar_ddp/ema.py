@@ -1,23 +1,23 @@
-"""The moving average of a model's weights, which --ema evaluates, as part of what a checkpoint holds."""
+"""Keep the moving average of a model's weights, which --ema evaluates and checkpoints hold."""
 
 from __future__ import annotations
 
 import copy
 
 import torch
-import weights
 from samestep.checkpoint import Arrays
 from samestep.run import Groups
+from samestep.torch import weights
 from torch import nn
 from torch.optim import Optimizer
 
 
 class Average:
-    """An exponential moving average of weights and running statistics, in ``model``, a model of its own.
+    """Average weights and running statistics exponentially in ``model``, a copy.
 
     After update ``step``, from 0, it moves by 1 - min(decay, (step + 1) / (step + 10)) towards the weights: faster at
     first, so that the initial weights are soon forgotten. Source: TensorFlow's ExponentialMovingAverage with
-    ``num_updates``. The step is all that decides it, so that nothing but the average is to be saved.
+    ``num_updates``. The step alone decides it, so checkpoints need only the average.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -27,18 +27,18 @@ class Average:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         pace = 1 - min(self._decay, (step + 1) / (step + 10))
-        for mine, theirs in zip(self.model.state_dict().values(), model.state_dict().values()):
-            mine.lerp_(theirs, pace) if mine.is_floating_point() else mine.copy_(theirs)  # counts of batches
+        for averaged, current in zip(self.model.state_dict().values(), model.state_dict().values()):
+            averaged.lerp_(current, pace) if averaged.is_floating_point() else averaged.copy_(current)  # a count
 
 
 def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> dict[str, Arrays]:
-    """What a checkpoint holds: as `weights.groups`, and the average."""
+    """Return what a checkpoint holds: as `weights.groups`, and the average."""
     averaged = {"ema": weights.model_arrays(average.model)} if average else {}
     return {**weights.groups(model, optimizer), **averaged}
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:
-    """The reverse of `groups`; also of weights alone, which the average then starts from. Raises ValueError."""
+    """Load what `groups` returned, or weights alone, from which the average then starts. Raises ValueError."""
     weights.load(model, optimizer, groups)
     if average:
         weights.load_model(average.model, groups.get("ema", groups["model"]))

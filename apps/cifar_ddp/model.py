@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from norm import make_norm
 from samestep.options import Options
-from samestep.sharding import Rows
+from samestep.sharding import BatchSlice
 from torch import Tensor, nn
 from vision import models
 
@@ -20,7 +20,7 @@ RESNETS: dict[str, tuple[Any, list[int]]] = {
 }
 
 
-def channel_dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
+def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
     Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
@@ -34,7 +34,7 @@ def channel_dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
 class VGG(nn.Module):
     """Four convolutions of 3 x 3 and a linear layer: 242,474 parameters.
 
-    Pooling comes before normalisation and activation, which then have a quarter to do.
+    Pooling comes before normalization and activation, which then have a quarter to do.
     """
 
     def __init__(self, dropout: float, norm: Callable[[int], nn.Module]) -> None:
@@ -48,7 +48,7 @@ class VGG(nn.Module):
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(channels, CLASSES)
 
-    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
         """Images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
         x = self.features(images).mean((2, 3))
         return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ class ResNet(models.ResNet):  # type: ignore[misc]  # its types are not at hand 
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's
             self.maxpool = nn.Identity()
 
-    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
         """Images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))

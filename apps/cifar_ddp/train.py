@@ -1,17 +1,14 @@
-"""Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel, by the step that people really take.
+"""Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel, with all that a step usually has.
 
     bash scripts/run_cifar_ddp.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/cifar_ddp/train.py
     python apps/cifar_ddp/train.py                        # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py   # one a machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py   # one per machine
 
-Each part of the step, from the schedule to batch normalisation, is a function of the step's number, of the sample or of
-the global batch: the same at any number of ranks, and after a kill. README.md tells what the usual ways break.
+Each part of the step, from the schedule to batch normalization, is a function of the step's number, of the sample or of
+the global batch: the same at any number of ranks, and after a kill. README.md shows what the usual ways break.
 
-Every rank runs this file. They talk at ten places, each marked: at the rendezvous, when they restore a checkpoint, when
-DDP is built and when its sums are ordered, at each step for the statistics of the batch (norm.py) and the gradients
-(in backward), at each log line for the loss, at each evaluation, before a checkpoint is saved, and at the end: do all
-hold the same weights?
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
 
 from __future__ import annotations
@@ -20,32 +17,29 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ema
 import norm
 import numpy as np
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import weights
-from data import Split, count_of, each_has_some, feed, load
+from data import Split, batches_of, load, no_empty_shards, num_microbatches
 from model import build_model, compile_step
 from options import parse
 from samestep import env, log, schedules
+from samestep.data import datasets
 from samestep.options import Options
-from samestep.phases import Phases
-from samestep.run import Run
-from samestep.sharding import GlobalBatches, Rows, shard, step_seed
-from samestep.watchdog import Watchdog
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import Run, StepStats
+from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
+from samestep.step_timer import INPUT, StepTimer
+from samestep.torch import distributed, reduction, weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-APP = Path(__file__).resolve().parent.name
-EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
+EVAL_BATCH_SIZE = 1000  # does not change the result
 
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "constant": lambda step, steps: schedules.constant(step),
@@ -57,7 +51,7 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Norms and biases are not decayed: they only shift and scale."""
+    """Return the optimizer. Norms and biases are not decayed: they only shift and scale."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -67,9 +61,9 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Of update ``step`` of ``steps``: a function of the step has nothing to save, and nothing to forget.
+    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget.
 
-    A torch scheduler counts its calls instead, and is in no checkpoint unless it is put there.
+    A torch scheduler counts its calls instead, and no checkpoint has it unless you put it there.
     """
     if step < options.warmup_steps:
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
@@ -84,114 +78,112 @@ def train_step(
     shards: Iterator[tuple[Tensor, Tensor]],
     batches: GlobalBatches,
     step: int,
-    phases: Phases,
+    timer: StepTimer,
 ) -> Tensor:
-    """One update with this rank's shard of a global batch, the next ``shards``; returns the shard's summed loss.
+    """Update once with this rank's shard of a global batch, the next ``shards``; return the shard's summed loss.
 
-    The gradient must be the mean over the global batch's *samples*, although shards and micro-batches may differ in
-    size. DDP averages over ranks, so each summed loss is scaled by world_size / rows.global_size, and micro-batches
-    simply add up. A rank without samples takes part with a gradient of zeros.
+    The gradient must be the mean over the global batch: DDP divides by world_size, and shards and micro-batches may
+    differ in size or be empty. Micro-batches add up.
     """
     losses = []
     optimizer.zero_grad()
-    count = count_of(options, batches, step)
+    count = num_microbatches(options, batches, step)
     for k in range(count):
         images, labels = next(shards)
         rows = batches.rows(step, (k, count))
-        phases.end("input")
-        # Before each: dropout draws for the whole global batch and takes these rows of it.
-        ranks.generator(images.device).manual_seed(step_seed(options.seed, step))
-        with nullcontext() if k == count - 1 else model.no_sync():  # the gradients are added up once
+        timer.mark(INPUT)
+        # Before each micro-batch: dropout draws for the whole global batch and takes these rows of it.
+        distributed.generator(images.device).manual_seed(step_seed(options.seed, step))
+        with nullcontext() if k == count - 1 else model.no_sync():  # the gradients are reduced once
             with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
-                scores = model(images, rows)  # ranks talk: batch normalisation adds up its statistics
+                scores = model(images, rows)  # collective: batch normalization reduces its statistics
             loss = F.cross_entropy(
                 scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing
             )
-            (loss * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: DDP adds up the gradients
+            (loss * (dist.get_world_size() / rows.global_size)).backward()  # collective: DDP averages the gradients
         losses.append(loss.detach())
     if options.clip_norm:
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, as DDP left them
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, after DDP reduced them
     optimizer.step()
     return torch.stack(losses).sum()
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, test: Split, dtype: torch.dtype, watchdog: Watchdog) -> dict[str, Any]:
-    """Loss and accuracy over the whole test set, each example counted once on exactly one rank."""
+def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
+    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
-    sums = torch.zeros(3, dtype=torch.float64, device=test.labels.device)
-    for begin in range(first, last, EVALUATION_BATCH):
-        images, labels = test.batch(np.arange(begin, min(begin + EVALUATION_BATCH, last)), dtype)
-        scores = model(images, Rows(0, len(images)))
+    first, last = shard(len(test_set.labels), run.world.rank, run.world.world_size)
+    sums = torch.zeros(3, dtype=torch.float64, device=test_set.labels.device)
+    for begin in range(first, last, EVAL_BATCH_SIZE):
+        images, labels = test_set.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)), dtype)
+        scores = model(images, BatchSlice(0, len(images)))
         sums[0] += F.cross_entropy(scores, labels, reduction="sum")
         sums[1] += (scores.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
-        watchdog.beat()
+        run.monitor.beat()
     model.train()
-    dist.all_reduce(sums)  # ranks talk
+    dist.all_reduce(sums)  # collective
     loss_sum, correct, examples = sums.tolist()
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train, or go on training."""
-    dtype = getattr(torch, options.dtype)
+    """Train from the first step, or from the checkpoint that the run resumes."""
+    dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
     model = build_model(options, dtype).to(device)
     optimizer = build_optimizer(options, model)
     average = ema.Average(model, options.ema) if options.ema else None
-    evaluated, run.evaluates = (average.model, "ema") if average else (model, "model")
-    run.restore(ranks, partial(ema.load, model, optimizer, average))  # ranks talk: rank 0 reads, all load the same
-    training, test = load(options.dataset, options.data_dir, device)
-    n, size = len(training.labels), options.global_batch_size
-    batches = GlobalBatches(n, size, options.seed, dist.get_rank(), dist.get_world_size())
-    run.begin(batches, len(test.labels), options.model, device.type, ranks.facts(device))
+    eval_model, run.eval_group = (average.model, "ema") if average else (model, "model")
+    run.restore(distributed, lambda groups: ema.load(model, optimizer, average, groups))  # collective: rank 0 reads
+    train_set, test_set = load(options.dataset, options.data_dir, device)
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
+    run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
-    # Buffers are the same on all ranks, as their statistics are: they need not be broadcast before each pass.
-    gpu = [device] if device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=gpu, forward_sync_buffers=False)  # ranks talk
-    ranks.order_sums(ddp, run.phases, *training.batch(np.arange(1), dtype))  # ranks talk
-    ranks.time_phases(model, optimizer, run.phases)
-    norm.time_waits(model, None if options.compile else run.phases)
+    # Buffers are the same on all ranks, as their statistics are: DDP need not broadcast them before each pass.
+    device_ids = [device] if device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids, forward_sync_buffers=False)  # collective
+    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
+    reduction.time_phases(model, optimizer, run.timer)
+    norm.time_communication(model, None if options.compile else run.timer)
     compiled = compile_step(ddp) if options.compile else ddp
-    shards = feed(options, training, batches, range(run.start, run.stop), dtype)
-    sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
-    for step in range(run.start, run.stop):
-        run.phases.begin()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
+    shards = batches_of(options, train_set, batches, range(run.first_step, run.last_step), dtype)
+    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
+    for step in range(run.first_step, run.last_step):
+        with run.timer.phase(INPUT):  # train_step marks the rest
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
         # What torch 2.13 compiles fails on a rank without samples: then no rank uses it.
-        trained = compiled if each_has_some(options, batches, step) else ddp
-        loss_sum = train_step(options, trained, optimizer, shards, batches, step, run.phases)  # ranks talk
+        step_model = compiled if no_empty_shards(options, batches, step) else ddp
+        loss = train_step(options, step_model, optimizer, shards, batches, step, run.timer)  # collective
         if average:
             average.update(model, step)
-        sum_since += loss_sum
-        due = run.done(step)
-        if due.talk:
-            sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
-            ranks.add_up(sums)  # ranks talk
-            due = run.heard(due, sums[2:].tolist())
-        if due.log:
-            sum_since.zero_()
-            tested = evaluate(evaluated, test, dtype, run.watchdog) if due.test else {}  # ranks talk
-            run.record(sums[0].item(), sums[1].item(), tested)
-        if due.save:
-            run.save(ranks, ema.groups(model, optimizer, average))  # ranks talk: they compare, then rank 0 writes
+        running_loss += loss
+        run.after_step(step)  # counts, and beats for the watchdog
+        actions = run.actions(step)  # the same on all ranks, without communication
+        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
+            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
+            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+        if actions.log:
+            running_loss.zero_()
+            run.log_metrics(evaluate(run, eval_model, test_set, dtype) if actions.evaluate else {})  # collective
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save(distributed, ema.groups(model, optimizer, average))  # collective: compare replicas; rank 0 writes
 
     shards.close()  # and a DataLoader's workers
-    tested = run.tested or evaluate(evaluated, test, dtype, run.watchdog)  # ranks talk
-    averaged = {"ema": weights.model_arrays(average.model)} if average else {}
-    run.finish(ranks, weights.model_arrays(model), tested, averaged)  # ranks talk: all must hold the same weights
+    metrics = run.eval_metrics or evaluate(run, eval_model, test_set, dtype)  # collective
+    extra = {"ema": weights.model_arrays(average.model)} if average else {}
+    run.finish(distributed, weights.model_arrays(model), metrics, extra)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(APP, options, env.detect(os.environ))
-    device = ranks.choose_device(options.device, run.world)
-    ranks.rendezvous(run.world, device, options.timeout)  # ranks talk
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    device = distributed.choose_device(options.device, run.world)
+    distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()
-    run.report("torch", torch.__version__, ranks.backend(device), device.type)
+    run.report("torch", torch.__version__, distributed.backend(device), device.type)
 
 
 if __name__ == "__main__":

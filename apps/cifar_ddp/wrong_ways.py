@@ -21,7 +21,7 @@ from augment import PADDING, crop_and_flip
 from data import Split, load
 from model import channel_dropout
 from samestep import schedules
-from samestep.sharding import GlobalBatches, Rows, shard, step_seed
+from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
 from torch import Tensor, nn
 
 BATCH, STEPS, LR, SEED, CLIP, DECAY = 25, 12, 0.2, 1, 0.5, 0.9  # neither 2 nor 3 divides the batch
@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.conv1, self.conv2, self.fc = nn.Conv2d(3, 8, 3, 2), nn.Conv2d(8, 16, 3, 2), nn.Linear(16, 10)
         self.norm = norm
 
-    def forward(self, parts: Sequence[Tensor], rows: Sequence[Rows], wrong: str) -> list[Tensor]:
+    def forward(self, parts: Sequence[Tensor], rows: Sequence[BatchSlice], wrong: str) -> list[Tensor]:
         """Each part's images to its scores; what parts share, they share here."""
         xs = [self.conv2(F.relu(self.conv1(images))) for images in parts]
         # Each by its own statistics, or as one, which norm.py's all-reduce makes of them.
@@ -52,9 +52,9 @@ class Net(nn.Module):
         )
         xs = [F.relu(x).mean((2, 3)) for x in xs]
         state = torch.get_rng_state()
-        for i, (x, mine) in enumerate(zip(xs, rows)):
+        for i, (x, local) in enumerate(zip(xs, rows)):
             torch.set_rng_state(state)  # all have seeded alike
-            xs[i] = F.dropout(x, 0.3) if wrong == "dropout" else channel_dropout(x, 0.3, mine)
+            xs[i] = F.dropout(x, 0.3) if wrong == "dropout" else channel_dropout(x, 0.3, local)
         return [self.fc(x) for x in xs]
 
 
@@ -110,15 +110,15 @@ def curve(training: Split, divided: str, parts: int, wrong: str) -> list[float]:
         optimizer.step()
         if wrong == "scheduler":
             scheduler.step()
-        for mine, theirs in zip(average.parameters(), model.parameters()):
-            mine.data.lerp_(theirs.data, 1 - DECAY)
+        for local, theirs in zip(average.parameters(), model.parameters()):
+            local.data.lerp_(theirs.data, 1 - DECAY)
         losses.append(torch.stack(sums).sum().item() / BATCH)
     images, labels, rows = batch_of(training, STEPS, 1, "none")
     torch.manual_seed(SEED)
     return [*losses, F.cross_entropy(average(images, rows, "none")[0], labels[0]).item()]
 
 
-def batch_of(training: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
+def batch_of(training: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[BatchSlice]]:
     """A global batch in ``count`` parts: images [m, 3, 32, 32], labels [m], and which rows they are."""
     batches = GlobalBatches(len(training.labels), BATCH, SEED)
     images, labels, rows = [], [], []
@@ -133,7 +133,7 @@ def batch_of(training: Split, step: int, count: int, wrong: str) -> tuple[list[T
             chosen = crop_and_flip(chosen, indices, SEED, batches.epoch(step))
         images.append(training.normalise(chosen, torch.float64))
         labels.append(training.labels[torch.from_numpy(indices)])
-        rows.append(Rows(first, batches.size(step)))
+        rows.append(BatchSlice(first, batches.size(step)))
     return images, labels, rows
 
 
@@ -158,8 +158,8 @@ def main() -> None:
     for divided, ways in WAYS.items():
         parts = 3 if divided == "micro-batches" else 2
         for wrong in ways:
-            whole, cut = (np.array(curve(training, divided, count, wrong)) for count in (1, parts))
-            told[f"{divided}: {wrong}"] = float(np.max(np.abs(whole - cut) / np.abs(whole)))
+            bounded_int, cut = (np.array(curve(training, divided, count, wrong)) for count in (1, parts))
+            told[f"{divided}: {wrong}"] = float(np.max(np.abs(bounded_int - cut) / np.abs(bounded_int)))
     told["bfloat16 weights: updates lost"] = lost_updates(training)
     print(json.dumps(told))
 

@@ -1,10 +1,10 @@
-"""One training, its gradients averaged by every strategy, on the same batches from the same weights.
+"""Train once by every strategy, on the same batches from the same weights, and compare time, bytes and results.
 
     bash scripts/run_collectives_lab.sh 4 aggregate
     torchrun --standalone --nproc-per-node=2 apps/collectives_lab/aggregate.py
 
-First one large vector is averaged by each scheme, in interleaved rounds, with what crosses loopback read off the
-kernel's counter; then mnist_ddp's model is trained on mnist-5k by each strategy.
+First each scheme averages one large vector, in interleaved rounds; the kernel's counter shows what crosses loopback.
+Then mnist_ddp's model is trained on mnist-5k by each strategy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,250 +21,209 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import Split, load
-from model import Net, build_model
+from distributed import collective, finish, gather_json, rendezvous, run_metadata, session, slowest_seconds
 from options import parse
-from ranks import facts, finish, gather_json, rendezvous, slowest_seconds, talk, talking, write_json
 from samestep import env, log
-from samestep.sharding import GlobalBatches, Rows, shard, step_seed
-from show import Picture, Table, duration, new_figure, picture, ranks_of, size
-from strategies import SCHEMES, STRATEGIES, Strategy, ring_messages, sent
-from torch import Tensor, nn
+from samestep.options import Options
+from samestep.sharding import BatchSlice, shard
+from show import Picture, Table, duration, new_figure, picture, publish, ranks_of, size
+from strategies import SCHEMES, STRATEGIES, ring_messages, sent
+from torch import Tensor
+from training import Trainer
 
-EVALUATE_EVERY = 16  # steps: after each, every local SGD here has just averaged
+EVALUATE_EVERY = 16  # steps: every local SGD here has averaged just before
 
 
 # --- one large vector ----------------------------------------------------------------------------------------------
 
 
-def compare_schemes(options: Namespace, world: env.World, device: torch.device) -> dict[str, Any]:
-    """Rounds in which each scheme averages --bytes of float32 once: seconds, bytes on loopback, bytes counted."""
-    rounds = options.rounds
-    count = options.bytes // 4
-    x = torch.empty(count, device=device)
-    times = {name: torch.empty(2, rounds, dtype=torch.float64) for name in SCHEMES}
-    wire: dict[str, list[int | None]] = {name: [] for name in SCHEMES}
-    counted = {}
-    bar = log.progress((rounds + 1) * len(SCHEMES), 0)
-    for i in range(-1, rounds):  # one round to warm up
+def compare_schemes(options: Options, world: env.World, device: torch.device) -> dict[str, Any]:
+    """Average --bytes of float32 once by each scheme in each round; return seconds and bytes."""
+    x = torch.empty(options.bytes // 4, device=device)
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEMES}
+    loopback_bytes: dict[str, list[int]] = {name: [] for name in SCHEMES}
+    counts: dict[str, list[int]] = {}
+    bar = log.progress((options.rounds + 1) * len(SCHEMES), 0)
+    for _ in range(options.rounds + 1):  # the first round warms up
         for name, scheme in SCHEMES.items():
             x.fill_(world.rank)
-            sent.bytes = sent.messages = 0
+            sent.clear()
             before = loopback_after_barrier()
             begun = time.monotonic()
             scheme.run(x)
             finish()
-            ended = time.monotonic()
-            crossed = loopback_after_barrier() - before
+            spans[name].append((begun, time.monotonic()))
+            loopback_bytes[name].append(loopback_after_barrier() - before)
             assert float(x[0]) == float(x[-1]) == (world.world_size - 1) / 2
-            if i >= 0:
-                times[name][0, i], times[name][1, i] = begun, ended
-                wire[name].append(crossed)
-            counted[name] = [sent.bytes, sent.messages]
+            counts[name] = [sent["bytes"], sent["messages"]]
             bar.update()
     bar.close()
-    everyones = gather_json({name: each.tolist() for name, each in times.items()}, device)
-    everyones_sent = gather_json(counted, device)
-    found = {}
-    for name, scheme in SCHEMES.items():
-        stacked = torch.tensor([each[name] for each in everyones], dtype=torch.float64)
-        found[name] = {
-            "seconds": slowest_seconds(stacked[:, 0], stacked[:, 1], world),
-            "formula_bytes": scheme.bytes(4 * count, world.world_size),
-            "loopback_bytes": wire[name],
+    schemes: dict[str, dict[str, Any]] = {
+        name: {
+            "seconds": slowest_seconds(spans[name][1:]),
+            "formula_bytes": scheme.bytes(x.nbytes, world.world_size),
+            "loopback_bytes": loopback_bytes[name][1:],
         }
-    found["ring"]["sent_bytes"] = [each["ring"][0] for each in everyones_sent]
-    found["ring"]["sent_messages"] = [each["ring"][1] for each in everyones_sent]
-    found["ring"]["formula_messages"] = ring_messages(world.world_size)
-    return {"bytes": 4 * count, "alone_on_loopback": alone_on_loopback(), "schemes": found}
+        for name, scheme in SCHEMES.items()
+    }
+    sent_bytes, sent_messages = zip(*gather_json(counts["ring"]))
+    schemes["ring"].update(sent_bytes=sent_bytes, sent_messages=sent_messages)
+    schemes["ring"]["formula_messages"] = ring_messages(world.world_size)
+    # A network namespace of the job's own has loopback and nothing else.
+    return {"bytes": x.nbytes, "alone_on_loopback": list(received_bytes()) == ["lo"], "schemes": schemes}
+
+
+def received_bytes() -> dict[str, int]:
+    """Return the bytes that each network interface has received, with headers; {} if the kernel does not report them.
+
+    Source: proc(5), /proc/net/dev.
+    """
+    path = Path("/proc/net/dev")
+    lines = path.read_text().splitlines()[2:] if path.exists() else []
+    return {name.strip(): int(numbers.split()[0]) for name, _, numbers in (line.partition(":") for line in lines)}
 
 
 def loopback_after_barrier() -> int:
-    """Bytes that loopback has carried so far, when all ranks have come here; 0 where the kernel does not say.
-
-    Source: proc(5), /proc/net/dev; the first number is bytes received, headers included.
-    """
-    with talk("barrier"):
+    """Return the bytes on loopback when all ranks have come here; 0 if the kernel does not report them."""
+    with collective("barrier"):
         dist.barrier()
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-    except OSError:
-        lines = []
-    with talk("barrier"):  # nobody sends on before all have read
-        dist.barrier()
-    return next((int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")), 0)
-
-
-def alone_on_loopback() -> bool:
-    """Whether this is a network namespace of the job's own: it has loopback and nothing else."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-    except OSError:
-        return False
-    return [line.split(":")[0].strip() for line in lines if ":" in line] == ["lo"]
+        count = received_bytes().get("lo", 0)
+        dist.barrier()  # no rank sends again before all have read
+    return count
 
 
 # --- the training --------------------------------------------------------------------------------------------------
 
 
-def train_step(
-    strategy: Strategy, module: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, rows: Rows
-) -> Tensor:
-    """One update with this rank's part of a global batch; the part's summed loss. Ranks talk inside the strategy."""
-    optimizer.zero_grad()
-    loss_sum = F.nll_loss(module(images, rows), labels, reduction="sum")
-    with talk(strategy.backward):
-        (loss_sum * (dist.get_world_size() / rows.global_size)).backward()
-    strategy.after_backward()
-    optimizer.step()
-    return loss_sum.detach()
-
-
 @torch.inference_mode()
-def evaluate(model: Net, test: Split, dtype: torch.dtype) -> dict[str, float]:
-    """Loss and accuracy over the whole test set, each example counted once on exactly one rank."""
-    model.eval()
+def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
+    """Return loss and accuracy over the whole test set; each example is counted on exactly one rank."""
+    model = trainer.model.eval()
     first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
-    images, labels = test.batch(np.arange(first, last), dtype)
-    scores = model(images, Rows(0, len(images)))
+    images, labels = test.batch(np.arange(first, last), trainer.dtype)
+    scores = model(images, BatchSlice(0, len(images)))
     correct = (scores.argmax(dim=1) == labels).sum()
     sums = torch.stack([F.nll_loss(scores, labels, reduction="sum").double(), correct.double()])
-    with talk("all_reduce of the evaluation"):
+    with collective("all_reduce of the evaluation"):
         dist.all_reduce(sums)
     model.train()
-    loss_sum, count = sums.tolist()
-    return {"test_loss": loss_sum / len(test.labels), "test_accuracy": count / len(test.labels)}
+    loss, accuracy = (sums / len(test.labels)).tolist()
+    return {"test_loss": loss, "test_accuracy": accuracy}
 
 
-def train(
-    name: str, options: Namespace, world: env.World, device: torch.device, training: Split, test: Split
-) -> tuple[dict[str, Any], Tensor]:
-    """Train by one strategy; what was measured, and the final weights as one vector. Evaluations stop the clock."""
-    dtype = getattr(torch, options.dtype)
-    model = build_model(options.dropout, dtype, options.seed).to(device)
+def train(name: str, options: Options, world: env.World, training: Split, test: Split) -> tuple[dict[str, Any], Tensor]:
+    """Train by one strategy, without the evaluations' time; return what was measured, and the final weights [n]."""
     strategy = STRATEGIES[name]()
-    module = strategy.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
-    batches = GlobalBatches(len(training.labels), options.global_batch_size, options.seed, world.rank, world.world_size)
-    total = options.epochs * batches.steps_per_epoch
-    if options.max_steps is not None:
-        total = min(total, options.max_steps)
-
+    trainer = Trainer(strategy, options, training, world)
+    total = options.epochs * trainer.batches.steps_per_epoch
+    total = total if options.max_steps is None else min(total, options.max_steps)
     seconds: list[float] = []  # of each step, on this rank
-    in_collectives = 0.0  # seconds, of all steps
-    losses = torch.zeros(total, dtype=torch.float64, device=device)  # this rank's sums
-    curve = [{"step": 0, "seconds": 0.0, **evaluate(model, test, dtype)}]
-    crossed = 0
-    sent.bytes = sent.messages = 0
+    in_collectives, loopback_bytes = 0.0, 0  # seconds, and bytes of all ranks, in all steps
+    losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # this rank's sums
+    curve = [{"step": 0, "seconds": 0.0, **evaluate(trainer, test)}]
+    sent.clear()
     before = loopback_after_barrier()
     for step in range(total):
-        torch.manual_seed(step_seed(options.seed, step))
-        images, labels = training.batch(batches.indices(step), dtype)
-        talking.events.clear()
-        rows = batches.rows(step)
+        batch, is_last = trainer.batch(), step == total - 1
+        session.events.clear()
         finish()
         begun = time.monotonic()
-        losses[step] = train_step(strategy, module, optimizer, images, labels, rows)
-        strategy.after_step(step, step == total - 1)
+        losses[step] = trainer.update(batch, is_last)
         finish()
         seconds.append(time.monotonic() - begun)
-        in_collectives += sum(end - begin for what, begin, end in talking.events if what != strategy.backward)
-        if (step + 1) % EVALUATE_EVERY == 0 or step == total - 1:
-            crossed += loopback_after_barrier() - before
-            curve.append({"step": step + 1, "seconds": sum(seconds), **evaluate(model, test, dtype)})
+        in_collectives += sum(end - begin for event, begin, end in session.events if event != strategy.backward)
+        if (step + 1) % EVALUATE_EVERY == 0 or is_last:
+            loopback_bytes += loopback_after_barrier() - before
+            curve.append({"step": step + 1, "seconds": sum(seconds), **evaluate(trainer, test)})
             before = loopback_after_barrier()
-    with talk("all_reduce of losses"):
+    with collective("all_reduce of losses"):
         dist.all_reduce(losses)
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everyones = gather_json([seconds, in_collectives, sent.bytes, sent.messages, strategy.synchronous], device)
-    count = weights.numel() * weights.element_size()
+    weights = trainer.weights()
+    step_seconds, collective_seconds, sent_bytes, sent_messages = zip(
+        *gather_json([seconds, in_collectives, sent["bytes"], sent["messages"]])
+    )
     return {
         "strategy": name,
         "synchronous": strategy.synchronous,
         "steps": total,
-        "step_seconds": [max(each) for each in zip(*(rank[0] for rank in everyones))],
-        "collective_seconds_per_step": [rank[1] / total for rank in everyones],
-        "model_bytes": count,
-        "formula_bytes_per_step": strategy.bytes(count, world.world_size),
-        "loopback_bytes_per_step": crossed / total,
-        "sent_bytes_per_step": sum(rank[2] for rank in everyones) / total,
-        "sent_messages_per_step": sum(rank[3] for rank in everyones) / total,
-        "losses": [float(loss) / batches.size(step) for step, loss in enumerate(losses)],
+        "step_seconds": [max(ranks) for ranks in zip(*step_seconds)],
+        "collective_seconds_per_step": [each / total for each in collective_seconds],
+        "model_bytes": weights.nbytes,
+        "formula_bytes_per_step": strategy.bytes(weights.nbytes, world.world_size),
+        "loopback_bytes_per_step": loopback_bytes / total,
+        "sent_bytes_per_step": sum(sent_bytes) / total,
+        "sent_messages_per_step": sum(sent_messages) / total,
+        "losses": [loss / trainer.batches.size(step) for step, loss in enumerate(losses.tolist())],
         "curve": curve,
     }, weights
 
 
 def main() -> None:
+    """Run the command ``aggregate`` on this rank."""
     options = parse(["aggregate", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, test = load("mnist-5k", Path("data"), device)
-    found: dict[str, Any] = {"facts": {**facts(world, device), "dtype": options.dtype}, "training": []}
-    found["large"] = compare_schemes(options, world, device)
+    result: dict[str, Any] = {"facts": {**run_metadata(world, device), "dtype": options.dtype}, "training": []}
+    result["large"] = compare_schemes(options, world, device)
     first: Tensor | None = None  # the weights that the first synchronous strategy ends with
     for name in options.strategies:
         log.info(f"{name} on {ranks_of(world.world_size)}")
-        measured, weights = train(name, options, world, device, training, test)
+        measured, weights = train(name, options, world, training, test)
         if measured["synchronous"]:
             first = weights if first is None else first
-            difference = float((weights - first).abs().max())
-            measured["weights_difference"] = max(gather_json(difference, device))
-        found["training"].append(measured)
+            measured["weights_difference"] = max(gather_json(float((weights - first).abs().max())))
+        result["training"].append(measured)
     if world.rank == 0:
-        write_json(options.run_dir, f"aggregate-{world.world_size}", found)
-        for table in tables([found]):
-            if not table.long:
-                log.info(table.text())
+        publish(options.run_dir, f"aggregate-{world.world_size}", result, tables(result))
 
 
 # --- as tables and pictures ----------------------------------------------------------------------------------------
 
 
-def tables(results: list[dict[str, Any]]) -> list[Table]:
-    made = []
-    for found in results:
-        p, large = found["facts"]["world_size"], found["large"]
-        rows = []
-        for name, scheme in large["schemes"].items():
-            wire, formula = statistics.median(scheme["loopback_bytes"]), scheme["formula_bytes"]
-            ratios = [a / b for a, b in zip(scheme["seconds"], large["schemes"]["all_reduce"]["seconds"])]
-            rows.append(
-                [
-                    name,
-                    duration(statistics.median(scheme["seconds"])),
-                    f"{duration(min(scheme['seconds']))} to {duration(max(scheme['seconds']))}",
-                    f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})",
-                    size(formula),
-                    size(wire),
-                    f"{wire / formula - 1:+.2%}" if formula else "",
-                    size(sum(scheme["sent_bytes"])) if "sent_bytes" in scheme else "",
-                    f"{sum(scheme['sent_messages'])} of {scheme['formula_messages']}" if "sent_bytes" in scheme else "",
-                ]
-            )
-        names = ("all_reduce", "reduce_broadcast", "gather_scatter")
-        rounds = list(zip(*(large["schemes"][name]["seconds"] for name in names)))
-        in_order = sum(a < b < c for a, b, c in rounds)
-        note = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds. "
-        note = (note if p > 1 else "") + "Ratios are of each round. Bytes are those of all ranks together."
-        header = ["scheme", "median", "range", "/ all_reduce", "by formula", "on loopback", "excess", "counted",
-                  "messages"]  # fmt: skip
-        made.append(Table(f"The mean of {size(large['bytes'])} on {ranks_of(p)}, {len(rounds)} interleaved rounds",
-                          note, header, rows))  # fmt: skip
-        made.append(
-            Table(
-                f"Training by each strategy on {ranks_of(p)}",
-                f"{found['training'][0]['steps']} steps in {found['facts']['dtype']}; bytes a step are those of all "
-                "ranks; counted: by hand, at every send; difference: of the final weights from those of the first "
-                "synchronous strategy.",
-                ["strategy", "a step", "in collectives", "by formula", "on loopback", "counted", "messages", "loss",
-                 "test accuracy", "seconds", "difference"],
-                [_training_row(each) for each in found["training"]],
-            )
-        )  # fmt: skip
-    return made
+def tables(result: dict[str, Any]) -> Iterator[Table]:
+    """Yield the tables of one number of ranks."""
+    p, large, training = result["facts"]["world_size"], result["large"], result["training"]
+    seconds = {name: scheme["seconds"] for name, scheme in large["schemes"].items()}
+    rounds = list(zip(*(seconds[name] for name in ("all_reduce", "reduce_broadcast", "gather_scatter"))))
+    in_order = sum(a < b < c for a, b, c in rounds)
+    note = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds. "
+    yield Table(
+        f"The mean of {size(large['bytes'])} on {ranks_of(p)}, {len(rounds)} interleaved rounds",
+        (note if p > 1 else "") + "Ratios are of each round. Bytes are those of all ranks together.",
+        "scheme,median,range,/ all_reduce,by formula,on loopback,excess,counted,messages".split(","),
+        [_scheme_row(name, scheme, seconds["all_reduce"]) for name, scheme in large["schemes"].items()],
+    )
+    header = "strategy,a step,in collectives,by formula,on loopback,counted,messages,loss,test accuracy,seconds"
+    yield Table(
+        f"Training by each strategy on {ranks_of(p)}",
+        f"{training[0]['steps']} steps in {result['facts']['dtype']}; bytes per step are those of all ranks; counted: "
+        "by hand, at every send; difference: of the final weights from those of the first synchronous strategy.",
+        [*header.split(","), "difference"],
+        [_training_row(each) for each in training],
+    )
+
+
+def _scheme_row(name: str, scheme: dict[str, Any], all_reduce: list[float]) -> list[str]:
+    seconds, formula = scheme["seconds"], scheme["formula_bytes"]
+    loopback = statistics.median(scheme["loopback_bytes"])
+    ratios = [a / b for a, b in zip(seconds, all_reduce)]
+    counts = ["", ""]
+    if "sent_bytes" in scheme:
+        counts = [size(sum(scheme["sent_bytes"])), f"{sum(scheme['sent_messages'])} of {scheme['formula_messages']}"]
+    return [
+        name,
+        duration(statistics.median(seconds)),
+        f"{duration(min(seconds))} to {duration(max(seconds))}",
+        f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})",
+        size(formula),
+        size(loopback),
+        f"{loopback / formula - 1:+.2%}" if formula else "",
+        *counts,
+    ]
 
 
 def _training_row(each: dict[str, Any]) -> list[str]:
-    counted = each["sent_messages_per_step"] > 0
-    last = each["curve"][-1]
+    counted, last = each["sent_messages_per_step"] > 0, each["curve"][-1]
     return [
         each["strategy"],
         duration(statistics.median(each["step_seconds"])),
@@ -280,43 +239,27 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     ]
 
 
-def pictures(results: list[dict[str, Any]]) -> list[Picture]:
-    made = []
-    for found in results:
-        p = found["facts"]["world_size"]
-        if not found["training"]:
-            continue
-        figure = new_figure(11, 4.2)
-        left, right = figure.subplots(1, 2)
-        for index, each in enumerate(found["training"]):
-            seconds = [point["seconds"] for point in each["curve"]]
-            style: dict[str, Any] = {"label": each["strategy"], "color": f"C{index % 10}", "linewidth": 1.2,
-                                     "linestyle": "-" if each["synchronous"] else "--"}  # fmt: skip
-            left.plot(seconds, [point["test_loss"] for point in each["curve"]], **style)
-            right.plot(seconds, [point["test_accuracy"] for point in each["curve"]], **style)
-        left.set(xlabel="seconds of training", ylabel="test loss", yscale="log")
-        right.set(xlabel="seconds of training", ylabel="test accuracy")
-        right.legend(fontsize=7, ncols=2)
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-        made.append(picture(f"aggregate-{p}", f"Test loss and accuracy against wall time, {ranks_of(p)}.", figure))
-
-    figure = new_figure(11, 4)
-    left, right = figure.subplots(1, 2)
+def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
+    """Yield one picture for each number of ranks, and one that compares them."""
+    for result in results:
+        if result["training"]:
+            yield _curves(result)
+    figure, (left, right) = new_figure(11, 4, columns=2)
     width = 0.8 / len(results)
-    several = [found for found in results if found["facts"]["world_size"] > 1]
-    for index, found in enumerate(results):
-        p = found["facts"]["world_size"]
-        names = [each["strategy"] for each in found["training"]]
-        heights = [statistics.median(each["step_seconds"]) * 1e3 for each in found["training"]]
-        left.bar([i + index * width for i in range(len(names))], heights, width, label=f"{ranks_of(p)}")
+    several = [result for result in results if result["facts"]["world_size"] > 1]
+    for index, result in enumerate(results):
+        label = ranks_of(result["facts"]["world_size"])
+        names = [each["strategy"] for each in result["training"]]
+        heights = [statistics.median(each["step_seconds"]) * 1e3 for each in result["training"]]
+        left.bar([i + index * width for i in range(len(names))], heights, width, label=label)
         left.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    for index, found in enumerate(several):
-        for i, scheme in enumerate(found["large"]["schemes"].values()):
-            seconds, shift = scheme["seconds"], 0.25 * (index - (len(several) - 1) / 2)
+        if result not in several:
+            continue
+        shift = 0.25 * (several.index(result) - (len(several) - 1) / 2)
+        for i, scheme in enumerate(result["large"]["schemes"].values()):
+            seconds = [s * 1e3 for s in scheme["seconds"]]
             xs = [i + shift + 0.15 * (k / len(seconds) - 0.5) for k in range(len(seconds))]
-            label = f"{ranks_of(found['facts']['world_size'])}" if i == 0 else None
-            right.scatter(xs, [s * 1e3 for s in seconds], s=9, color=f"C{results.index(found)}", label=label)
+            right.scatter(xs, seconds, s=9, color=f"C{index}", label=label if i == 0 else None)
     if several:
         right.legend(fontsize=8)
     left.set(ylabel="median step, ms")
@@ -324,10 +267,23 @@ def pictures(results: list[dict[str, Any]]) -> list[Picture]:
     right.set_xticks(range(len(SCHEMES)), list(SCHEMES), rotation=30, ha="right", fontsize=8)
     right.set(ylabel="ms", title="one large mean, every round", yscale="log")
     right.grid(alpha=0.3)
-    made.append(
-        picture("aggregate", "A step by each strategy, and the mean of one large vector by each scheme.", figure)
-    )
-    return made
+    yield picture("aggregate", "A step by each strategy, and the mean of one large vector by each scheme.", figure)
+
+
+def _curves(result: dict[str, Any]) -> Picture:
+    p = result["facts"]["world_size"]
+    figure, (left, right) = new_figure(11, 4.2, columns=2)
+    for index, each in enumerate(result["training"]):
+        style: dict[str, Any] = {"label": each["strategy"], "color": f"C{index % 10}", "linewidth": 1.2}
+        style["linestyle"] = "-" if each["synchronous"] else "--"
+        for axes, value in ((left, "test_loss"), (right, "test_accuracy")):
+            axes.plot([point["seconds"] for point in each["curve"]], [point[value] for point in each["curve"]], **style)
+            axes.set(xlabel="seconds of training", ylabel=value.replace("_", " "))
+    left.set(yscale="log")
+    right.legend(fontsize=7, ncols=2)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    return picture(f"aggregate-{p}", f"Test loss and accuracy against wall time, {ranks_of(p)}.", figure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Everything that a run dir holds as one page: tables and pictures, nothing to fetch, no script.
+"""Make one page of all that a run dir holds: tables and pictures, nothing to fetch, no script.
 
 bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 """
@@ -6,7 +6,6 @@ bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 from __future__ import annotations
 
 import html
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import launchers
 import predict
 import primitives
 import straggler
-from samestep import UserError, log
+from samestep import ConfigError, log
 from samestep.checkpoint import write_atomic
+from show import results
 
-SECTIONS = {  # command: its module, and what its section begins with
+SECTIONS = {  # command: its module, and how its section begins
     "primitives": (
         primitives,
         "What each collective does, checked on every rank against its definition, and how long it takes: from the last "
@@ -26,19 +26,16 @@ SECTIONS = {  # command: its module, and what its section begins with
     ),
     "aggregate": (
         aggregate,
-        "The same training, its gradients averaged in every way. Bytes sent by hand are counted at every send; "
-        "those of the library are read off the loopback interface.",
+        "The same training with every way to average gradients. Bytes sent by hand are counted at every send; the "
+        "library's are read off the loopback interface.",
     ),
     "straggler": (
         straggler,
         "What one slow rank costs all. Everything is measured: each rank notes when it enters and leaves each "
-        "collective; in it, it waits until the last has come.",
+        "collective; inside, it waits until the last rank has entered.",
     ),
     "launchers": (launchers, "One small job, started in every way that PyTorch offers on one machine."),
-    "predict": (
-        predict,
-        "What latency and bandwidth, as fitted here, would mean elsewhere: formulas, no measurements.",
-    ),
+    "predict": (predict, "What latency and bandwidth, as fitted here, mean elsewhere: formulas, no measurements."),
 }
 STYLE = """
 :root { color-scheme: light; }
@@ -54,52 +51,46 @@ summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
 """
 
 
-def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
-    """A command's JSON: one file, or one for each number of ranks, fewest first."""
-    files = sorted(run_dir.glob(f"{command}-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    single = run_dir / f"{command}.json"
-    return [json.loads(path.read_text()) for path in [*files, *([single] if single.exists() else [])]]
-
-
 def draw(run_dir: Path, command: str) -> None:
-    """A command's pictures as SVG files in the run dir."""
+    """Write a command's pictures as SVG files into the run dir."""
     found = results(run_dir, command)
-    for each in SECTIONS[command][0].pictures(found) if found else []:
-        write_atomic(run_dir / f"{each.name}.svg", each.svg.encode())
+    for picture in SECTIONS[command][0].pictures(found) if found else []:
+        write_atomic(run_dir / f"{picture.name}.svg", picture.svg.encode())
 
 
 def write(run_dir: Path, markdown: bool) -> None:
-    """``report.html``, and with ``markdown`` its tables, but for the long ones, as ``report.md`` and on the console.
+    """Write ``report.html``, and with ``markdown`` its tables except the long ones to ``report.md`` and the console.
 
-    Raises UserError where the run dir has no results.
+    Raises:
+        ConfigError: the run dir has no results.
     """
-    parts, links, tables = [], [], []
+    parts, links, texts = [], [], []
     machine: dict[str, Any] = {}
-    for command, (module, says) in SECTIONS.items():
+    for command, (module, introduction) in SECTIONS.items():
         found = results(run_dir, command)
         if not found:
             continue
         machine = machine or found[0]["facts"]
         links.append(f'<a href="#{command}">{command}</a>')
-        parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(says)}</p>')
+        parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(introduction)}</p>')
         for picture in module.pictures(found):
             caption = html.escape(picture.caption)
             parts.append(f"<figure>{picture.svg}<figcaption>{caption}</figcaption></figure>")
-        made = module.tables(found)
-        parts += [table.html() for table in made]
-        tables += [f"### {command}\n", *(table.markdown() for table in made if not table.long)]
+        tables = [table for result in found for table in module.tables(result)]
+        parts += [table.html() for table in tables]
+        texts += [f"### {command}\n", *(table.markdown() for table in tables if not table.long)]
     if not parts:
-        raise UserError(f"{run_dir} has no results: run another command with the same --run-dir first")
-    told = ("time", "machine", "processors", "python", "torch", "backend", "threads")
-    where = ", ".join(f"{name} {machine[name]}" for name in told if name in machine)
+        raise ConfigError(f"{run_dir} has no results: run another command with the same --run-dir first")
+    names = ("time", "machine", "processors", "python", "torch", "backend", "threads")
+    where = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>collectives_lab</title>'
-        f"<style>{STYLE}</style></head><body><h1>collectives_lab</h1><p>{html.escape(where)}</p><nav>{''.join(links)}</nav>"
-        f"{''.join(parts)}</body></html>\n"
+        f"<style>{STYLE}</style></head><body><h1>collectives_lab</h1><p>{html.escape(where)}</p>"
+        f"<nav>{''.join(links)}</nav>{''.join(parts)}</body></html>\n"
     )
     write_atomic(run_dir / "report.html", page.encode())
     if markdown:
-        text = "\n".join([f"{where}.\n", *tables])
+        text = "\n".join([f"{where}.\n", *texts])
         write_atomic(run_dir / "report.md", text.encode())
         log.info(text)
     log.info(f"wrote {run_dir / 'report.html'}")

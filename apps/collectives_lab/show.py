@@ -1,21 +1,29 @@
-"""Tables for the console and the page, and figures as SVG."""
+"""Make tables for the console and the page, and figures as SVG; write results."""
 
 from __future__ import annotations
 
 import html
 import io
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep import log
+from samestep.checkpoint import write_atomic
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+SHOWN_RANKS = 4  # the tables have columns for so many ranks
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a line that says how to read it, and rows of cells; ``long`` ones are for the page alone."""
+    """Hold a title, a note on how to read the table, and rows of cells. Only the page shows ``long`` ones."""
 
     title: str
     note: str
@@ -24,26 +32,28 @@ class Table:
     long: bool = False
 
     def text(self) -> str:
-        widths = [max(len(row[i]) for row in [self.header, *self.rows]) for i in range(len(self.header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-                 for row in [self.header, *self.rows]]  # fmt: skip
-        lines.insert(1, "-" * max(len(line) for line in lines))
+        """Return the table for the console."""
+        rows = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines.insert(1, "-" * max(map(len, lines)))
         return "\n".join([self.title, *lines, *([self.note] if self.note else [])]) + "\n"
 
     def markdown(self) -> str:
-        def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-        lines = [line(self.header), line(["---"] * len(self.header)), *(line(row) for row in self.rows)]
+        """Return the table as Markdown."""
+        rows = [self.header, ["---"] * len(self.header), *self.rows]
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         return "\n".join([f"**{self.title}**", "", *lines, "", *([self.note, ""] if self.note else [])])
 
     def html(self) -> str:
-        def cells(row: Sequence[str], tag: str) -> str:
+        """Return the table as HTML, folded if it is long."""
+
+        def line(row: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
 
-        body = "".join(cells(row, "td") for row in self.rows)
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        table = f"<table><thead>{cells(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
+        body = "".join(line(row, "td") for row in self.rows)
+        table = f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
         if self.long:
             table = f"<details><summary>{len(self.rows)} rows</summary>{table}</details>"
         return f"<h3>{html.escape(self.title)}</h3>{note}{table}"
@@ -51,7 +61,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure by matplotlib, as SVG, and the sentence under it."""
+    """Hold a figure by matplotlib, as SVG, and the sentence under it."""
 
     name: str
     caption: str
@@ -59,7 +69,7 @@ class Picture:
 
 
 def picture(name: str, caption: str, figure: Figure) -> Picture:
-    """The figure as an SVG element that can stand in a page beside others."""
+    """Return the figure as an SVG element that can stand in a page beside others."""
     import matplotlib
 
     # Ids made from a fixed salt and the name: the same bytes for the same data, and none twice on a page.
@@ -72,15 +82,35 @@ def picture(name: str, caption: str, figure: Figure) -> Picture:
     return Picture(name, caption, svg)
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure without a window, in inches."""
+def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure without a window, in inches, and its axes, row by row."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def write_json(run_dir: Path, name: str, value: Any) -> None:
+    """Write ``<run-dir>/<name>.json`` atomically. Only rank 0 calls this."""
+    write_atomic(run_dir / f"{name}.json", (json.dumps(value, indent=1) + "\n").encode())
+
+
+def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
+    """Return a command's results: one, or one for each number of ranks, fewest first."""
+    files = sorted(run_dir.glob(f"{command}-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return [json.loads(path.read_text()) for path in [*files, *run_dir.glob(f"{command}.json")]]
+
+
+def publish(run_dir: Path, name: str, result: Any, tables: Iterable[Table]) -> None:
+    """Write ``<run-dir>/<name>.json``, and print its tables except the long ones. Only rank 0 calls this."""
+    write_json(run_dir, name, result)
+    for table in tables:
+        if not table.long:
+            log.info(table.text())
 
 
 def size(count: float) -> str:
-    """Bytes in binary units: 1,536 is ``1.5 KiB``."""
+    """Return bytes in binary units: 1,536 is ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -89,14 +119,12 @@ def size(count: float) -> str:
 
 
 def ranks_of(count: int) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
     return "1 rank" if count == 1 else f"{count:,} ranks"
 
 
 def duration(seconds: float) -> str:
-    """Three digits and the unit that fits."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(seconds) * factor >= 1 or unit == "µs":
-            return (
-                f"{seconds * factor:,.3g} {unit}" if abs(seconds) * factor < 1000 else f"{seconds * factor:,.0f} {unit}"
-            )
-    raise AssertionError
+    """Return a time with three digits, in the unit that fits."""
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * f >= 1), (1e6, "µs"))
+    value = seconds * factor
+    return f"{value:,.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} {unit}"

@@ -1,96 +1,79 @@
-"""One small job and three ways to start it; `launchers` compares them.
+"""Run one small job, started in one of three ways; `launchers` compares them.
 
     small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn or process; DYING: a rank, or -1
 
-`rank` is one rank of a job that somebody else has started (torchrun). The others start N ranks themselves, as a user
-of torch.multiprocessing would. Rank DYING ends itself with SIGKILL halfway.
+`rank` is one rank of a job that torchrun has started. The others start N ranks themselves, as a user of
+torch.multiprocessing would. Rank DYING sends itself SIGKILL halfway.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
-import torch
 import torch.multiprocessing as mp
-from aggregate import train_step
 from data import load
-from model import build_model
+from distributed import rendezvous
 from options import parse
-from ranks import rendezvous
 from samestep import log
-from samestep.checkpoint import weights_sha256, write_atomic
-from samestep.sharding import GlobalBatches, step_seed
+from samestep.checkpoint import weights_sha256
+from show import write_json
 from strategies import STRATEGIES
-
-BATCH, SEED = 128, 1
+from torch.distributed.elastic.utils.distributed import get_free_port
+from training import Trainer
 
 
 def rank_main(run_dir: Path, steps: int, dying: int) -> None:
-    """Train by all_reduce on this rank, whose place is in the environment; what it found goes to ``rank-<r>.json``."""
-    options = parse(["launchers", f"--run-dir={run_dir}", "--timeout=20", "--quiet"])
+    """Train by all_reduce on this rank, whose place is in the environment; write ``rank-<r>.json``."""
+    options = parse(["aggregate", f"--run-dir={run_dir}", "--timeout=20", "--quiet", "--dtype=float64"])
     begun = time.monotonic()
     world, device = rendezvous(options)
-    met = time.monotonic() - begun
+    rendezvous_seconds = time.monotonic() - begun
     training, _ = load("mnist-5k", Path("data"), device)
-    model = build_model(0.5, torch.float64, SEED).to(device)
-    strategy = STRATEGIES["all_reduce"]()
-    module = strategy.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    batches = GlobalBatches(len(training.labels), BATCH, SEED, world.rank, world.world_size)
+    trainer = Trainer(STRATEGIES["all_reduce"](), options, training, world)
     for step in range(steps):
         if step == steps // 2 and world.rank == dying:
             time.sleep(1)  # by then the others wait in the step's all_reduce, where a death is hardest to see
-            write_atomic(run_dir / "died.json", json.dumps(time.monotonic()).encode())
+            write_json(run_dir, "died", time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
-        torch.manual_seed(step_seed(SEED, step))
-        images, labels = training.batch(batches.indices(step), torch.float64)
-        train_step(strategy, module, optimizer, images, labels, batches.rows(step))
-    weights = {name: each.detach().cpu().numpy() for name, each in model.state_dict().items()}
-    found = {"rank": world.rank, "meeting_seconds": met, "weights_sha256": weights_sha256(weights)}
-    write_atomic(run_dir / f"rank-{world.rank}.json", json.dumps(found).encode())
-
-
-def note_environment(rank: int | str, run_dir: Path) -> None:
-    """What the launcher has put into the environment, before this program adds its own."""
-    write_atomic(run_dir / f"environ-{rank}.json", json.dumps(dict(os.environ)).encode())
+        trainer.update(trainer.batch())
+    sha256 = weights_sha256({name: each.cpu().numpy() for name, each in trainer.model.state_dict().items()})
+    result = {"rank": world.rank, "meeting_seconds": rendezvous_seconds, "weights_sha256": sha256}
+    write_json(run_dir, f"rank-{world.rank}", result)
 
 
 def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -> None:
-    """A rank that multiprocessing has started: it knows its rank from an argument, and says so as torchrun would."""
-    note_environment(rank, run_dir)
+    """Run a rank that multiprocessing has started: its rank is an argument, and goes where torchrun would put it."""
+    write_json(run_dir, f"environ-{rank}", dict(os.environ))  # before this program adds its own
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     log.run(lambda: rank_main(run_dir, steps, dying))
 
 
 def main() -> None:
-    way, n, run_dir, steps, dying = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+    """Run this rank, or start all ranks and wait for them."""
+    way, run_dir = sys.argv[1], Path(sys.argv[3])
+    n, steps, dying = (int(sys.argv[i]) for i in (2, 4, 5))
     if way == "rank":
-        note_environment(os.environ["RANK"], run_dir)
+        write_json(run_dir, f"environ-{os.environ['RANK']}", dict(os.environ))
         return rank_main(run_dir, steps, dying)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    arguments = (n, get_free_port(), run_dir, steps, dying)
     if way == "spawn":  # starts n processes, watches all, and stops the others when one fails
-        mp.spawn(child, args=(n, port, run_dir, steps, dying), nprocs=n)  # type: ignore[attr-defined, no-untyped-call]
-        return None
+        mp.spawn(child, args=arguments, nprocs=n)  # type: ignore[attr-defined, no-untyped-call]
+        return
     context = mp.get_context("spawn")
-    ranks = [context.Process(target=child, args=(rank, n, port, run_dir, steps, dying)) for rank in range(n)]
+    ranks = [context.Process(target=child, args=(rank, *arguments)) for rank in range(n)]
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join()  # returns whatever the exit code was: to look is the caller's
+        each.join()  # returns whatever the exit code was: the caller must look
     codes = [each.exitcode for each in ranks]
     if any(codes):
         print(f"error: exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
         os._exit(1)
-    return None
 
 
 if __name__ == "__main__":

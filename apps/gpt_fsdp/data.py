@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from options import SIZES, TEXTS
-from samestep import UserError
+from samestep import ConfigError
 from samestep.options import Options
 from samestep.sharding import GlobalBatches
 from torch import Tensor
@@ -54,7 +54,7 @@ class Windows:
         return tokens.to(self.device), targets.to(self.device)
 
 
-def count_of(options: Options, batches: GlobalBatches, step: int) -> int:
+def num_microbatches(options: Options, batches: GlobalBatches, step: int) -> int:
     """Micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
     return min(int(options.accumulate), batches.size(step))
 
@@ -65,9 +65,9 @@ def read(options: Options) -> NDArray[np.uint8]:
     try:
         text: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")[: SIZES.get(options.dataset)]
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}: name another --data-file") from None
+        raise ConfigError(f"cannot read {path}: {error}: name another --data-file") from None
     if len(text) - len(text) // HELD_OUT <= options.context or len(text) < HELD_OUT:
-        raise UserError(
+        raise ConfigError(
             f"{path} has {len(text)} bytes: too few for --context {options.context}: name another --data-file"
         )
     return text
@@ -77,8 +77,8 @@ def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
     """The training part, of whole windows, and the held-out part. Raises as `read`."""
     text = read(options)
     cut = len(text) - len(text) // HELD_OUT
-    whole = (cut - 1) // options.context * options.context
-    training = Windows(text, 1, 1 + whole, options.context, device)
+    bounded_int = (cut - 1) // options.context * options.context
+    training = Windows(text, 1, 1 + bounded_int, options.context, device)
     return training, Windows(text, cut, len(text), options.context, device)
 
 

@@ -2,8 +2,8 @@
 
     python gather_weights.py RUN_DIR [--output FILE]
 
-For a run that was stopped: one that came to its end has the file. Prints the digest that a result has as
-``weights_sha256``, and needs no framework and no memory of the model's size.
+Use it for a stopped run; a finished run has the file. It prints the digest, ``weights_sha256`` of a result, and needs
+neither a framework nor memory of the model's size.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samestep import UserError, checkpoint, log, sharded
+from samestep import ConfigError, checkpoint, log
+from samestep.sharded import storage
 
 
 def gather(run_dir: Path, output: Path) -> tuple[int, str]:
-    """Updates done, and the weights' digest. Raises UserError for a run dir without checkpoints."""
-    found = checkpoint.newest(run_dir, log.warning, reader=sharded.read)
+    """Write the weights; return the updates done and the digest. Raises ConfigError for a run dir without checkpoints."""
+    found = checkpoint.newest(run_dir, log.warning, reader=storage.read)
     if found is None or not found.pieces:
-        raise UserError(
+        raise ConfigError(
             f"{run_dir} has no sharded checkpoint: name the run dir of a run of {Path(__file__).parent.name}"
         )
-    return found.step, sharded.gather(sharded.shards_of(found)["model"], output)
+    return found.step, storage.consolidate(storage.stored_groups(found)["model"], output)
 
 
 def main() -> None:

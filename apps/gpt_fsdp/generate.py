@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from model import GPT
-from samestep import UserError, checkpoint, log
-from samestep.options import real, whole
+from samestep import ConfigError, checkpoint, log
+from samestep.options import bounded_float, bounded_int
 
 
 def load(run_dir: Path) -> tuple[GPT, int]:
@@ -26,14 +26,16 @@ def load(run_dir: Path) -> tuple[GPT, int]:
             options: dict[str, Any] = json.loads(file.readline())["options"]
         model = GPT(options["layers"], options["width"], options["heads"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run_dir} does not say what model it is of ({error}): name a run dir of this app") from error
+        raise ConfigError(
+            f"{run_dir} does not say what model it is of ({error}): name a run dir of this app"
+        ) from error
     if not (run_dir / "model.safetensors").exists():
-        raise UserError(f"{run_dir} has no model.safetensors: gather_weights.py {run_dir} makes it of a checkpoint")
+        raise ConfigError(f"{run_dir} has no model.safetensors: gather_weights.py {run_dir} makes it of a checkpoint")
     arrays = checkpoint.load_weights(run_dir / "model.safetensors")
     try:
         model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     except RuntimeError as error:
-        raise UserError(f"{run_dir}/model.safetensors is not of this run: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{run_dir}/model.safetensors is not of this run: {str(error).splitlines()[0]}") from error
     return model, int(options["context"])
 
 
@@ -56,12 +58,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="write text as a run's weights would go on")
     parser.add_argument("run_dir", type=Path, help="of a run that came to its end")
     parser.add_argument("--text", default="\n\n:", help="what it begins with (default: an empty line and a colon)")
-    parser.add_argument("--bytes", type=whole(0), default=400, metavar="B", help=default)
-    parser.add_argument("--temperature", type=real(0.0), default=0.8, metavar="T", help=f"0: the most likely {default}")
-    parser.add_argument("--seed", type=whole(0), default=1, help=default)
+    parser.add_argument("--bytes", type=bounded_int(0), default=400, metavar="B", help=default)
+    parser.add_argument(
+        "--temperature", type=bounded_float(0.0), default=0.8, metavar="T", help=f"0: the most likely {default}"
+    )
+    parser.add_argument("--seed", type=bounded_int(0), default=1, help=default)
     options = parser.parse_args()
     if not options.text:
-        raise UserError("--text is empty: the model goes on from at least one byte")
+        raise ConfigError("--text is empty: the model goes on from at least one byte")
     model, context = load(options.run_dir)
     written = go_on(model, context, options.text.encode(), options.bytes, options.temperature, options.seed)
     sys.stdout.write(written.decode(errors="replace") + "\n")

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep import UserError
-from samestep.options import Options, Parser, add_common, real, whole
+from samestep import ConfigError
+from samestep.options import Options, Parser, add_common, bounded_float, bounded_int
 
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # bytes of the embedded text's beginning; None: all
@@ -30,18 +30,18 @@ def fingerprint(path: Path) -> str:
 
 
 def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = True) -> Any:
-    """As samestep.datasets.resolve, which numpy is needed for: not at the top, as the launch script reads this, too."""
-    from samestep.datasets import Found
+    """Find the text, as `samestep.data.datasets.resolve` finds a dataset."""
+    from samestep.rundir import DatasetInfo  # not at the top: it needs numpy, and the launch script has none
 
     if name == "file" and data_file is None:
-        raise UserError("--dataset file, but which? Name it by --data-file, also to go on with a run of one")
+        raise ConfigError("--dataset file, but which? Name it by --data-file, also to go on with a run of one")
     path = data_file or TEXTS / "jargon.txt"
     if os.path.exists(data_dir) and not os.path.isdir(data_dir):
-        raise UserError(f"--data-dir: the data folder {data_dir} is not a folder")
+        raise ConfigError(f"--data-dir: the data folder {data_dir} is not a folder")
     try:
-        return Found(name, path.resolve().parent, fingerprint=fingerprint(path))
+        return DatasetInfo(name, path.resolve().parent, fingerprint=fingerprint(path))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}: name another --data-file") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}: name another --data-file") from error
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -58,16 +58,16 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.001",
         datasets=(*SIZES, "file"),
         devices=("auto", "cpu", "cuda"),
-        may_change_at_resume=("mesh", "data_file", "checkpoint_activations"),
+        resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
     default = "(default: %(default)s)"
     add = parser.add_argument_group("model").add_argument
-    add("--layers", type=whole(1), default=4, metavar="L", help=default)
-    add("--width", type=whole(2), default=128, metavar="W", help=default)
-    add("--heads", type=whole(1), default=4, metavar="H", help=default)
+    add("--layers", type=bounded_int(1), default=4, metavar="L", help=default)
+    add("--width", type=bounded_int(2), default=128, metavar="W", help=default)
+    add("--heads", type=bounded_int(1), default=4, metavar="H", help=default)
     add(
         "--context",
-        type=whole(1),
+        type=bounded_int(1),
         default=128,
         metavar="T",
         help=f"bytes of a window, of which a sample is one {default}",
@@ -77,14 +77,19 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     recompute = "compute a block again in backward instead of keeping what it computed"
     add("--checkpoint-activations", action="store_true", help=recompute)
     add = parser.add_argument_group("the step").add_argument
-    add("--accumulate", type=whole(1), default=1, metavar="K", help=f"micro-batches of a global batch {default}")
-    add("--clip-norm", type=real(0.0, above=True), metavar="C", help="of the global batch's gradient (default: none)")
+    add("--accumulate", type=bounded_int(1), default=1, metavar="K", help=f"micro-batches of a global batch {default}")
+    add(
+        "--clip-norm",
+        type=bounded_float(0.0, above=True),
+        metavar="C",
+        help="of the global batch's gradient (default: none)",
+    )
     add("--autocast", choices=("none", "bfloat16"), default="none", help="weights and optimizer stay in float32")
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
-    add("--weight-decay", type=real(0.0), default=0.1, metavar="W", help=f"of all but norms {default}")
+    add("--weight-decay", type=bounded_float(0.0), default=0.1, metavar="W", help=f"of all but norms {default}")
     add("--schedule", choices=("cosine", "constant"), default="cosine", help=f"of --lr, over --epochs {default}")
-    add("--warmup-steps", type=whole(0), default=30, metavar="S", help=f"linear, before the schedule {default}")
+    add("--warmup-steps", type=bounded_int(0), default=30, metavar="S", help=f"linear, before the schedule {default}")
     parser.add_argument_group("data").add_argument("--data-file", type=Path, metavar="FILE", help="train on its bytes")
     # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -96,9 +101,9 @@ def mesh_of(options: Options, ranks: int) -> tuple[int, int]:
     sizes = (options.mesh or f"{ranks}x1").split("x")
     dp, tp = (int(size) if size.isdecimal() else 0 for size in (*sizes, "0")[:2])
     if len(sizes) != 2 or dp * tp != ranks:
-        raise UserError(f"--mesh {options.mesh} is not DPxTP with a product of {ranks}, the number of ranks")
+        raise ConfigError(f"--mesh {options.mesh} is not DPxTP with a product of {ranks}, the number of ranks")
     if options.heads % tp:
-        raise UserError(
+        raise ConfigError(
             f"--mesh {options.mesh} cuts {options.heads} heads into {tp}: choose a divisor, or other --heads"
         )
     return dp, tp
@@ -117,18 +122,20 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     local_rank = vars(options).pop("local_rank", None)  # says nothing about the run
     if local_rank not in (None, os.environ.get("LOCAL_RANK")):
         found = os.environ.get("LOCAL_RANK", "not set")
-        raise UserError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
+        raise ConfigError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
     if options.lr is None:
         options.lr = 0.001
     if options.width % (2 * options.heads):
-        raise UserError(f"--width {options.width} is no multiple of 2 x --heads {options.heads}: heads have even parts")
+        raise ConfigError(
+            f"--width {options.width} is no multiple of 2 x --heads {options.heads}: heads have even parts"
+        )
     if options.autocast != "none" and options.dtype == "float64":
-        raise UserError(f"--autocast {options.autocast} computes in less than --dtype float64: leave one of them out")
+        raise ConfigError(f"--autocast {options.autocast} computes in less than --dtype float64: leave one of them out")
     if options.data_file is not None:
         if options.dataset not in (None, "file"):
-            raise UserError(f"--data-file and --dataset {options.dataset}: leave one of them out")
+            raise ConfigError(f"--data-file and --dataset {options.dataset}: leave one of them out")
         options.dataset, options.data_file = "file", options.data_file.absolute()
     options.resolve_dataset = partial(resolve, options.data_file)
     if options.schedule != "constant":
-        options.must_stay_at_resume = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
     return options

@@ -5,10 +5,9 @@
     torchrun --standalone --nproc-per-node=4 apps/gpt_fsdp/train.py
     python apps/gpt_fsdp/train.py                         # one process
 
-Every rank runs this file, and holds its part of weights, gradients and optimizer state. They talk at nine places, each
-marked: at the rendezvous, when a checkpoint is restored, at each step in the forward and backward passes (FSDP gathers
-a block and adds up its gradients; tensor parallelism adds up what a block's parts computed) and to clip, at each log
-line for the loss, at each evaluation, when a checkpoint is saved, and at the end, when rank 0 gathers the weights.
+Every rank runs this file, and holds its part of weights, gradients and optimizer state. The comment "collective" marks
+each call in which a rank waits for the others: FSDP gathers a block and reduces its gradients in the forward and
+backward passes, and tensor parallelism reduces what the parts of a block computed.
 """
 
 from __future__ import annotations
@@ -16,38 +15,37 @@ from __future__ import annotations
 import math
 import os
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import distributed
 import numpy as np
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import weights
-from data import IGNORED, Windows, count_of, load, markov_bits, read
+from data import IGNORED, Windows, load, markov_bits, num_microbatches, read
 from model import GPT, build_model
 from options import parse
 from samestep import env, log, schedules
 from samestep.options import Options
-from samestep.phases import Phases
-from samestep.sharded import ShardedRun
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import StepStats
+from samestep.sharded.run import ShardedRun
 from samestep.sharding import GlobalBatches, shard
-from samestep.watchdog import Watchdog
+from samestep.step_timer import COMPUTE, INPUT, StepTimer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-APP = Path(__file__).resolve().parent.name
-EVALUATION_BATCH = 32  # windows at a time; of no influence on the result
+EVAL_BATCH_SIZE = 32  # windows; does not change the result
 
 
 def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
-    """AdamW, fused: one pass, and no copies. Norms are not decayed: they only scale.
+    """Return a fused AdamW: one pass, and no copies. Norms are not decayed: they only scale.
 
-    Weights that tensor parallelism cuts, too, have a group of their own, as one call takes tensors of one mesh.
+    Weights that tensor parallelism cuts too have a group of their own, because one call takes tensors of one mesh.
     """
     groups: dict[tuple[float, int], list[torch.nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -58,138 +56,132 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
-    """Of update ``step`` of ``steps``: a function of the step has nothing to save, and nothing to forget."""
+    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
-    along = step - options.warmup_steps, max(1, steps - options.warmup_steps)
-    return float(options.lr * schedules.cosine(*along, final=0.1))
+    done, total = step - options.warmup_steps, max(1, steps - options.warmup_steps)
+    return float(options.lr * schedules.cosine(done, total, final=0.1))
 
 
 def train_step(
     options: Options,
     model: GPT,
     optimizer: torch.optim.Optimizer,
-    training: Windows,
+    train_set: Windows,
     batches: GlobalBatches,
     step: int,
     mesh: DeviceMesh,
-    phases: Phases,
+    timer: StepTimer,
 ) -> Tensor:
-    """One update with this rank's shard of a global batch; returns the sum of its windows' mean losses.
+    """Update once with this rank's shard of a global batch; return the sum of its windows' mean losses.
 
-    The gradient must be the mean over the global batch's *samples*, although shards and micro-batches may differ in
-    size. FSDP averages over data-parallel ranks, so each summed loss is scaled by their number / the global batch, and
-    micro-batches simply add up. Each is reduced at once: until then a rank would hold the whole model's gradients.
+    The gradient must be the mean over the global batch: FSDP divides by the number of data-parallel ranks, and shards
+    and micro-batches may differ in size. Micro-batches add up; each is reduced at once, because a rank would hold the
+    whole model's gradients until then.
     """
     losses = []
     optimizer.zero_grad()
-    count = count_of(options, batches, step)
+    count = num_microbatches(options, batches, step)
     for k in range(count):
-        tokens, targets = training.batch(batches.indices(step, (k, count)))
-        phases.end("input")
-        loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # ranks talk
-        phases.end("computing")
-        (loss * (mesh.size(0) / batches.size(step))).backward()  # ranks talk: FSDP adds up the gradients
+        tokens, targets = train_set.batch(batches.indices(step, (k, count)))
+        timer.mark(INPUT)
+        loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # collective
+        timer.mark(COMPUTE)
+        (loss * (mesh.size(0) / batches.size(step))).backward()  # collective: FSDP averages the gradients
         losses.append(loss.detach())
     if options.clip_norm:
-        clip(model, mesh, options.clip_norm)  # ranks talk
+        clip(model, mesh, options.clip_norm)  # collective
     optimizer.step()
     return torch.stack(losses).sum()
 
 
 def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Summed over all targets: bytes [m, length] and what follows them."""
+    """Return the loss summed over all ``targets`` [m, length], the bytes that follow ``tokens``."""
     scores = model(tokens).to(dtype)
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
-    """Scale the gradient down to a norm of ``most``: that of the whole, to which each rank adds what it alone has."""
+    """Scale the gradient down to a norm of ``most``. Each rank adds the squares of what it alone holds."""
     placed = [weights.place(each.grad, mesh) for each in model.parameters() if isinstance(each.grad, DTensor)]
     square = torch.zeros((), dtype=torch.float64, device=placed[0][0].device)
     for local, _, is_copy in placed:
         if not is_copy:
             square += torch.linalg.vector_norm(local, dtype=torch.float64).square()
-    dist.all_reduce(square)  # ranks talk
+    dist.all_reduce(square)  # collective
     torch._foreach_mul_([local for local, *_ in placed], min(1.0, most / (square.sqrt().item() + 1e-6)))
 
 
 @torch.no_grad()
-def evaluate(model: GPT, test: Windows, mesh: DeviceMesh, dtype: torch.dtype, watchdog: Watchdog) -> dict[str, Any]:
-    """Loss and bits a byte over the held-out part, each byte counted once; all ranks make as many passes."""
+def evaluate(run: ShardedRun, model: GPT, test_set: Windows, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
+    """Return loss and bits per byte over the held-out part, each byte counted once; all ranks make as many passes."""
     model.eval()
     size, rank = mesh.size(0), mesh.get_local_rank("dp")
-    first, last = shard(len(test), rank, size)
-    sums = torch.zeros(2, dtype=torch.float64, device=test.device)
-    for begin in range(first, first + -(-len(test) // size), EVALUATION_BATCH):
-        tokens, targets = test.batch(np.arange(begin, min(begin + EVALUATION_BATCH, last)))
-        loss = loss_of(model, tokens, targets, dtype)  # ranks talk: FSDP gathers
-        if mesh.get_local_rank("tp") == 0:  # those beside it have the same
+    first, last = shard(len(test_set), rank, size)
+    sums = torch.zeros(2, dtype=torch.float64, device=test_set.device)
+    for begin in range(first, first + -(-len(test_set) // size), EVAL_BATCH_SIZE):
+        tokens, targets = test_set.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)))
+        loss = loss_of(model, tokens, targets, dtype)  # collective: FSDP gathers
+        if mesh.get_local_rank("tp") == 0:  # its tensor-parallel peers have the same
             sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
-        watchdog.beat()
+        run.monitor.beat()
     model.train()
-    # Without a backward pass FSDP keeps what it gathered last: a checkpoint would be of all of it.
+    # Without a backward pass FSDP keeps what it gathered last: a checkpoint would hold all of it.
     cast(FSDPModule, model).reshard()
-    dist.all_reduce(sums)  # ranks talk
-    loss, examples = sums.tolist()
-    return {
-        "test_loss": loss / examples,
-        "bits_per_byte": loss / examples / math.log(2),
-        "test_examples": int(examples),
-    }
+    dist.all_reduce(sums)  # collective
+    loss_sum, examples = sums.tolist()
+    mean = loss_sum / examples
+    return {"test_loss": mean, "bits_per_byte": mean / math.log(2), "test_examples": int(examples)}
 
 
 def train(run: ShardedRun, options: Options, device: torch.device) -> None:
-    """Train, or go on training."""
-    dtype, mesh = getattr(torch, options.dtype), ranks.make_mesh(options, device)
+    """Train from the first step, or from the checkpoint that the run resumes."""
+    dtype, mesh = getattr(torch, options.dtype), distributed.make_mesh(options, device)
     model = build_model(options, dtype, mesh)
     optimizer = build_optimizer(options, model)
-    run.restore(ranks, partial(weights.load, model, optimizer, mesh))  # ranks talk: each reads what it needs
-    training, test = load(options, device)
-    n, size = len(training), options.global_batch_size
-    batches = GlobalBatches(n, size, options.seed, mesh.get_local_rank("dp"), mesh.size(0))
-    counted = mesh.get_local_rank("tp") == 0  # of ranks that compute the same, one tells it
+    run.restore(distributed, lambda groups: weights.load(model, optimizer, mesh, groups))  # collective
+    train_set, test_set = load(options, device)
+    dp_rank, dp_size = mesh.get_local_rank("dp"), mesh.size(0)
+    batches = GlobalBatches(len(train_set), options.global_batch_size, options.seed, dp_rank, dp_size)
+    counts = mesh.get_local_rank("tp") == 0  # tensor-parallel peers compute the same loss: one counts it
     shape = "x".join(map(str, mesh.shape))
-    facts = {**ranks.facts(device), "mesh": shape}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    run.begin(batches, test.bytes, f"a GPT of {parameters:,} parameters, mesh {shape},", device.type, facts)
+    metadata = {**distributed.run_metadata(device), "mesh": shape}
+    run.start(batches, test_set.bytes, f"a GPT of {parameters:,} parameters, mesh {shape},", device.type, metadata)
 
-    ranks.time_phases(model, optimizer, run.phases)
-    sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
-    for step in range(run.start, run.stop):
-        run.phases.begin()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        loss_sum = train_step(options, model, optimizer, training, batches, step, mesh, run.phases)  # ranks talk
-        loss_sum *= counted
-        sum_since += loss_sum
-        due = run.done(step)
-        if due.talk:
-            sums = torch.tensor([loss_sum, sum_since, *run.says()], dtype=torch.float64, device=device)
-            dist.all_reduce(sums)  # ranks talk
-            due = run.heard(due, sums[2:].tolist())
-        if due.log:
-            sum_since.zero_()
-            tested = evaluate(model, test, mesh, dtype, run.watchdog) if due.test else {}  # ranks talk
-            run.record(sums[0].item(), sums[1].item(), tested)
-        if due.save:
-            run.save(ranks, weights.groups(model, optimizer, mesh))  # ranks talk: each writes its part
+    distributed.time_phases(model, optimizer, run.timer)
+    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
+    for step in range(run.first_step, run.last_step):
+        with run.timer.phase(INPUT):  # train_step marks the rest
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
+        loss = train_step(options, model, optimizer, train_set, batches, step, mesh, run.timer) * counts  # collective
+        running_loss += loss
+        run.after_step(step)  # counts, and beats for the watchdog
+        actions = run.actions(step)  # the same on all ranks, without communication
+        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
+            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
+            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+        if actions.log:
+            running_loss.zero_()
+            run.log_metrics(evaluate(run, model, test_set, mesh, dtype) if actions.evaluate else {})  # collective
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save(distributed, weights.groups(model, optimizer, mesh))  # collective: each rank writes its part
 
-    tested = run.tested or evaluate(model, test, mesh, dtype, run.watchdog)  # ranks talk
-    run.finish(ranks, weights.model_pieces(model, mesh), tested)  # ranks talk: rank 0 gathers from the checkpoint
+    metrics = run.eval_metrics or evaluate(run, model, test_set, mesh, dtype)  # collective
+    run.finish(distributed, weights.model_shards(model, mesh), metrics)  # collective: rank 0 consolidates
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = ShardedRun(APP, options, env.detect(os.environ))
-    device = ranks.choose_device(options.device, run.world)
-    ranks.rendezvous(run.world, device, options.timeout)  # ranks talk
+    run = ShardedRun(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog())
+    device = distributed.choose_device(options.device, run.world)
+    distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()
-    facts = {}
-    if run.world.rank == 0:
-        facts["markov_bits_per_byte"] = markov_bits(read(options))
-    run.report("torch", torch.__version__, ranks.backend(device), device.type, **facts)
+    fields = {"markov_bits_per_byte": markov_bits(read(options))} if run.world.rank == 0 else {}
+    run.report("torch", torch.__version__, distributed.backend(device), device.type, **fields)
 
 
 if __name__ == "__main__":

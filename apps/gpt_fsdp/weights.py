@@ -1,43 +1,43 @@
-"""Which part of each weight and of the optimizer's state this rank holds, under the names that all apps share."""
+"""Convert this rank's parts of weights and optimizer state to arrays, under the names that all apps share, and back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from samestep import FatalError
-from samestep.checkpoint import mismatch
-from samestep.sharded import Piece, Pieces, Shards
+from samestep import NonRetryableError
+from samestep.checkpoint import state_dict_diff
+from samestep.sharded.tensors import ShardGroups, StoredGroups, TensorShard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
-def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> Pieces:
-    """What a checkpoint holds, as far as this rank does. Raises FatalError for what `load` could not put back."""
-    return {"model": model_pieces(model, mesh), "optimizer": optimizer_pieces(model, optimizer, mesh)}
+def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGroups:
+    """Return this rank's parts of what a checkpoint holds. Raises NonRetryableError for state that `load` could not restore."""
+    return {"model": model_shards(model, mesh), "optimizer": optimizer_shards(model, optimizer, mesh)}
 
 
 @torch.no_grad()
-def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, shards: Shards) -> None:
-    """The reverse of `groups`, of any mesh's; also of weights alone. Raises ValueError for what does not fit."""
-    pieces = model_pieces(model, mesh)
-    if difference := mismatch(shards["model"], pieces):
+def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups: StoredGroups) -> None:
+    """Load what `groups` returned at any mesh, or weights alone. Raises ValueError for what does not fit."""
+    shards = model_shards(model, mesh)
+    if difference := state_dict_diff(stored_groups["model"], shards):
         raise ValueError(difference)
     for name, parameter in model.named_parameters():
         local, offset, _ = place(parameter, mesh)
-        local.copy_(torch.from_numpy(shards["model"][name].read(offset, tuple(local.shape))))
+        local.copy_(torch.from_numpy(stored_groups["model"][name].read(offset, tuple(local.shape))))
     parameters = dict(model.named_parameters())
-    for full_name, stored in shards.get("optimizer", {}).items():
+    for full_name, stored in stored_groups.get("optimizer", {}).items():
         name, _, key = full_name.rpartition(".")
         if name not in parameters:
             raise ValueError(f"{full_name} is not part of its optimizer state")
-        parameter, whole = parameters[name], pieces[name]
+        parameter, shard = parameters[name], shards[name]
         if not stored.shape:  # Adam counts its steps for each parameter
             optimizer.state[parameter][key] = torch.from_numpy(stored.read())
-        elif (stored.shape, stored.dtype) != (whole.shape, whole.dtype):
-            raise ValueError(f"{full_name} is {stored.dtype} {[*stored.shape]}, not {whole.dtype} {[*whole.shape]}")
+        elif (stored.shape, stored.dtype) != (shard.shape, shard.dtype):
+            raise ValueError(f"{full_name} is {stored.dtype} {[*stored.shape]}, not {shard.dtype} {[*shard.shape]}")
         else:
             state = torch.empty_like(parameter)
             local, offset, _ = place(state, mesh)
@@ -45,42 +45,45 @@ def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, shards: Shard
             optimizer.state[parameter][key] = state
 
 
-def model_pieces(model: nn.Module, mesh: DeviceMesh) -> dict[str, Piece]:
-    """This rank's parts of the weights: views where they are on the CPU."""
-    return {name: piece(parameter, mesh) for name, parameter in model.named_parameters()}
+def model_shards(model: nn.Module, mesh: DeviceMesh) -> dict[str, TensorShard]:
+    """Return this rank's parts of the weights: views if they are on the CPU."""
+    return {name: shard_of(parameter, mesh) for name, parameter in model.named_parameters()}
 
 
-def optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> dict[str, Piece]:
-    """This rank's parts of the optimizer's state as ``<parameter>.<key>``.
+def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> dict[str, TensorShard]:
+    """Return this rank's parts of the optimizer's state as ``<parameter>.<key>``.
 
-    Raises FatalError for an optimizer whose state is not made of scalars and of tensors like their parameters.
+    Raises NonRetryableError if the state is not made of scalars and of tensors like their parameters.
     """
-    pieces = {}
+    shards = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
                 kind = type(optimizer).__name__
-                raise FatalError(f"{kind}'s {key} of {name} cannot be kept in a checkpoint: use another optimizer")
-            pieces[f"{name}.{key}"] = piece(value, mesh)
-    return pieces
+                raise NonRetryableError(
+                    f"{kind}'s {key} of {name} cannot be kept in a checkpoint: use another optimizer"
+                )
+            shards[f"{name}.{key}"] = shard_of(value, mesh)
+    return shards
 
 
-def piece(tensor: Tensor, mesh: DeviceMesh) -> Piece:
+def shard_of(tensor: Tensor, mesh: DeviceMesh) -> TensorShard:
+    """Return this rank's part of ``tensor`` as an array on the CPU."""
     local, offset, is_copy = place(tensor, mesh)
-    return Piece(local.detach().cpu().contiguous().numpy(), offset, tuple(tensor.shape), is_copy)
+    return TensorShard(local.detach().cpu().contiguous().numpy(), offset, tuple(tensor.shape), is_copy)
 
 
 def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bool]:
-    """This rank's part of a tensor on ``mesh`` (dp, tp), where it begins in the whole, and: does another own the same?
+    """Return this rank's part of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank owns the same.
 
-    Tensor parallelism cuts first, then FSDP what that left, along the first axis, as `torch.chunk` does: parts of equal
-    size, then a smaller one, then empty ones. A tensor that is no DTensor, a counter, is rank 0's.
+    Tensor parallelism cuts first, then FSDP cuts the rest along the first axis as `torch.chunk` does: parts of equal
+    size, then a smaller one, then empty ones. A plain tensor is a counter, which rank 0 owns.
     """
     cuts: dict[str, Any] = {}
     if isinstance(tensor, DTensor):
         cuts = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements))
     elif tensor.ndim:
-        raise FatalError(f"a tensor of shape {[*tensor.shape]} is whole on this rank: FSDP has gathered it")
+        raise NonRetryableError(f"a tensor of shape {[*tensor.shape]} is whole on this rank: FSDP has gathered it")
     offset, extent, is_copy = [0] * tensor.ndim, [*tensor.shape], False
     dp, tp = zip(mesh.get_coordinate() or (), mesh.shape)  # mesh["dp"] takes a millisecond
     for name, (coordinate, size) in (("tp", tp), ("dp", dp)):
@@ -93,5 +96,7 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
         offset[axis], extent[axis] = offset[axis] + begin, min(length, extent[axis] - begin)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if list(local.shape) != extent:
-        raise FatalError(f"a part of shape {[*local.shape]} is not what {cuts} leaves of {[*tensor.shape]}: {extent}")
+        raise NonRetryableError(
+            f"a part of shape {[*local.shape]} is not what {cuts} leaves of {[*tensor.shape]}: {extent}"
+        )
     return local, tuple(offset), is_copy

@@ -1,32 +1,39 @@
-"""``--api highlevel``: the same steps by paddle.Model's fit and evaluate, which own the loop."""
+"""Take the same steps by paddle.Model (``--api highlevel``), whose fit and evaluate own the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import distributed
 import numpy as np
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
-import ranks
-from data import Split
+from data import EVAL_BATCH_SIZE, Split
 from paddle import Tensor, nn
-from paddle.callbacks import Callback
-from paddle.metric import Accuracy
 from paddle.optimizer import Optimizer
-from samestep.phases import Phases
+from samestep.run import Run
 from samestep.sharding import GlobalBatches, shard, step_seed
-from samestep.watchdog import Watchdog
+from samestep.step_timer import COMMUNICATION, INPUT
 
-NO_LABEL = -1  # of a row that counts for nothing: paddle.Model cannot do with an empty batch, nor with unequal ones
-EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
+NO_LABEL = -1  # of a row that does not count: paddle.Model allows neither empty batches nor unequal ones
 
 
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
-    """Cross entropy, so scaled that the gradient averaged over ranks is the mean over the global batch's samples."""
+    """Scale cross entropy so that the gradient averaged over ranks is the mean over the global batch's samples.
+
+    ``loss_sum`` and ``correct`` are the summed loss and the correct predictions of this rank's last batch.
+    """
 
     def forward(self, scores: Tensor, labels: Tensor, global_size: Tensor | None = None) -> Tensor:
+        """Return the scaled loss; without ``global_size``, the samples in the global batch, the summed loss.
+
+        Args:
+            scores: [m, 10].
+            labels: int64 [m]; NO_LABEL in rows that do not count.
+            global_size: int64 [].
+        """
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
         self.loss_sum, self.correct = loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
         if global_size is None:
@@ -34,98 +41,74 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
         return loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
 
 
-class Batches:
-    """This rank's shards of the global batches of ``steps``; each pass over it goes on to the end of an epoch.
+class HighLevel(paddle.Model):  # type: ignore[misc]
+    """Hold the network, its loss and its metrics."""
 
-    ``step`` is the one whose shard was taken last.
-    """
+    def __init__(self, run: Run, network: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
+        """Make the model of ``run``; ``images`` [m, 1, 28, 28] and ``labels`` int64 [m] are any samples, m > 0."""
+        super().__init__(network)
+        self.run, self.loss, self.accuracy = run, MeanOverGlobalBatch(), paddle.metric.Accuracy(topk=(1, 2))
+        self.prepare(optimizer, self.loss, self.accuracy)  # collective: all ranks get rank 0's weights
+        sample = [images], [labels, paddle.to_tensor(1)]
+        distributed.fix_reduction_order(network, lambda: self.train_batch(*sample, update=False))  # collective
+        distributed.time_gradients(network, run.timer)
 
-    def __init__(self, split: Split, batches: GlobalBatches, dtype: str, steps: range) -> None:
-        self.split, self.batches, self.dtype, self.stop = split, batches, dtype, steps.stop
-        self.step, self._next = steps.start, steps.start
+    def train_batch(self, *arguments: Any, **settings: Any) -> Any:
+        """Do what paddle.Model does, and note that this waits for the other ranks, in C++ inside the backward pass."""
+        with self.run.monitor.collective("train_batch"):
+            return super().train_batch(*arguments, **settings)  # collective
 
-    def __len__(self) -> int:
-        return min(self.batches.steps_per_epoch, self.stop - self._next)
+    def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Train the run's steps in one pass.
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        while self._next < self.stop:
-            self.step, self._next = self._next, self._next + 1
-            paddle.seed(step_seed(self.batches.seed, self.step))
-            images, labels = self.split.batch(self.batches.indices(self.step), self.dtype)
-            if not len(labels):  # ranks outnumber the samples
-                images, _ = self.split.batch(np.zeros(1, np.int64), self.dtype)
-                labels = paddle.full([1], NO_LABEL, "int64")
-            yield images, labels, paddle.to_tensor(self.batches.size(self.step))
-            if self._next % self.batches.steps_per_epoch == 0:
-                return
-
-
-class HighLevel:
-    """paddle.Model around the network, its loss and its metric."""
-
-    def __init__(self, network: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
-        self.loss, self.accuracy = MeanOverGlobalBatch(), Accuracy(topk=(1, 2))
-        self.model = paddle.Model(network)
-        self.model.prepare(optimizer, self.loss, self.accuracy)  # ranks talk: rank 0's weights are everyone's
-        with ranks.unchanged(network):  # as ranks.order_sums, for the DataParallel that paddle.Model made
-            for _ in range(2):
-                self.model.train_batch([images], [labels, paddle.to_tensor(1)], update=False)  # ranks talk
-
-    def fit(
-        self, batches: Batches, epochs: int, phases: Phases, after_update: Callable[[int, Tensor, Tensor], None]
-    ) -> None:
-        """Train; after each update call ``after_update(step, this rank's summed loss, its right answers)``."""
-
-        def on_train_batch_end(step: int, logs: dict[str, Any] | None = None) -> None:
-            phases.end("waiting")  # and updating: paddle.Model has no callback between the two
-            after_update(batches.step, self.loss.loss_sum, self.loss.correct)
-            phases.begin()
-
-        callback = Callback()
-        callback.on_train_batch_begin = lambda step, logs=None: phases.end("input")
-        callback.on_train_batch_end = on_train_batch_end
-        phases.begin()
-        self.model.fit(batches, epochs=epochs, verbose=0, callbacks=[callback])  # ranks talk: at each step
-
-    def evaluate(self, test: Split, dtype: str, watchdog: Watchdog) -> dict[str, Any]:
-        """Loss and accuracy over the whole test set, each example counted once.
-
-        paddle.Model gathers scores and labels of all ranks and counts on every rank. It wants equal shapes of them,
-        so that the shorter shards are filled up with a row that no score can match and that is not counted.
+        Args:
+            split: the training set.
+            batches: this rank's shards of the global batches.
+            after_step: called after each update with its step, this rank's summed loss and its correct predictions.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        shards = [shard(len(test.labels), each, world_size) for each in range(world_size)]
-        longest = max(last - first for first, last in shards)
-        first, last = shards[rank]
-        rows = np.minimum(np.arange(first, first + longest), last - 1)
+        run = self.run
 
-        sums = np.zeros(2)  # this rank's summed loss and examples
-        correct: list[float] = []  # of all ranks: within the first one, and within the first two
+        def on_train_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
+            run.timer.mark(COMMUNICATION)  # includes the optimizer: paddle.Model has no callback before it
+            after_step(run.first_step + index, self.loss.loss_sum, self.loss.correct)  # collective
+
+        def shards() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for step in range(run.first_step, run.last_step):
+                with run.timer.phase(INPUT):
+                    images, labels = split.batch(batches.indices(step), run.options.dtype)
+                    if not len(labels):  # ranks outnumber the samples
+                        images, labels = paddle.zeros([1, 1, 28, 28], images.dtype), paddle.full([1], NO_LABEL, "int64")
+                paddle.seed(step_seed(batches.seed, step))
+                yield images, labels, paddle.to_tensor(batches.size(step))
+
+        callback = paddle.callbacks.Callback()
+        callback.on_train_batch_end = on_train_batch_end
+        self.fit(shards(), verbose=0, callbacks=[callback])  # collective
+
+    def sum_shards(self, test: Split) -> Tensor:
+        """Return this rank's part of what `evaluate` of train.py sums over ranks, float64 [4].
+
+        paddle.Model gathers scores and labels of all ranks, and every rank counts. It requires equal shapes, so shorter
+        shards are padded with a row that matches no score and does not count.
+        """
+        n, rank, world_size = len(test.labels), dist.get_rank(), dist.get_world_size()
+        first, last = shard(n, rank, world_size)
+        rows = first + np.arange(-(-n // world_size))  # as many as the longest shard has
+        sums = np.zeros(4)
 
         def padded() -> Iterator[tuple[Tensor, Tensor]]:
-            for begin in range(0, longest, EVALUATION_BATCH):
-                chosen = rows[begin : begin + EVALUATION_BATCH]
-                images, labels = test.batch(chosen, dtype)
-                real = np.arange(begin, begin + len(chosen)) < last - first
-                sums[1] += real.sum()
-                yield images, paddle.where(paddle.to_tensor(real), labels, paddle.full_like(labels, NO_LABEL))
+            for chunk in np.split(rows, range(EVAL_BATCH_SIZE, len(rows), EVAL_BATCH_SIZE)):
+                images, labels = test.batch(np.minimum(chunk, last - 1), self.run.options.dtype)
+                sums[3] += (chunk < last).sum()
+                yield images, paddle.where(paddle.to_tensor(chunk < last), labels, paddle.full_like(labels, NO_LABEL))
 
-        def on_eval_batch_end(step: int, logs: dict[str, Any] | None = None) -> None:
-            nonlocal correct
+        def on_eval_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             sums[0] += self.loss.loss_sum.item()
-            correct = [float(each) for each in self.accuracy.total]
-            watchdog.beat()
+            sums[1:3] = self.accuracy.total if rank == 0 else 0  # of all ranks
+            self.run.monitor.beat()
 
-        callback = Callback()
+        callback = paddle.callbacks.Callback()
         callback.on_eval_batch_end = on_eval_batch_end
-        self.accuracy.reset()  # of what it counted in training
-        self.model.evaluate(padded(), verbose=0, callbacks=[callback])  # ranks talk: at each batch
-        total = paddle.to_tensor(sums)
-        ranks.all_reduce(total)  # ranks talk
-        loss_sum, examples = total.tolist()
-        return {
-            "test_loss": loss_sum / examples,
-            "test_accuracy": correct[0] / examples,
-            "test_accuracy_top2": correct[1] / examples,
-            "test_examples": int(examples),
-        }
+        self.accuracy.reset()  # it also counts in training
+        self.evaluate(padded(), verbose=0, callbacks=[callback])  # collective
+        return paddle.to_tensor(sums)

@@ -1,4 +1,4 @@
-"""The model, LeNet as Paddle ships it: 61,610 parameters."""
+"""Build the model: LeNet as Paddle ships it, with 61,610 parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from paddle.vision.models import LeNet
 
 
 def build_model(dtype: str, seed: int) -> nn.Layer:
-    """Images [m, 1, 28, 28] to scores [m, 10], with the initial weights that ``seed`` decides.
+    """Return a model of images [m, 1, 28, 28] to scores [m, 10], with the initial weights that ``seed`` decides.
 
-    They are drawn in float32 whatever ``dtype`` is, so that a float64 run starts from the same weights. From here on
-    ``dtype`` is Paddle's default: it is also that of an optimizer's learning rate.
+    The weights are drawn in float32 for every ``dtype``, so that a float64 run starts from the same weights. ``dtype``
+    becomes Paddle's default, because an optimizer's learning rate takes the default dtype.
     """
     paddle.seed(seed)
     model = LeNet().to(dtype=dtype)

@@ -4,15 +4,14 @@
     python -m paddle.distributed.launch --nproc_per_node 4 apps/lenet_paddle/train.py      # fleetrun is the same
     python apps/lenet_paddle/train.py --launcher spawn --nprocs 4
     python apps/lenet_paddle/train.py                     # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py   # one a machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py   # one per machine
 
-Every rank runs this file. They talk at nine places, each marked: at the rendezvous, when they restore a checkpoint,
-when the model is distributed and when its gradient buckets are ordered, at each step for the gradients (in backward),
-at each log line for the loss, at each evaluation, before a checkpoint is saved, and at the end: do all hold the same
-weights?
+Every rank runs this file. Comments mark each line in which ranks communicate: the rendezvous; the restore of a
+checkpoint; when the model is distributed and its gradient buckets are ordered; the gradients of each step, in backward;
+the losses of each log line; each evaluation; the comparison of replicas before each checkpoint and at the end.
 
---api chooses among Paddle's ways to write this: `basic` and `fleet` differ in ranks.py alone, `highlevel`
-(highlevel.py) leaves the loop to paddle.Model. All three take the same steps and talk at the same places.
+--api chooses among Paddle's ways to write this. `basic` and `fleet` differ in distributed.py alone; `highlevel`
+(highlevel.py) gives the loop to paddle.Model. All three take the same steps and communicate at the same places.
 """
 
 from __future__ import annotations
@@ -23,164 +22,137 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import distributed
 import numpy as np
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
-import ranks
 import weights
-from data import Split, load
-from highlevel import Batches, HighLevel
+from data import EVAL_BATCH_SIZE, Split, load
+from highlevel import HighLevel
 from model import build_model
 from options import check_gpus, parse
 from paddle import Tensor, nn
-from paddle.optimizer import Optimizer
 from samestep import env, log
+from samestep.data import datasets
 from samestep.options import Options
-from samestep.phases import Phases
-from samestep.run import Run
-from samestep.sharding import GlobalBatches, Rows, shard, step_seed
-from samestep.watchdog import Watchdog
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import Run, StepStats
+from samestep.sharding import GlobalBatches, shard, step_seed
+from samestep.step_timer import COMMUNICATION, INPUT, OPTIMIZER
 from spawn import spawn
 from visual import Scalars, check_folder
 
 APP = Path(__file__).resolve().parent.name
-EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
 
 
-def build_optimizer(options: Options, model: nn.Layer) -> Optimizer:
-    if options.optimizer == "adam":  # epsilon is placed as in PyTorch's: beside the root of the corrected moment
+def build_optimizer(options: Options, model: nn.Layer) -> paddle.optimizer.Optimizer:
+    """Return the optimizer that ``options`` choose."""
+    if options.optimizer == "adam":  # epsilon is placed as in PyTorch: beside the root of the corrected moment
         return paddle.optimizer.Adam(options.lr, parameters=model.parameters())
     return paddle.optimizer.Momentum(options.lr, options.momentum, parameters=model.parameters())
 
 
-def train_step(
-    model: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor, rows: Rows, phases: Phases
-) -> tuple[Tensor, Tensor]:
-    """One update with this rank's shard of a global batch, ``rows`` of it; returns its summed loss and right answers.
-
-    The gradient must be the mean over the global batch's *samples*, although shards may differ in size. DataParallel
-    averages over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without samples
-    takes part with a gradient of zeros.
-    """
-    scores = model(images)
-    loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-    (loss_sum * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: the gradients are added up
-    phases.end("waiting")
-    optimizer.step()
-    optimizer.clear_grad()
-    phases.end("optimizer")
-    return loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
-
-
 @paddle.no_grad()  # type: ignore[untyped-decorator]
-def evaluate(model: nn.Layer, test: Split, dtype: str, watchdog: Watchdog) -> dict[str, Any]:
-    """Loss and accuracy over the whole test set, each example counted once on exactly one rank.
+def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, Any]:
+    """Return loss and accuracy over the whole test set, each example counted once on exactly one rank.
 
-    Accuracy is the share of images whose label has the highest score; ``test_accuracy_top2``, that whose label is
-    among the two highest.
+    ``test_accuracy`` is the share of images whose label has the highest score; ``test_accuracy_top2``, the share whose
+    label is among the two highest.
     """
-    model.eval()
-    first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
-    sums = paddle.zeros([4], dtype="float64")
-    for begin in range(first, last, EVALUATION_BATCH):
-        images, labels = test.batch(np.arange(begin, min(begin + EVALUATION_BATCH, last)), dtype)
-        scores = model(images)
-        hits = (paddle.topk(scores, 2)[1] == labels.unsqueeze(1)).astype("float64").sum(axis=0)
-        loss_sum = F.cross_entropy(scores, labels, reduction="sum").astype("float64")
-        sums += paddle.stack([loss_sum, hits[0], hits.sum(), paddle.to_tensor(len(labels), dtype="float64")])
-        watchdog.beat()
-    model.train()
-    ranks.all_reduce(sums)  # ranks talk
-    loss_sum, correct, within_two, examples = sums.tolist()
-    return {
-        "test_loss": loss_sum / examples,
-        "test_accuracy": correct / examples,
-        "test_accuracy_top2": within_two / examples,
-        "test_examples": int(examples),
-    }
+    if isinstance(model, HighLevel):
+        sums = model.sum_shards(test)  # collective
+    else:
+        model.eval()
+        first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
+        sums = paddle.zeros([4], dtype="float64")
+        for begin in range(first, last, EVAL_BATCH_SIZE):
+            images, labels = test.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)), run.options.dtype)
+            scores = model(images)
+            hits = (paddle.topk(scores, 2)[1] == labels.unsqueeze(1)).astype("float64").sum(axis=0)
+            loss_sum = F.cross_entropy(scores, labels, reduction="sum").astype("float64")
+            sums += paddle.stack([loss_sum, hits[0], hits.sum(), paddle.to_tensor(len(labels), dtype="float64")])
+            run.monitor.beat()
+        model.train()
+    loss_sum, correct, correct_top2, examples = distributed.all_reduce(sums)  # collective
+    accuracies = {"test_accuracy": correct / examples, "test_accuracy_top2": correct_top2 / examples}
+    return {"test_loss": loss_sum / examples, **accuracies, "test_examples": int(examples)}
 
 
 def train(run: Run, options: Options, device: str) -> None:
-    """Train, or go on training."""
-    dtype = options.dtype
+    """Train from the run's first step to its last."""
+    dtype, world_size = options.dtype, dist.get_world_size()
     model = build_model(dtype, options.seed)
     optimizer = build_optimizer(options, model)
-    run.restore(ranks, partial(weights.load, model, optimizer))  # ranks talk: rank 0 reads, all load the same bytes
-    training, test = load(options.dataset, options.data_dir)
-    n = len(training.labels)
-    batches = GlobalBatches(n, options.global_batch_size, options.seed, dist.get_rank(), dist.get_world_size())
-    run.begin(batches, len(test.labels), "lenet", device, ranks.facts(device))
+    run.restore(distributed, partial(weights.load, model, optimizer))  # collective: rank 0 reads and broadcasts
+    train_set, test_set = load(options.dataset, options.data_dir)
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, dist.get_rank(), world_size)
+    run.start(batches, len(test_set.labels), "lenet", device, distributed.run_metadata(device))
     writes = options.visualdl and run.world.rank == 0 and not options.evaluate_only
     scalars = Scalars(options.visualdl, options.run_dir) if writes else None
+    running = paddle.zeros([2], dtype="float64")  # this rank's loss and correct predictions since the last log line
 
-    sample = training.batch(np.arange(1), dtype)
-    if options.api == "highlevel":
-        high = HighLevel(model, optimizer, *sample)  # ranks talk
-        test_now = partial(high.evaluate, test, dtype, run.watchdog)
-    else:
-        parallel, its_optimizer = ranks.distribute(options.api, model, optimizer)  # ranks talk
-        ranks.order_sums(parallel, *sample)  # ranks talk
-        test_now = partial(evaluate, model, test, dtype, run.watchdog)
-    ranks.time_gradients(model, run.phases)
-    since = paddle.zeros([2], dtype="float64")  # this rank's summed loss and right answers since the last record
-
-    def after_update(step: int, loss_sum: Tensor, correct: Tensor) -> None:
-        """What is due after the update ``step``, in which this rank's shard had the loss ``loss_sum``."""
-        since.add_(paddle.stack([loss_sum.astype("float64"), correct.astype("float64")]))
-        due = run.done(step)
-        if due.talk:
-            says = paddle.to_tensor(run.says(), dtype="float64")
-            sums = paddle.concat([loss_sum.astype("float64").reshape([1]), since, says])
-            ranks.all_reduce(sums)  # ranks talk
-            due = run.heard(due, sums[3:].tolist())
-        if due.log:
-            since.zero_()
-            tested = test_now() if due.test else {}  # ranks talk
-            line = run.record(sums[0].item(), sums[1].item(), tested, sums[2].item())
+    def after_step(step: int, loss_sum: Tensor, correct: Tensor) -> None:
+        """Log, evaluate and save after the update ``step``, in which this rank's shard had the loss ``loss_sum``."""
+        running.add_(paddle.stack([loss_sum.astype("float64"), correct.astype("float64")]))
+        run.after_step(step)  # counts, and beats for the watchdog
+        actions = run.actions(step)  # the same on all ranks, without communication
+        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
+            stats = paddle.to_tensor(run.local_stats(loss_sum.item(), *running.tolist()).to_vector(), dtype="float64")
+            actions = run.apply_global_stats(StepStats.from_vector(distributed.all_reduce(stats)))  # collective
+        if actions.log:
+            running.zero_()
+            line = run.log_metrics(evaluate(trainee, test_set, run) if actions.evaluate else {})  # collective
             if scalars:
                 scalars.write(line)
-        if due.save:
-            run.save(ranks, weights.groups(model, optimizer))  # ranks talk: they compare, then rank 0 writes
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save(distributed, weights.groups(model, optimizer))  # collective: compare replicas, rank 0 writes
 
-    steps = range(run.start, run.stop)
+    sample = train_set.batch(np.arange(1), dtype)
+    trainee: nn.Layer | HighLevel = model
     if options.api == "highlevel":
-        high.fit(Batches(training, batches, dtype, steps), options.epochs, run.phases, after_update)  # ranks talk
+        trainee = HighLevel(run, model, optimizer, *sample)  # collective
+        trainee.train(train_set, batches, after_step)  # collective
     else:
-        for step in steps:
-            run.phases.begin()
-            paddle.seed(step_seed(options.seed, step))
-            images, labels = training.batch(batches.indices(step), dtype)
-            run.phases.end("input")
-            shard_of = images, labels, batches.rows(step)
-            loss_sum, correct = train_step(parallel, its_optimizer, *shard_of, run.phases)  # ranks talk
-            after_update(step, loss_sum, correct)  # ranks talk, where something is due
+        parallel, parallel_optimizer = distributed.distribute(options.api, model, optimizer)  # collective
+        with run.monitor.collective("backward"):
+            distributed.fix_reduction_order(model, lambda: F.cross_entropy(parallel(sample[0]), sample[1]).backward())
+        distributed.time_gradients(model, run.timer)
+        for step in range(run.first_step, run.last_step):
+            with run.timer.phase(INPUT):
+                images, labels = train_set.batch(batches.indices(step), dtype)
+            paddle.seed(step_seed(options.seed, step))  # dropout, if a model has it: the same at any world size
+            scores = parallel(images)
+            loss_sum = F.cross_entropy(scores, labels, reduction="sum")
+            with run.monitor.collective("backward"):  # waits in C++, where no frame of Python shows it
+                # Mean over the global batch: DataParallel divides by world_size, and shards may differ in size.
+                (loss_sum * (world_size / batches.size(step))).backward()  # collective: averages gradients
+            run.timer.mark(COMMUNICATION)
+            parallel_optimizer.step()
+            parallel_optimizer.clear_grad()
+            run.timer.mark(OPTIMIZER)
+            after_step(step, loss_sum.detach(), (scores.argmax(axis=1) == labels).sum())  # collective
     if scalars:
         scalars.close()
-
-    tested = run.tested or test_now()  # ranks talk
-    run.finish(ranks, weights.model_arrays(model), tested)  # ranks talk: all must hold the same weights
-
-
-def run_rank() -> None:
-    """What every rank runs, whoever started it."""
-    options = parse(sys.argv[1:])
-    run = Run(APP, options, env.detect(os.environ))
-    check_gpus(options, run.world.local_world_size, run.world.local_rank or 0)
-    if options.visualdl and options.run_dir and run.world.rank == 0 and not options.evaluate_only:
-        check_folder(options.visualdl, options.run_dir)  # before others wait for this rank
-    device = ranks.choose_device(options.device, options.gpus, run.world)
-    ranks.rendezvous(run.world, device, options.timeout, options.api)  # ranks talk
-    train(run, options, device)
-    run.report("paddle", paddle.__version__, ranks.backend(device), device, api=options.api)
+    metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective
+    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas, write the weights
 
 
 def main() -> None:
-    options = parse(sys.argv[1:])
-    if options.launcher == "spawn" and env.detect(os.environ).launcher == "none":
-        spawn(run_rank, options)  # no rank itself, so it has no Run
-    else:
-        run_rank()
+    """Run this rank, or start the ranks of ``--launcher spawn``."""
+    options, world = parse(sys.argv[1:]), env.detect(os.environ)
+    if options.launcher == "spawn" and world.launcher == "none":
+        spawn(main, options)  # this process is no rank, so it has no Run
+        return
+    run = Run(APP, options, world, Watchdog(), datasets.resolve)
+    check_gpus(options, world.local_world_size, world.local_rank or 0)
+    if options.visualdl and options.run_dir and world.rank == 0 and not options.evaluate_only:
+        check_folder(options.visualdl, options.run_dir)  # before other ranks wait for this one
+    device = distributed.choose_device(options.device, options.gpus, world)
+    with run.monitor.collective("rendezvous"):
+        distributed.rendezvous(world, device, options.timeout, options.api)  # collective
+    train(run, options, device)
+    run.report("paddle", paddle.__version__, distributed.backend(device), device, api=options.api)
 
 
 if __name__ == "__main__":

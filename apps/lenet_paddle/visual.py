@@ -1,4 +1,4 @@
-"""``--visualdl DIR``: the run's scalars for VisualDL, written by rank 0."""
+"""Write the run's scalars for VisualDL, by rank 0 (``--visualdl DIR``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from samestep import UserError
+from samestep import ConfigError
 from samestep.checkpoint import write_atomic
 
 NOTE = "visualdl-file"  # in the run dir: the name of its file
@@ -23,27 +23,27 @@ TAGS = {
 
 
 def check_folder(folder: Path, run_dir: Path) -> None:
-    """Raises UserError where ``folder``, which is made, cannot be written, or holds another run's file.
+    """Create ``folder``, but no file in it, which would block the next start if this one failed.
 
-    Of several files in one folder VisualDL shows one. None is made here, as it would be in the way of the next start if
-    this one failed.
+    Raises:
+        ConfigError: ``folder`` cannot be written, or holds another run's file. VisualDL shows one file of a folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         own = file_name(run_dir) if (run_dir / NOTE).exists() else None
         others = sorted(path.name for path in folder.glob("*vdlrecords*") if path.name != own)
-    except OSError as problem:
-        raise UserError(f"cannot write --visualdl {folder}: {problem.strerror}") from problem
+    except OSError as error:
+        raise ConfigError(f"cannot write --visualdl {folder}: {error.strerror}") from error
     if others:
-        raise UserError(
+        raise ConfigError(
             f"--visualdl {folder} holds {others[0]}, of another run, and VisualDL shows one of a folder: "
             f"name a folder for each run, such as {folder / run_dir.name}, or remove that file if it is not needed"
         )
 
 
 def file_name(run_dir: Path) -> str:
-    """The run's file in any folder. The run dir, which must exist, keeps it, and so it may be moved."""
+    """Return the name of the run's file in any folder. The run dir keeps it, so it may be moved; it must exist."""
     note = run_dir / NOTE
     if not note.exists():
         write_atomic(note, f"vdlrecords.{secrets.token_hex(6)}.log\n".encode())  # VisualDL reads names that begin so
@@ -51,26 +51,25 @@ def file_name(run_dir: Path) -> str:
 
 
 class Scalars:
-    """Writes what metrics.jsonl gets, from its first line on: after a resume, each step is there once."""
+    """Write the numbers of metrics.jsonl from its first line on, so that each step is there once after a resume."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
-        """Raises UserError as `check_folder` does; no file but the run's own is touched."""
+        """Replace the run's own file, and no other. Raises ConfigError as `check_folder` does."""
         check_folder(folder, run_dir)
-        from visualdl import LogWriter  # which takes a second to import, and only this option needs
+        from visualdl import LogWriter  # importing it takes a second, and only this option needs it
 
         name = file_name(run_dir)
-        (folder / name).unlink(missing_ok=True)  # its lines are those of an earlier start
+        (folder / name).unlink(missing_ok=True)  # an earlier start wrote its lines
         self._writer = LogWriter(logdir=str(folder), file_name=name)
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-            values = json.loads(line)
-            if "step" in values:
-                self.write(values)
+            self.write(json.loads(line))
 
     def write(self, values: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl; a line without a step has no scalars."""
         for name, tag in TAGS.items():
             if name in values:
                 self._writer.add_scalar(tag, values[name], values["step"])
 
     def close(self) -> None:
-        """Write out what is held in memory; nothing is run at exit."""
+        """Write out what is held in memory: at exit nothing runs that would do it."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""The data: all images as one uint8 tensor in memory; a batch is one index and one normalisation."""
+"""Hold all images as one uint8 tensor in memory: a batch is one index and one normalization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from samestep import datasets
+from samestep.data import datasets
 from torch import Tensor
 
 
@@ -20,14 +20,14 @@ class Split:
     labels: Tensor
 
     def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Samples ``indices`` [m]: normalised images [m, 1, 28, 28] of ``dtype`` and labels int64 [m]; m may be 0."""
+        """Return samples ``indices`` [m]: normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
         images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
         return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
-    """The training and the test set. Raises UserError for a missing or damaged file."""
+    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:

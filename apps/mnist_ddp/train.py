@@ -3,40 +3,34 @@
     bash scripts/run_mnist_ddp.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/mnist_ddp/train.py
     python apps/mnist_ddp/train.py                        # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one a machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one per machine
 
-Every rank runs this file. They talk at nine places, each marked: at the rendezvous, when they restore a checkpoint,
-when DDP is built and when its sums are ordered, at each step for the gradients (in backward), at each log line for
-the loss, at each evaluation, before a checkpoint is saved, and at the end: do all hold the same weights?
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import weights
 from data import Split, load
 from model import build_model
 from options import parse
 from samestep import env, log
+from samestep.data import datasets
 from samestep.options import Options
-from samestep.run import Run
-from samestep.sharding import GlobalBatches, Rows, shard, step_seed
-from samestep.watchdog import Watchdog
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import Run, StepStats
+from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
+from samestep.torch import distributed, reduction, weights
+from torch import nn
 
-APP = Path(__file__).resolve().parent.name
-EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
+EVAL_BATCH_SIZE = 1000  # does not change the result
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -45,88 +39,73 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
 
 
-def train_step(optimizer: torch.optim.Optimizer, loss_sum: Tensor, rows: Rows) -> None:
-    """One update from the summed loss of this rank's shard of a global batch, ``rows`` of it.
-
-    The gradient must be the mean over the global batch's *samples*, although shards may differ in size. DDP averages
-    over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without samples takes
-    part with a gradient of zeros.
-    """
-    optimizer.zero_grad()
-    (loss_sum * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk: DDP adds up the gradients
-    optimizer.step()
-
-
 @torch.inference_mode()
-def evaluate(model: nn.Module, test: Split, dtype: torch.dtype, watchdog: Watchdog) -> dict[str, Any]:
-    """Loss and accuracy over the whole test set, each example counted once on exactly one rank."""
+def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
+    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
-    sums = torch.zeros(3, dtype=torch.float64, device=test.labels.device)
-    for begin in range(first, last, EVALUATION_BATCH):
-        images, labels = test.batch(np.arange(begin, min(begin + EVALUATION_BATCH, last)), dtype)
-        scores = model(images, Rows(0, len(images)))
+    first, last = shard(len(test_set.labels), run.world.rank, run.world.world_size)
+    sums = torch.zeros(3, dtype=torch.float64, device=test_set.labels.device)
+    for begin in range(first, last, EVAL_BATCH_SIZE):
+        images, labels = test_set.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)), dtype)
+        scores = model(images, BatchSlice(0, len(images)))
         sums[0] += F.nll_loss(scores, labels, reduction="sum")
         sums[1] += (scores.argmax(dim=1) == labels).sum()
         sums[2] += len(labels)
-        watchdog.beat()
+        run.monitor.beat()
     model.train()
-    dist.all_reduce(sums)  # ranks talk
+    dist.all_reduce(sums)  # collective
     loss_sum, correct, examples = sums.tolist()
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train, or go on training."""
-    dtype = getattr(torch, options.dtype)
+    """Train from the first step, or from the checkpoint that the run resumes."""
+    dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    run.restore(ranks, partial(weights.load, model, optimizer))  # ranks talk: rank 0 reads, all load the same bytes
-    training, test = load(options.dataset, options.data_dir, device)
-    n = len(training.labels)
-    batches = GlobalBatches(n, options.global_batch_size, options.seed, dist.get_rank(), dist.get_world_size())
-    run.begin(batches, len(test.labels), options.model, device.type, ranks.facts(device))
+    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
+    train_set, test_set = load(options.dataset, options.data_dir, device)
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
+    run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
-    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)  # ranks talk
-    along = ranks.order_sums(ddp, run.phases, *training.batch(np.arange(1), dtype))  # ranks talk
-    ranks.time_phases(model, optimizer, run.phases)
-    generator = ranks.generator(device)
-    sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's summed loss since the last record
-    for step in range(run.start, run.stop):
-        run.phases.begin()
-        generator.manual_seed(step_seed(options.seed, step))
-        images, labels = training.batch(batches.indices(step), dtype)
-        run.phases.end("input")
-        due, rows = run.due(step), batches.rows(step)
-        loss_sum = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-        sum_since += loss_sum.detach()
-        if due.talk:
-            sums = torch.tensor([loss_sum.detach(), sum_since, *run.says()], dtype=torch.float64, device=device)
-            along[:] = [sums]
-        train_step(optimizer, loss_sum, rows)  # ranks talk
-        run.done(step)
-        if due.talk:
-            ranks.add_up(*along)  # ranks talk, unless it went along with the gradients
-            due = run.heard(due, sums[2:].tolist())
-        if due.log:
-            sum_since.zero_()
-            tested = evaluate(model, test, dtype, run.watchdog) if due.test else {}  # ranks talk
-            run.record(sums[0].item(), sums[1].item(), tested)
-        if due.save:
-            run.save(ranks, weights.groups(model, optimizer))  # ranks talk: they compare, then rank 0 writes
-
-    tested = run.tested or evaluate(model, test, dtype, run.watchdog)  # ranks talk
-    run.finish(ranks, weights.model_arrays(model), tested)  # ranks talk: all must hold the same weights
+    ddp = nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
+    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
+    reduction.time_phases(model, optimizer, run.timer)
+    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
+    for step in range(run.first_step, run.last_step):
+        with run.timer.phase("input"):
+            images, labels = train_set.batch(batches.indices(step), dtype)
+        distributed.generator(device).manual_seed(step_seed(options.seed, step))  # dropout: the same at any world size
+        rows = batches.rows(step)  # this rank's rows of the global batch
+        optimizer.zero_grad()
+        loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
+        # The mean over the global batch: DDP divides by world_size, and shards may differ in size or be empty.
+        (loss * (world_size / rows.global_size)).backward()  # collective: DDP averages the gradients
+        optimizer.step()
+        running_loss += loss.detach()
+        run.after_step(step)  # counts, and beats for the watchdog
+        actions = run.actions(step)  # the same on all ranks, without communication
+        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
+            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
+            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+        if actions.log:
+            running_loss.zero_()
+            run.log_metrics(evaluate(run, model, test_set, dtype) if actions.evaluate else {})  # collective
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save(distributed, weights.groups(model, optimizer))  # collective: compare replicas; rank 0 writes
+    metrics = run.eval_metrics or evaluate(run, model, test_set, dtype)  # collective
+    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(APP, options, env.detect(os.environ))
-    device = ranks.choose_device(options.device, run.world)
-    ranks.rendezvous(run.world, device, options.timeout)  # ranks talk
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    device = distributed.choose_device(options.device, run.world)
+    distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()
-    run.report("torch", torch.__version__, ranks.backend(device), device.type)
+    run.report("torch", torch.__version__, distributed.backend(device), device.type)
 
 
 if __name__ == "__main__":

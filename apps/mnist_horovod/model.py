@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from samestep.sharding import Rows
+from samestep.sharding import BatchSlice
 from torch import Tensor, nn
 
 
-def channel_dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
+def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
     Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.fc1 = nn.Linear(320, 50)
         self.fc2 = nn.Linear(50, 10)
 
-    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
         """Images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
         p = self.dropout if self.training else 0.0
         x = F.relu(F.max_pool2d(self.conv1(images), 2))
@@ -55,7 +55,7 @@ class LeNet(nn.Module):
         )
         self.fc = nn.Sequential(nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10))
 
-    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
         """Images [m, 1, 28, 28] to log-probabilities [m, 10]; ``rows`` is for models with dropout."""
         return F.log_softmax(self.fc(self.features(images).flatten(1)), dim=1)
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from samestep import UserError
-from samestep.options import Options, Parser, add_common, real
+from samestep import ConfigError
+from samestep.options import Options, Parser, add_common, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 # What horovodrun puts before each line of a rank: itself, Open MPI's mpirun (4, 5), and MPICH's.
@@ -40,13 +40,15 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu", "cuda"),
-        may_change_at_resume=("transport",),
+        resume_mutable=("transport",),
     )
     add = parser.add_argument_group("model and optimizer").add_argument
     add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
-    add("--dropout", type=real(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
+    add("--dropout", type=bounded_float(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
     add("--optimizer", choices=("sgd", "adam"), default="sgd", help="(default: %(default)s)")
-    add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)")
+    add(
+        "--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)"
+    )
     add(
         "--compression",
         choices=("none", "fp16"),
@@ -70,10 +72,10 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Parse and complete the options; raises UserError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if vars(options).pop("local_rank", None) is not None:
-        raise UserError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
+        raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
     by_slurm = os.environ.get("HOROVOD_HOSTS") == "slurm"
     if by_slurm and not os.environ.get("SLURM_JOB_ID"):
-        raise UserError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
+        raise ConfigError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
     check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
@@ -82,7 +84,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         by_mpirun = usage is None and "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
         options.transport = "mpi" if by_mpirun else "gloo"
     if by_slurm and options.transport != "mpi":
-        raise UserError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
+        raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
     return options
 
 
@@ -104,10 +106,10 @@ def check_installed(options: Options, ranks: int) -> None:
     from horovod.common.util import mpi_built
 
     if not mpi_built():
-        raise UserError(NO_MPI)
+        raise ConfigError(NO_MPI)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if shutil.which("mpirun", path=path) is None:
-        raise UserError(
+        raise ConfigError(
             "--transport mpi: there is no mpirun on PATH: put that of the MPI that Horovod was built with there"
         )
 
@@ -117,7 +119,7 @@ def check_name(environ: Mapping[str, str]) -> None:
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         if "," in environ.get("HOROVOD_HOSTS", "") and (address := socket.gethostbyname(name)).startswith("127."):
-            raise UserError(
+            raise ConfigError(
                 f"this host's name, {name}, leads to {address}, which Horovod's gloo would give the other hosts of "
                 "HOROVOD_HOSTS for its address: let /etc/hosts lead it to one that they reach, on each host, or use "
                 "--transport mpi"
@@ -129,12 +131,12 @@ def check_hosts(environ: Mapping[str, str]) -> None:
     hosts = environ.get("HOROVOD_HOSTS", "")
     # A name or an address without a colon of its own, and a positive number.
     if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
-        raise UserError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
+        raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
     nodes = next(
         (name for name in ("NNODES", "PET_NNODES", "WORLD_SIZE") if environ.get(name, "") not in ("", "1")), None
     )
     if nodes and "HOROVOD_RANK" not in environ:
-        raise UserError(
+        raise ConfigError(
             f"{nodes}={environ[nodes]} is not for Horovod, which starts all machines from one: unset it, and for "
             "several machines set HOROVOD_HOSTS=server1:4,server2:4"
         )

@@ -17,20 +17,19 @@ from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
+import distributed
 import horovod
 import horovod.torch as hvd
 import numpy as np
-import ranks
 import torch
 import torch.nn.functional as F
 from data import load
 from model import build_model
 from options import check_hosts
-from samestep import UserError, env
+from samestep import ConfigError, env
 from samestep.options import Options, Parser
+from samestep.recovery.watchdog import Watchdog
 from samestep.sharding import GlobalBatches
-from samestep.watchdog import Watchdog
-from train import train_step
 
 SECONDS = 180  # for the ranks to start, check and end
 FOUND = "FOUND "  # before each rank's line of JSON
@@ -46,7 +45,7 @@ def main() -> None:
     try:
         options = parser.parse(sys.argv[1:])
         if not re.fullmatch(r"[1-9]\d{0,4}", options.n, re.ASCII):
-            raise UserError(f"N={options.n} is not a number of ranks: bash scripts/verify_horovod.sh 2")
+            raise ConfigError(f"N={options.n} is not a number of ranks: bash scripts/verify_horovod.sh 2")
         check_hosts(os.environ)
         if options.rank:
             # One write, so that the lines of several ranks do not mix.
@@ -54,7 +53,7 @@ def main() -> None:
             sys.stdout.flush()
             hvd.shutdown()
             return
-    except UserError as problem:
+    except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
     # Horovod looks for mpirun by PATH: the environment's own comes first, as in the launch script.
@@ -130,9 +129,9 @@ def checks_over_ranks(options: Options) -> list[tuple[str, str, bool]]:
 def checks_of_a_rank(transport: str, wanted: str) -> dict[str, Any]:
     """What a rank finds, on its device: with tensors there, and with a step of the app's training on its data."""
     world = env.detect(os.environ)
-    Watchdog(world, SECONDS)  # ends this rank with its launcher
-    device = ranks.choose_device(wanted, world)
-    ranks.rendezvous(world, device, SECONDS, transport)
+    Watchdog().start(world, Options(timeout=SECONDS))  # ends this rank with its launcher
+    device = distributed.choose_device(wanted, world)
+    distributed.rendezvous(world, device, SECONDS, transport)
     rank, size = hvd.rank(), hvd.size()
     total = hvd.allreduce(torch.tensor([rank + 1.0], device=device), op=hvd.Sum)
     model = build_model("net", 0.0, torch.float32, seed=rank).to(device)
@@ -144,23 +143,24 @@ def checks_of_a_rank(transport: str, wanted: str) -> dict[str, Any]:
     training, _ = load(DATASET, Path("data"), device)
     batches = GlobalBatches(len(training.labels), 16 * size + 1, 1, rank, size)
     indices = batches.indices(0)
-    everyones = hvd.allgather(torch.from_numpy(indices)).numpy()  # parts of different sizes are welcome
+    gathered = hvd.allgather(torch.from_numpy(indices)).numpy()  # parts of different sizes are welcome
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ranks.sum_gradients(model, optimizer, hvd.Compression.none)
     (images, labels), rows = training.batch(indices, torch.float32), batches.rows(0)
-    train_step(optimizer, F.nll_loss(model(images, rows), labels, reduction="sum"), rows)
+    (F.nll_loss(model(images, rows), labels, reduction="sum") / rows.global_size).backward()
+    distributed.all_reduce_gradients(model, "none")
+    optimizer.step()
     return {
         "rank": rank,
         "size": size,
         "device": str(device),
-        "backend": ranks.backend(device),
+        "backend": distributed.backend(device),
         "sum": total.item(),
         "differed": differed,
         "equal_after_broadcast": equal_after_broadcast,
         "changed": not torch.equal(weights(model), before),
         "equal_after_step": equal_on_all(weights(model)),
-        "samples": len(everyones),
-        "distinct": len(np.unique(everyones)) == len(everyones) == batches.size(0),
+        "samples": len(gathered),
+        "distinct": len(np.unique(gathered)) == len(gathered) == batches.size(0),
     }
 
 
@@ -170,8 +170,8 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 def equal_on_all(values: torch.Tensor) -> bool:
     """Whether ``values`` [k] are bit for bit the same on every rank."""
-    everyones = hvd.allgather(values.unsqueeze(0))
-    return all(torch.equal(other, everyones[0]) for other in everyones)
+    gathered = hvd.allgather(values.unsqueeze(0))
+    return all(torch.equal(other, gathered[0]) for other in gathered)
 
 
 if __name__ == "__main__":

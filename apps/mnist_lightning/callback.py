@@ -1,4 +1,4 @@
-"""Where Lightning's Trainer and samestep's Run meet: the hooks around each step."""
+"""Connect Lightning's Trainer to samestep's Run: the hooks around each step."""
 
 from __future__ import annotations
 
@@ -7,46 +7,45 @@ from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
-import ranks
 import torch
-import weights
+import torch.distributed as dist
 from data import Batch, Data
-from samestep import FatalError
-from samestep.run import Due, Run
-from torch import Tensor
+from samestep import NonRetryableError
+from samestep.run import Run, StepActions, StepStats
+from samestep.step_timer import COMMUNICATION, INPUT
+from samestep.torch import distributed, reduction, weights
 from torch.nn.parallel import DistributedDataParallel
 
 
 class RunCallback(pl.Callback):
-    """Tells the Run what happened, and does what is due: a training loop, but for the step itself."""
+    """Do what a training loop does around the step itself: report to the Run, and act on its answer."""
 
     def __init__(self, run: Run, data: Data, device: torch.device) -> None:
         self.run, self.data = run, data
-        self.due = Due(talk=False, log=False, test=False, save=False)
-        self.loss_sum: Tensor = torch.zeros((), device=device)  # this rank's, of the last step
-        self.sum_since = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last record
-        self.sums = self.sum_since.new_zeros(2)  # of all ranks, when they last talked
+        self.actions = StepActions(sync=False, log=False, evaluate=False, save=False)
+        self.running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let Lightning count from the start of training, as after loading a checkpoint of its own."""
-        fit, start = trainer.fit_loop, self.run.start
+        fit, first = trainer.fit_loop, self.run.first_step
         current: Any = fit.epoch_progress.current
-        current.processed = current.completed = start // self.data.batches.steps_per_epoch  # current_epoch
-        fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start  # global_step
-        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": start})  # the step of what it gives its loggers
+        current.processed = current.completed = first // self.data.batches.steps_per_epoch  # current_epoch
+        fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first  # global_step
+        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step of what it gives its loggers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.wish.listen()  # Lightning's handler of TERM would talk to the other ranks there and then
+        self.run.stop_request.install()  # Lightning's handler of TERM would communicate at once
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
-        ranks.order_sums(ddp, self.run.phases, *self.data.training.batch(np.arange(1), self.data.dtype))  # ranks talk
-        ranks.time_phases(ddp, trainer.optimizers[0], self.run.phases)
+        sample = self.data.train_set.batch(np.arange(1), self.data.dtype)
+        reduction.fix_reduction_order(ddp, self.run.timer, *sample)  # collective
+        reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.run.phases.end("input")  # which Data.train_batch began
+        self.run.timer.mark(INPUT)  # which Data.train_batch began
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.phases.end("waiting")  # backward() is a part of Lightning's optimizer step
+        self.run.timer.mark(COMMUNICATION)  # backward() is a part of Lightning's optimizer step
 
     def on_train_batch_end(
         self,
@@ -56,52 +55,52 @@ class RunCallback(pl.Callback):
         batch: Batch,
         batch_idx: int,
     ) -> None:
-        self.loss_sum = outputs["loss_sum"]
-        self.sum_since += self.loss_sum
-        self.due = self.run.done(batch.step)
-        if self.due.talk:
-            says = [self.loss_sum, self.sum_since, *self.run.says()]
-            self.sums = torch.tensor(says, dtype=torch.float64, device=self.loss_sum.device)
-            ranks.add_up(self.sums)  # ranks talk
-            self.due = self.run.heard(self.due, self.sums[2:].tolist())
+        loss = outputs["loss_sum"]
+        self.running_loss += loss
+        self.run.after_step(batch.step)
+        self.actions = self.run.actions(batch.step)
+        if self.actions.sync:
+            local_stats = self.run.local_stats(loss, self.running_loss)
+            stats = torch.tensor(local_stats.to_vector(), dtype=torch.float64, device=loss.device)
+            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
+            self.actions = self.run.apply_global_stats(StepStats.from_vector(stats.tolist()))
         # By this Lightning now decides whether to validate; at the end of what it has of an epoch it does anyway.
-        trainer.val_check_batch = 1 if self.due.test else math.inf
-        if self.due.log and not self.due.test:
-            self.record(trainer, pl_module, {})  # ranks talk
+        trainer.val_check_batch = 1 if self.actions.evaluate else math.inf
+        if self.actions.log and not self.actions.evaluate:
+            self.log_step(trainer, pl_module, {})  # collective
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Record the step after which Lightning has validated.
+        """Log the step after which Lightning has validated.
 
-        Where --max-steps or a resume cuts an epoch, Lightning's ends too: it has validated for the result alone.
+        If --max-steps or a resume cuts an epoch, Lightning's ends too: it has validated for the result alone.
         """
-        if self.due.test:
-            self.record(trainer, pl_module, pl_module.tested)  # ranks talk
+        if self.actions.evaluate:
+            self.log_step(trainer, pl_module, pl_module.eval_metrics)  # collective
 
-    def record(self, trainer: pl.Trainer, module: Any, tested: dict[str, Any]) -> None:
-        """Record the last step, in Lightning's loggers too, and save a checkpoint where one is due."""
-        self.sum_since.zero_()
-        line = self.run.record(self.sums[0].item(), self.sums[1].item(), tested)
-        self.log_line(trainer, line)
-        if self.due.save:
-            self.run.save(ranks, weights.groups(module.model, module.optimizer))  # ranks talk: they compare
+    def log_step(self, trainer: pl.Trainer, module: Any, evaluation: dict[str, Any]) -> None:
+        """Log the last step, also to Lightning's loggers, and save a checkpoint if that follows."""
+        self.running_loss.zero_()
+        self.log_line(trainer, self.run.log_metrics(evaluation))
+        if self.actions.save:
+            self.run.save(distributed, weights.groups(module.model, module.optimizer))  # collective: compare replicas
 
     def log_line(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
-        """Give Lightning's logger a line of metrics.jsonl. On rank 0, as it sees to itself."""
+        """Give Lightning's loggers a line of metrics.jsonl. They write on rank 0 alone."""
         values = {name: value for name, value in line.items() if name != "step"}
         try:
             for logger in trainer.loggers:
                 logger.log_metrics(values, line["step"])
-                if self.due.save:  # what comes later is done again by a job that starts from this checkpoint
+                if self.actions.save:  # a job that resumes from this checkpoint repeats what comes later
                     logger.save()
-        except OSError as problem:
-            raise FatalError(f"cannot write Lightning's log: {problem.strerror}: {problem.filename}") from problem
+        except OSError as error:
+            raise NonRetryableError(f"cannot write Lightning's log: {error.strerror}: {error.filename}") from error
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.run.wish.listen()  # where it validates without training
+        self.run.stop_request.install()  # if it validates without training
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.run.watchdog.beat()
+        self.run.monitor.beat()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave at once, with the exit codes of `log.run`: Lightning's orderly end may wait, and makes a Ctrl-C a 1."""
+        """Exit at once, with the exit codes of `log.run`: Lightning's orderly end may wait, and turns a Ctrl-C into 1."""
         raise exception

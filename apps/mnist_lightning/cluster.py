@@ -1,4 +1,4 @@
-"""Who am I? For Lightning: what samestep read from the environment."""
+"""Tell Lightning the rank and world size that samestep read from the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from samestep.env import World
 
 
 class SamestepEnvironment(ClusterEnvironment):
-    """All ranks are there, and have their process group: Lightning starts no process and opens no address."""
+    """Describe a job whose ranks and process group exist: Lightning starts no process and opens no address."""
 
     creates_processes_externally = True
     main_address = ""  # the rendezvous is over

@@ -1,4 +1,4 @@
-"""The data: all images as one uint8 tensor in memory; a batch is one index and one normalisation."""
+"""Hold all images as one uint8 tensor in memory: a batch is one index and one normalization."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pytorch_lightning import LightningDataModule
-from samestep import datasets
+from samestep.data import datasets
 from samestep.run import Run
-from samestep.sharding import GlobalBatches, Rows, shard
+from samestep.sharding import BatchSlice, GlobalBatches, shard
+from samestep.step_timer import INPUT
 from torch import Tensor
 
-EVALUATION_BATCH = 1000  # images at a time; of no influence on the result
+EVAL_BATCH_SIZE = 1000  # does not change the result
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class Split:
     labels: Tensor
 
     def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Samples ``indices`` [m]: normalised images [m, 1, 28, 28] of ``dtype`` and labels int64 [m]; m may be 0."""
+        """Return samples ``indices`` [m]: normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
         images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
         return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
-    """The training and the test set. Raises UserError for a missing or damaged file."""
+    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
@@ -44,11 +45,11 @@ def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]
 
 
 class Batch(NamedTuple):
-    """This rank's shard of a global batch, and what of it that is."""
+    """This rank's shard of a global batch, and its place in it."""
 
     images: Tensor
     labels: Tensor
-    rows: Rows
+    rows: BatchSlice
     step: int  # updates done before this one
 
 
@@ -56,7 +57,7 @@ Item = TypeVar("Item")
 
 
 class Loader(Generic[Item]):
-    """``make(number)`` for each of ``numbers``: whole batches, in place of a DataLoader's sample by sample."""
+    """Yield ``make(number)`` for each of ``numbers``: whole batches, where a DataLoader would take sample by sample."""
 
     def __init__(self, make: Callable[[int], Item], numbers: range) -> None:
         self.make, self.numbers = make, numbers
@@ -69,32 +70,32 @@ class Loader(Generic[Item]):
 
 
 class Data(LightningDataModule):
-    """samestep's global batches, an epoch at a time, and this rank's shard of the test set."""
+    """Load samestep's global batches, an epoch at a time, and this rank's shard of the test set."""
 
-    def __init__(self, run: Run, batches: GlobalBatches, training: Split, test: Split, dtype: torch.dtype) -> None:
+    def __init__(self, run: Run, batches: GlobalBatches, train_set: Split, test_set: Split, dtype: torch.dtype) -> None:
         super().__init__()
-        self.run, self.batches, self.training, self.test, self.dtype = run, batches, training, test, dtype
+        self.run, self.batches, self.train_set, self.test_set, self.dtype = run, batches, train_set, test_set, dtype
 
     def train_dataloader(self) -> Loader[Batch]:
-        """The steps of Lightning's current epoch, less those done before this process and those after the run's stop.
+        """Return the steps of Lightning's current epoch, from the run's first step to its last.
 
-        Lightning asks anew at each epoch (``reload_dataloaders_every_n_epochs``) and validates at the end of each.
+        Lightning asks again at each epoch (``reload_dataloaders_every_n_epochs``) and validates at the end of each.
         """
         assert self.trainer is not None
         first = self.trainer.current_epoch * self.batches.steps_per_epoch
         last = first + self.batches.steps_per_epoch
-        return Loader(self.train_batch, range(max(first, self.run.start), min(last, self.run.stop)))
+        return Loader(self.train_batch, range(max(first, self.run.first_step), min(last, self.run.last_step)))
 
     def train_batch(self, step: int) -> Batch:
-        self.run.phases.begin()
-        images, labels = self.training.batch(self.batches.indices(step), self.dtype)
+        with self.run.timer.phase(INPUT):
+            images, labels = self.train_set.batch(self.batches.indices(step), self.dtype)
         return Batch(images, labels, self.batches.rows(step), step)
 
     def val_dataloader(self) -> Loader[tuple[Tensor, Tensor]]:
-        """This rank's shard of the test set, which may be a batch longer or shorter than another's."""
-        indices = np.arange(*shard(len(self.test.labels), self.batches.rank, self.batches.world_size))
+        """Return this rank's shard of the test set, which may be a batch longer or shorter than another's."""
+        indices = np.arange(*shard(len(self.test_set.labels), self.batches.rank, self.batches.world_size))
 
         def batch(begin: int) -> tuple[Tensor, Tensor]:
-            return self.test.batch(indices[begin : begin + EVALUATION_BATCH], self.dtype)
+            return self.test_set.batch(indices[begin : begin + EVAL_BATCH_SIZE], self.dtype)
 
-        return Loader(batch, range(0, len(indices), EVALUATION_BATCH))
+        return Loader(batch, range(0, len(indices), EVAL_BATCH_SIZE))

@@ -6,8 +6,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from samestep import UserError
-from samestep.options import Options, Parser, add_common, real
+from samestep import ConfigError
+from samestep.options import Options, Parser, add_common, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LOGGERS = ("csv", "tensorboard", "none")
@@ -27,13 +27,15 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu", "cuda"),
-        may_change_at_resume=("logger",),
+        resume_mutable=("logger",),
     )
     add = parser.add_argument_group("model and optimizer").add_argument
     add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
-    add("--dropout", type=real(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
+    add("--dropout", type=bounded_float(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
     add("--optimizer", choices=("sgd", "adam"), default="sgd", help="(default: %(default)s)")
-    add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)")
+    add(
+        "--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)"
+    )
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
     add = parser.add_argument_group("lightning").add_argument
     add("--logger", choices=LOGGERS, default="csv", help="Lightning's own, to log/lightning (default: %(default)s)")
@@ -48,7 +50,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     local_rank = vars(options).pop("local_rank", None)  # says nothing about the run
     if local_rank not in (None, os.environ.get("LOCAL_RANK")):
         found = os.environ.get("LOCAL_RANK", "not set")
-        raise UserError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
+        raise ConfigError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     return options

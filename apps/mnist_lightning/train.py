@@ -3,30 +3,25 @@
     bash scripts/run_mnist_lightning.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/mnist_lightning/train.py
     python apps/mnist_lightning/train.py                        # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py   # one a machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py   # one per machine
 
-Every rank runs this file. They talk at nine places, each marked here or in callback.py: at the rendezvous, when they
-restore a checkpoint, when DDP is built (in fit) and when its sums are ordered, at each step for the gradients (in
-backward), at each log line for the loss, at each evaluation, before a checkpoint is saved, and at the end: do all hold
-the same weights? Lightning's Trainer adds some barriers as fit begins; at each epoch a barrier and a sum of the lengths
-for either loader; and at each step a broadcast by which rank 0 would tell of a SIGTERM.
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
+callback.py. Lightning's Trainer adds some of its own: barriers as fit begins; at each epoch a barrier and a sum of the
+lengths for either loader; at each step a broadcast by which rank 0 would announce a SIGTERM.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import weights
 from callback import RunCallback
 from cluster import SamestepEnvironment
 from data import Batch, Data, load
@@ -35,12 +30,13 @@ from options import parse
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from pytorch_lightning.strategies import DDPStrategy
 from samestep import env, log
+from samestep.data import datasets
 from samestep.options import Options
+from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run
-from samestep.sharding import GlobalBatches, Rows, step_seed
+from samestep.sharding import BatchSlice, GlobalBatches, step_seed
+from samestep.torch import distributed, weights
 from torch import Tensor, nn
-
-APP = Path(__file__).resolve().parent.name
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -50,14 +46,14 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 class Digits(pl.LightningModule):
-    """What Lightning trains: the model, its optimizer, the step they take, and its evaluation."""
+    """Define what Lightning trains: the model, its optimizer, their step, and the evaluation."""
 
     def __init__(self, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.options, self.model, self.optimizer = options, model, optimizer
-        self.tested: dict[str, Any] = {}  # what the last validation found
+        self.eval_metrics: dict[str, Any] = {}  # of the last validation
 
-    def forward(self, images: Tensor, rows: Rows) -> Tensor:
+    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
         scores: Tensor = self.model(images, rows)
         return scores
 
@@ -65,15 +61,14 @@ class Digits(pl.LightningModule):
         return self.optimizer  # with the state that was restored
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss of this rank's shard of a global batch; beside it the shard's summed loss.
+        """Return the loss that Lightning calls backward() on, and this rank's summed loss.
 
-        The gradient must be the mean over the global batch's *samples*, although shards may differ in size. DDP
-        averages over ranks, so each rank's summed loss is scaled by world_size / rows.global_size. A rank without
-        samples takes part with a gradient of zeros.
+        The gradient must be the mean over the global batch: DDP divides by world_size, and shards may differ in size or
+        be empty.
         """
-        ranks.generator(self.device).manual_seed(step_seed(self.options.seed, batch.step))
+        distributed.generator(self.device).manual_seed(step_seed(self.options.seed, batch.step))
         loss_sum = F.nll_loss(self(batch.images, batch.rows), batch.labels, reduction="sum")
-        # Lightning calls its backward(). Ranks talk: DDP adds up the gradients.
+        # collective: DDP averages the gradients in backward()
         return {"loss": loss_sum * (dist.get_world_size() / batch.rows.global_size), "loss_sum": loss_sum.detach()}
 
     def on_validation_epoch_start(self) -> None:
@@ -81,21 +76,21 @@ class Digits(pl.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
-        scores = self(images, Rows(0, len(images)))
+        scores = self(images, BatchSlice(0, len(images)))
         self.sums[0] += F.nll_loss(scores, labels, reduction="sum")
         self.sums[1] += (scores.argmax(dim=1) == labels).sum()
         self.sums[2] += len(labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Loss and accuracy over the whole test set, each example counted once on exactly one rank."""
-        dist.all_reduce(self.sums)  # ranks talk
+        """Compute loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
+        dist.all_reduce(self.sums)  # collective
         loss_sum, correct, examples = self.sums.tolist()
-        self.tested = {"test_loss": loss_sum / examples, "test_accuracy": correct / examples}
-        self.tested["test_examples"] = int(examples)
+        self.eval_metrics = {"test_loss": loss_sum / examples, "test_accuracy": correct / examples}
+        self.eval_metrics["test_examples"] = int(examples)
 
 
 def build_trainer(run: Run, options: Options, device: torch.device, epochs: int, callback: pl.Callback) -> pl.Trainer:
-    """Lightning's Trainer, without what samestep does: its checkpoints are pickles, its sampler pads."""
+    """Return Lightning's Trainer without the parts that samestep replaces: its checkpoints are pickles, its sampler pads."""
     folder, loggers = options.run_dir / "log", list[Logger]()
     if options.logger == "csv":
         loggers = [CSVLogger(folder, name="lightning")]
@@ -122,35 +117,34 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
-    """Train, or go on training."""
-    dtype = getattr(torch, options.dtype)
+    """Train from the first step, or from the checkpoint that the run resumes."""
+    dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    run.restore(ranks, partial(weights.load, model, optimizer))  # ranks talk: rank 0 reads, all load the same bytes
-    training, test = load(options.dataset, options.data_dir, device)
-    n = len(training.labels)
-    batches = GlobalBatches(n, options.global_batch_size, options.seed, dist.get_rank(), dist.get_world_size())
-    facts = {"pytorch_lightning": version("pytorch-lightning"), **ranks.facts(device)}
-    run.begin(batches, len(test.labels), options.model, device.type, facts)
+    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
+    train_set, test_set = load(options.dataset, options.data_dir, device)
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
+    metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device)}
+    run.start(batches, len(test_set.labels), options.model, device.type, metadata)
 
-    module, data = Digits(options, model, optimizer), Data(run, batches, training, test, dtype)
-    epochs = -(-run.stop // batches.steps_per_epoch)  # the last of them may be cut
+    module, data = Digits(options, model, optimizer), Data(run, batches, train_set, test_set, dtype)
+    epochs = -(-run.last_step // batches.steps_per_epoch)  # the last of them may be cut
     trainer = build_trainer(run, options, device, epochs, RunCallback(run, data, device))
-    if run.start < run.stop:
-        trainer.fit(module, datamodule=data)  # ranks talk: DDP is built, and all that callback.py has marked
+    if run.first_step < run.last_step:
+        trainer.fit(module, datamodule=data)  # collective: DDP is built, and all that callback.py marks
     else:
-        trainer.validate(module, datamodule=data, verbose=False)  # ranks talk
-    run.finish(ranks, weights.model_arrays(model), module.tested)  # ranks talk: all must hold the same weights
+        trainer.validate(module, datamodule=data, verbose=False)  # collective
+    run.finish(distributed, weights.model_arrays(model), module.eval_metrics)  # collective: compare replicas
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(APP, options, env.detect(os.environ))
-    device = ranks.choose_device(options.device, run.world)
-    ranks.rendezvous(run.world, device, options.timeout)  # ranks talk
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    device = distributed.choose_device(options.device, run.world)
+    distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()
-    run.report("pytorch-lightning", version("pytorch-lightning"), ranks.backend(device), device.type)
+    run.report("pytorch-lightning", version("pytorch-lightning"), distributed.backend(device), device.type)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
-from samestep import UserError
+from samestep import ConfigError
 
 
 def cut(step: nn.Cell, rows: int, image_size: int) -> nn.Cell:
@@ -30,7 +30,7 @@ def refuse_cut_weights(layouts: Mapping[str, Sequence[Any]]) -> None:
     """``layouts`` by name: device matrix, tensor map (for each axis the matrix's axis that cuts it, or -1), ..."""
     found = [name for name, (_, tensor_map, *_) in layouts.items() if any(axis != -1 for axis in tensor_map)]
     if found:
-        raise UserError(
+        raise ConfigError(
             f"--parallel auto would cut {len(found)} weights, {found[0]} first, which this app can neither evaluate "
             "nor save: use --parallel data"
         )

@@ -1,4 +1,4 @@
-"""The data: all images in memory; crop and flip of a whole batch in numpy, the rest by MindSpore's compiled code."""
+"""Serve batches: crop and flip whole batches of images in numpy, do the rest in MindSpore's compiled code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.dataset import vision
 from numpy.typing import NDArray
-from samestep import datasets
-from samestep.phases import Phases
+from samestep.data import datasets
+from samestep.run import Run
 from samestep.sharding import GlobalBatches, sample_bits
+from samestep.step_timer import COMMUNICATION, INPUT
 
 # Of CIFAR-10's training pixels, scaled to [0, 1]: red, green, blue.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -33,11 +34,14 @@ class Split:
     labels: NDArray[np.int32]
 
     def training(self, batches: GlobalBatches, steps: range, image_size: int) -> ds.Dataset:
-        """This rank's shard of each of ``steps``: images float32 [rows, 3, s, s], labels int32 [rows], weights [rows].
+        """Return this rank's shard of the global batch of each of ``steps``.
 
-        Every rank has ceil(global batch / ranks) rows at every step, because MindSpore compiles anew for another
+        Every rank has ceil(global batch / world size) rows at every step, because MindSpore compiles anew for another
         shape and refuses an empty one. Rows that the rank's shard does not fill repeat samples of the batch, with
         weight 0. The other weights make the mean of weight * loss, averaged over ranks, the mean over the samples.
+
+        Returns:
+            Per step images float32 [rows, 3, image_size, image_size], labels int32 [rows], weights float32 [rows].
         """
         rows = rows_per_rank(batches)
 
@@ -50,10 +54,13 @@ class Split:
             images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
             return images, self.labels[indices], weights
 
-        return pipeline(Source(make, steps, rows), image_size)
+        return _pipeline(Source(make, steps, rows), image_size)
 
     def evaluation(self, first: int, last: int, rows: int, image_size: int) -> ds.Dataset:
-        """The samples from ``first`` to before ``last`` as they are, ``rows`` at a time; weight 1, or 0 if repeated."""
+        """Return the samples from ``first`` to before ``last``, not augmented, in batches of ``rows``.
+
+        The weight of a sample is 1. A sample that only fills up the last batch has weight 0.
+        """
 
         def make(begin: int) -> Batch:
             indices = np.arange(begin, begin + rows)
@@ -61,15 +68,15 @@ class Split:
             indices = np.minimum(indices, last - 1)
             return self.images[indices], self.labels[indices], weights
 
-        return pipeline(Source(make, range(first, last, rows), rows), image_size)
+        return _pipeline(Source(make, range(first, last, rows), rows), image_size)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The samples of batches of ``rows`` that ``make`` gives for each of ``batches``, one by one.
+    """Iterate over the samples of the batches of ``rows`` that ``make`` returns for each of ``batches``.
 
-    MindSpore asks for the size of what it is to sink before the first step. Where it is not told, it runs through all
-    of the data to count it.
+    Before the first step, MindSpore asks for the size of a dataset that will sink. It would read all of a dataset
+    without a length to count it.
     """
 
     make: Callable[[int], Batch]
@@ -82,70 +89,79 @@ class Source:
     def __iter__(self) -> Iterator[tuple[NDArray[Any], ...]]:
         for batch in self.batches:
             images, labels, weights = self.make(batch)
-            # Arrays of no dimension, not numpy's scalars: those MindSpore cannot take with numpy 2.
+            # Arrays of no dimension, not numpy's scalars: MindSpore cannot take those with numpy 2.
             yield from zip(images, map(np.asarray, labels), map(np.asarray, weights))
 
 
 def rows_per_rank(batches: GlobalBatches) -> int:
-    """Rows of each rank at every step."""
+    """Return the rows that each rank has at every step."""
     return -(-batches.global_batch_size // batches.world_size)
 
 
 def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint8]:
-    """Crop at random from the padded images [m, 32, 32, 3], and flip half of them; samples ``indices`` of an epoch.
+    """Crop each image at random from its padded self, and flip half of the images.
 
-    A function of (seed, epoch, index) alone, whatever rank or batch an image is in: a resumed run sees the same.
+    The result depends on (seed, epoch, index) alone, not on the rank or batch: a resumed run sees the same images.
+
+    Args:
+        images: uint8 [m, 32, 32, 3].
+        indices: their indices in the training set, int64 [m].
+        seed: the run's seed.
+        epoch: from 0.
+
+    Returns:
+        uint8 [m, 32, 32, 3].
     """
     z = sample_bits(seed, epoch, indices)
     choices = np.uint64(2 * PADDING + 1)
     top, left = (z % choices).astype(np.int64), ((z >> np.uint64(20)) % choices).astype(np.int64)
     flipped = (z >> np.uint64(40)) % np.uint64(2) == 1
 
-    side = images.shape[1]
+    side = np.arange(images.shape[1])
     padded = np.pad(images, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
-    along = np.arange(side)
-    rows = top[:, None] + along
-    columns = left[:, None] + np.where(flipped[:, None], along[::-1], along)
+    rows = top[:, None] + side
+    columns = left[:, None] + np.where(flipped[:, None], side[::-1], side)
     cropped: NDArray[np.uint8] = padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
     return cropped
 
 
-def pipeline(source: Source, image_size: int) -> ds.Dataset:
-    """MindSpore's compiled transforms over the images of ``source``, in its batches."""
+def _pipeline(source: Source, image_size: int) -> ds.Dataset:
+    """Return the batches of ``source`` after MindSpore's compiled transforms of the images."""
     transforms = [vision.Resize((image_size, image_size))] if image_size != 32 else []
     transforms += [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
     dataset = ds.GeneratorDataset(source, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
-    dataset = dataset.map(transforms, "image", num_parallel_workers=1).batch(source.rows, num_parallel_workers=1)
-    return dataset
+    return dataset.map(transforms, "image", num_parallel_workers=1).batch(source.rows, num_parallel_workers=1)
 
 
-def feed(step: nn.Cell, shards: ds.Dataset, sinks: bool, sink_size: int, phases: Phases) -> Iterator[Tensor]:
-    """Loops of ``sink_size`` updates with the next of ``shards``; yields what the last of each returned.
+def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:
+    """Run loops of --sink-size updates with the next of ``shards``; yield the last loss of each loop.
 
-    With ``sinks``, MindSpore has the shards wait on the device, which CPU does not know. Nothing is asked of them
-    before the first loop.
+    With ``sinks``, MindSpore keeps the shards ready on the device, which the CPU does not support. No batch is read
+    before the first loop starts.
     """
     if sinks:
-        loop = ms.data_sink(step, shards, sink_size)
+        loop = ms.data_sink(train_step, shards, run.options.sink_size)
         try:
             while True:
-                yield loop()
-        finally:  # MindSpore would go on from the first shard for as long as the device takes them
+                with run.monitor.collective("train step"):
+                    loss = loop()  # collective
+                yield loss
+        finally:  # otherwise MindSpore sends shards for as long as the device takes them, from the first one again
             shards.__transfer_dataset__.stop_send()
             shards.__transfer_dataset__.release()
     batches = shards.create_tuple_iterator(num_epochs=1)
     while True:
-        for _ in range(sink_size):
-            phases.begin()
-            batch = next(batches)
-            phases.end("input")
-            loss = step(*batch)  # ranks talk
-            phases.end("waiting")  # and all else that a compiled graph does: what of it nobody tells
+        for _ in range(run.options.sink_size):
+            with run.timer.phase(INPUT):
+                batch = next(batches)
+            with run.monitor.collective("train step"):
+                loss = train_step(*batch)  # collective
+            run.timer.mark(COMMUNICATION)  # with all else that the compiled graph does: nothing measures it
         yield loss
 
 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:
-    """The training and the test set. Raises UserError for a missing or damaged file."""
+    """Return the training set and the test set. Raises ConfigError if a file is missing or damaged."""
     found = datasets.load(name, data_dir)
     return (
         Split(found.train_images, found.train_labels.astype(np.int32)),

@@ -30,7 +30,7 @@ from pathlib import Path
 # Of a program its own folder is first on sys.path; in the launch script, which imports this file too, it is last.
 from make_rank_table import Device, RankTableError, read
 from options import TABLE_VARIABLES, build_parser
-from samestep import UserError
+from samestep import ConfigError
 
 # By these, what placed this process on its machine would place its ranks (samestep.env), and before their table does.
 PLACED = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP")
@@ -61,7 +61,7 @@ def table_variable(environ: Mapping[str, str]) -> str | None:
     """The variable that names a rank table; None where none does. Raises UserError where two name different ones."""
     given = [name for name in TABLE_VARIABLES if environ.get(name)]
     if len({os.path.abspath(environ[name]) for name in given}) > 1:
-        raise UserError(
+        raise ConfigError(
             f"{' and '.join(f'{name}={environ[name]}' for name in given)} are two tables: unset one of them"
         )
     return given[0] if given else None
@@ -79,14 +79,14 @@ def find_place(environ: Mapping[str, str], ranks: int) -> Place | None:
     try:
         table = read(Path(environ[variable]), to_start=True)
     except RankTableError as error:
-        raise UserError(f"{variable}={error}") from None
+        raise ConfigError(f"{variable}={error}") from None
     title = f"{variable}={environ[variable]}"
     servers = replace(table, devices=sorted(table.devices, key=lambda device: device.rank)).servers()
     node_rank = _this_server(list(servers), title, environ)
     devices = list(servers.values())[node_rank]
     if len(devices) != ranks:
         ids = ", ".join(str(each.device_id) for each in devices)
-        raise UserError(f"N={ranks}, but {title} lists {len(devices)} for this machine ({ids}): give N={len(devices)}")
+        raise ConfigError(f"N={ranks}, but {title} lists {len(devices)} for this machine ({ids}): give N={len(devices)}")
     return Place(Path(environ[variable]).absolute(), devices, len(table.devices), node_rank, len(servers))
 
 
@@ -96,24 +96,24 @@ def _this_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
     shown = f"{', '.join(map(ascii, server_ids[:8]))}{', ...' if count > 8 else ''}"
     listed = f"{title} lists {count} server{'s'[: count > 1]}: {shown}"
     if environ.get("NNODES") not in (None, "", str(count)):
-        raise UserError(f"NNODES={environ['NNODES']}, but {listed}: unset NNODES, or set it to {count}")
+        raise ConfigError(f"NNODES={environ['NNODES']}, but {listed}: unset NNODES, or set it to {count}")
     own = [is_own(server_id) for server_id in server_ids]
     # HCCL compares server_ids and never connects to them: any string may stand for a server that is alone.
     certain = [i for i in range(count) if own[i] or (count == 1 and own[i] is None)]
     possible = certain or [i for i in range(count) if own[i] is None]
     if not possible:
-        raise UserError(f"{listed}: none is this machine ({host}): start the job on those, or correct server_id")
+        raise ConfigError(f"{listed}: none is this machine ({host}): start the job on those, or correct server_id")
     given = environ.get("NODE_RANK")
     if given:
         if given not in map(str, possible):
             may_be = " or ".join(map(str, possible[:8]))
-            raise UserError(
+            raise ConfigError(
                 f"NODE_RANK={given}, but {listed}, of which this machine ({host}) is number {may_be} "
                 "(from 0, in the order of ranks): unset NODE_RANK, or correct it"
             )
         return int(given)
     if len(certain) != 1:
-        raise UserError(
+        raise ConfigError(
             f"{listed}: which is this machine ({host}) cannot be told: set NODE_RANK to its number there, from 0 in "
             "the order of ranks"
         )
@@ -169,7 +169,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> s
             file.writelines(os.fsencode(f"{name}={value}\n") for name, value in sorted(environ.items()))
         log = (folder / "train.log").open("ab")  # behind what an earlier start said
     except OSError as problem:
-        raise UserError(f"{problem.filename or folder}: {problem.strerror}: name a --run-dir to write in") from problem
+        raise ConfigError(f"{problem.filename or folder}: {problem.strerror}: name a --run-dir to write in") from problem
     with log:
         return subprocess.Popen(
             command,
@@ -237,7 +237,7 @@ def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     options = build_parser().parse(arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
     if "run_dir" not in paths:
-        raise UserError("--run-dir is missing: name the folder of the run")
+        raise ConfigError("--run-dir is missing: name the folder of the run")
     # Of an option that is given twice the last counts.
     return paths["run_dir"], [*arguments, *(f"--{name.replace('_', '-')}={path}" for name, path in paths.items())]
 
@@ -245,16 +245,16 @@ def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 def main(argv: Sequence[str]) -> int:
     try:
         if len(argv) < 2 or not (argv[0].isdecimal() and argv[0].isascii()):
-            raise UserError("call: each_device.py N TRAIN.PY --run-dir=DIR [options], with RANK_TABLE_FILE set")
+            raise ConfigError("call: each_device.py N TRAIN.PY --run-dir=DIR [options], with RANK_TABLE_FILE set")
         place = find_place(os.environ, int(argv[0]))
         if place is None:
-            raise UserError("RANK_TABLE_FILE is not set: name a rank table, or start the ranks with msrun")
+            raise ConfigError("RANK_TABLE_FILE is not set: name a rank table, or start the ranks with msrun")
         run_dir, arguments = absolute_paths(argv[2:])
         return run(place, [sys.executable, os.path.abspath(argv[1]), *arguments], run_dir)
-    except UserError as problem:
+    except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
         if "SAMESTEP_LAUNCHER" in os.environ:  # the launch script started no rank for it, and is not to try again
-            with contextlib.suppress(OSError, UserError):
+            with contextlib.suppress(OSError, ConfigError):
                 (absolute_paths(argv[2:])[0] / "log" / "no-restart").write_text(json.dumps({"code": 2}))
         return 2
 

@@ -1,7 +1,8 @@
-"""``--api highlevel``: the same steps by mindspore.train.Model, which owns the loop."""
+"""``--api highlevel``: take the same steps by `mindspore.train.Model`, which owns the loop."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,58 +11,70 @@ import mindspore as ms
 import mindspore.dataset as ds
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LossMonitor, Model
-from samestep import rollback
-from samestep.phases import Phases
 from samestep.run import Run
+from samestep.step_timer import COMMUNICATION, INPUT
 
 
-class TellRun(Callback):  # type: ignore[misc]
-    """Tells after each update what it returned; of updates in a loop on the device only the last returns something."""
+class RunCallback(Callback):  # type: ignore[misc]
+    """Call ``after_update`` for each update of `Model`. A loop of updates on the device returns only its last loss."""
 
-    def __init__(self, after_update: Callable[[int, Tensor], None], first: int, loop: int, phases: Phases) -> None:
-        self.after_update, self.step, self.loop, self.phases = after_update, first, loop, phases
+    def __init__(self, run: Run, after_update: Callable[[int, Tensor], None], loop: int) -> None:
+        self.run, self.after_update, self.step, self.loop = run, after_update, run.first_step, loop
+        self.current = contextlib.ExitStack()  # Model now fetches a batch, or takes a step
+
+    def on_train_begin(self, run_context: Any) -> None:
+        self.current.enter_context(self.run.timer.phase(INPUT))
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        self.phases.end("input")  # of batches that sink, which the device takes, this shows nothing
+        self.current.close()
+        self.current.enter_context(self.run.monitor.collective("train step"))
 
     def on_train_step_end(self, run_context: Any) -> None:
-        self.phases.end("waiting")  # and all else that a compiled graph does
+        self.current.close()
+        self.run.timer.mark(COMMUNICATION)  # with all else that the compiled graph does: nothing measures it
         loss = run_context.original_args().net_outputs
         for _ in range(self.loop):
             self.after_update(self.step, loss)
             self.step += 1
-        self.phases.begin()
+        self.current.enter_context(self.run.timer.phase(INPUT))
 
 
 def fit(
+    run: Run,
     forward: nn.Cell,
     optimizer: nn.Optimizer,
     shards: ds.Dataset,
-    steps: range,
     after_update: Callable[[int, Tensor], None],
-    run: Run,
-    sink_size: int | None,
-    print_every: int,
+    sinks: bool,
 ) -> None:
-    """Train on ``shards``, one for each of ``steps``; ``sink_size`` is None where nothing sinks.
+    """Take all steps of ``run``.
 
-    ``shards`` begin where the run does, at its checkpoint, and end with it: that is what LossMonitor, which prints each
-    ``print_every`` updates and for 0 is left out, calls epoch 1. Where shards sink, each loop of ``sink_size`` updates
-    is an epoch to it. Raises as `Run.record` where a loss is no number.
+    LossMonitor, which --quiet disables, calls all of ``shards`` epoch 1; with ``sinks`` each loop is an epoch.
+
+    Args:
+        run: gives the steps and the options.
+        forward: computes the loss of a batch's images, labels and sample weights.
+        optimizer: updates the model in ``forward``.
+        shards: this rank's batches, one per step from the run's first to its last.
+        after_update: called with each step and its loss.
+        sinks: MindSpore keeps the shards ready on the device, and runs loops of --sink-size updates there.
+
+    Raises:
+        RetryableError, NonRetryableError: a loss is NaN or infinite, as `Run.log_metrics` raises.
     """
     if run.world.world_size > 1:  # Model then averages the gradients over ranks
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-    model = Model(forward, optimizer=optimizer)
-    tell = TellRun(after_update, steps.start, sink_size or 1, run.phases)
-    callbacks = [tell, LossMonitor(print_every)] if print_every else [tell]
-    run.phases.begin()
+    model, options, loop = Model(forward, optimizer=optimizer), run.options, run.options.sink_size if sinks else 1
+    callbacks = [RunCallback(run, after_update, loop)]
+    if not options.quiet and options.log_every:
+        callbacks.append(LossMonitor(options.log_every))
     try:
-        if sink_size:
-            loops = len(steps) // sink_size
-            model.train(loops, shards, callbacks, dataset_sink_mode=True, sink_size=sink_size)  # ranks talk
+        if sinks:
+            loops = (run.last_step - run.first_step) // loop
+            model.train(loops, shards, callbacks, dataset_sink_mode=True, sink_size=loop)  # collective
         else:
-            model.train(1, shards, callbacks, dataset_sink_mode=False)  # ranks talk: at each step
+            model.train(1, shards, callbacks, dataset_sink_mode=False)  # collective: at each step
     except ValueError as problem:
-        if "NAN or INF" not in str(problem):  # words of LossMonitor, which looks at each loss
-            raise
-        raise rollback.not_finite("loss", math.nan, tell.step, run.options, run.world) from problem
+        if "NAN or INF" in str(problem):  # LossMonitor's words: it reads each loss
+            run.monitor.check_losses({"loss": math.nan}, callbacks[0].step)
+        raise

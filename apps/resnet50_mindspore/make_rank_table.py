@@ -22,8 +22,9 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,11 +35,13 @@ HCCN_TOOL_SECONDS = 30
 
 
 class RankTableError(Exception):
-    """The input is wrong: one line that names the thing and the remedy."""
+    """The input is wrong. The message is one line that names the thing and the remedy."""
 
 
 @dataclass(frozen=True)
 class Device:
+    """A device of the job, its rank, and the address of its own network card."""
+
     server_id: str
     device_id: int
     device_ip: str  # "" where the table gives none
@@ -51,12 +54,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Table:
+    """A rank table in either form."""
+
     form: str  # "group" or "1.0"
     devices: list[Device]  # those of one server in a row
     header: dict[str, str] = field(default_factory=dict)  # group: board_id, chip_info, deploy_mode
     server_extra: dict[str, dict[str, Any]] = field(default_factory=dict)  # 1.0: further fields, such as host_ip
 
     def servers(self) -> dict[str, list[Device]]:
+        """Return the devices of each server."""
         found: dict[str, list[Device]] = {}
         for device in self.devices:
             found.setdefault(device.server_id, []).append(device)
@@ -68,7 +74,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Product:
-    """How many devices, and which, may take part. The sources are in :func:`check_layout`."""
+    """The devices that may form a job. `_check_layout` has the sources."""
 
     title: str
     devices: int  # device_id is below this
@@ -90,29 +96,31 @@ PRODUCTS = {
 # --- the rules -----------------------------------------------------------------------------------------------------
 
 
-def check(table: Table, product: Product) -> list[str]:
-    """Warnings; raises RankTableError for the first rule that is broken.
+def check(table: Table, product: Product | None = None) -> list[str]:
+    """Check a table by the rules of all products, and by those of ``product``.
 
     Sources: the rank table pages of the HCCL user guide (CANN 9.0, hcclug_000066 to 000069) and the parsers in CANN's
     open source (topoinfo_ranktableStandard.cc for the group form, topoinfo_ranktableConcise.cc for form 1.0): server_id
-    of at most 64 characters, device_ip a unique IPv4 or IPv6 address, rank_id unique and from 0 without holes, and the
-    ranks of one server follow each other.
+    of at most 64 characters, device_ip a unique IPv4 or IPv6 address, rank_id unique and from 0 without holes, and
+    consecutive ranks on each server.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        RankTableError: the first rule that the table breaks.
     """
-    warnings = check_job(table)
-    _require(table.form == "1.0" or product.halves, f"{product.title} takes form 1.0 alone: convert: merge --form 1.0")
-    return warnings + check_layout(table, product)
-
-
-def check_job(table: Table) -> list[str]:
-    """Warnings; raises RankTableError for the first rule that is broken of those that hold on every product."""
     warnings = _check_servers(table)
     _check_addresses(table)
     _check_ranks(table)
-    return warnings
+    if product is None:
+        return warnings
+    _require(table.form == "1.0" or product.halves, f"{product.title} takes form 1.0 alone: convert: merge --form 1.0")
+    return warnings + _check_layout(table, product)
 
 
-def check_layout(table: Table, product: Product) -> list[str]:
-    """Warnings; raises RankTableError unless these devices may form a job on this product.
+def _check_layout(table: Table, product: Product) -> list[str]:
+    """Return warnings; raise RankTableError unless these devices may form a job on this product.
 
     - training: one server 1, 2, 4 or 8 devices, 2 or 4 of them within 0-3 or within 4-7; several servers 8 each
       (MindSpore's tutorial on distributed training; CANN 5.0.4 and 6.0.RC1, tfmigr_mprtg_0011).
@@ -154,8 +162,8 @@ def _check_servers(table: Table) -> list[str]:
             # HCCL compares server_ids and never connects to them, so on one server any string does.
             _require(len(table.servers()) == 1, f"server_id {_q(name)} is a placeholder: write its real address")
             warnings.append(f"server_id {_q(name)} is a placeholder: write its real address before a merge")
-        twice = _repeated(device.device_id for device in devices)
-        _require(twice is None, f"device {twice} of server {_q(name)} is listed twice: list it once, with one rank_id")
+    keys = [(device.device_id, device.server_id) for device in table.devices]
+    _unique(keys, lambda key: f"device {key[0]} of server {_q(key[1])} is listed twice: list it once, with one rank_id")
     return warnings
 
 
@@ -174,8 +182,7 @@ def _check_addresses(table: Table) -> None:
 def _check_ranks(table: Table) -> None:
     remedy = 'number the ranks from "0", each once, without holes'
     ranks = [device.rank for device in table.devices]
-    twice = _repeated(ranks)
-    _require(twice is None, f"rank_id '{twice}' is given to two devices: {remedy}")
+    _unique(ranks, lambda rank: f"rank_id '{rank}' is given to two devices: {remedy}")
     missing = min(set(range(len(ranks) + 1)) - set(ranks))
     _require(missing == len(ranks), f"rank_id '{missing}' is missing, but there is '{max(ranks)}': {remedy}")
     for name, devices in table.servers().items():
@@ -185,27 +192,21 @@ def _check_ranks(table: Table) -> None:
 
 
 def is_placeholder(server_id: str) -> bool:
-    """Documentation writes addresses as 10.*.*.* or 10.0.0.xx."""
+    """Return whether it is no address but what documentation writes: 10.*.*.* or 10.0.0.xx."""
     return "*" in server_id or re.search(r"(^|\.)x+(\.|$)", server_id, re.IGNORECASE) is not None
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, product: Product | None = None, to_start: bool = False) -> Table:
-    """The table in a file, checked for a product, or before a merge, which numbers anew, its ranks alone.
+def read(path: Path, product: Product | None = None) -> Table:
+    """Return the table in a file after a check for ``product``; without it, of the ranks alone.
 
-    ``to_start``: checked before a job is started with it, on a product that is not known.
+    A merge, which has no use for the ranks, reads tables without a product. Raises RankTableError.
     """
     try:
         table = parse(load_json(path))
         _check_ranks(table)
-        if to_start:
-            _require(path.suffix == ".json", "HCCL reads rank tables only from files named *.json: rename it")
-            check_job(table)  # what it warns of matters before a merge
-            most = max(each.devices for each in PRODUCTS.values())
-            unknown = next((device for device in table.devices if device.device_id >= most), None)
-            _require(unknown is None, f"{unknown}: no product has a device_id above {most - 1}: correct it")
         warn(f"{path}: {each}" for each in (check(table, product) if product else ()))
     except RankTableError as error:
         raise RankTableError(f"{path}: {error}") from None
@@ -215,6 +216,7 @@ def read(path: Path, product: Product | None = None, to_start: bool = False) -> 
 
 
 def load_json(path: Path) -> Any:
+    """Return a file's decoded JSON. Raises RankTableError, which names a mistake's line and column."""
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
@@ -225,9 +227,8 @@ def load_json(path: Path) -> Any:
         return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
         at, reason = error.pos, f"{error.msg}: correct it there"
-        comma = text.rfind(",", 0, at + 1)
-        trailing = re.compile(r",\s*([]}])").match(text, comma) if comma >= 0 else None
-        if trailing:
+        comma = max(0, text.rfind(",", 0, at + 1))
+        if trailing := re.compile(r",\s*([]}])").match(text, comma):
             at, reason = comma, f"a trailing comma before {trailing[1]!r}: delete the comma"
         elif text[at : at + 1] in ("/", "#"):
             reason = "a comment: delete it, JSON has none"
@@ -239,71 +240,105 @@ def load_json(path: Path) -> Any:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = _repeated(key for key, _ in pairs)
-    _require(twice is None, f"{_q(str(twice))} is given twice in one object: delete one of them")
+    _unique([key for key, _ in pairs], lambda key: f"{_q(key)} is given twice in one object: delete one of them")
     return dict(pairs)
 
 
 def parse(document: Any) -> Table:
-    """The table in decoded JSON: its structure, counts and status are checked here, the rules in :func:`check`."""
+    """Return the table in decoded JSON after a check of its structure, counts and status; `check` has the rules."""
     _require(isinstance(document, dict), "not a rank table: write it with make")
     _only_strings(document, "")
     grouped = "version" not in document and "server_list" not in document  # as HCCL tells them apart
     _require(not grouped or "group_list" in document, "neither server_list nor group_list: write the table with make")
-    status = _text(document, "status")
+    status = Node(document).text("status")
     # HCCL reads the file again each second for 30 minutes, then gives up.
     _require(status == "completed", f'status is {_q(status)}, so HCCL waits: write "completed" once the table is whole')
-    return _parse_groups(document) if grouped else _parse_servers(document)
+    return (_parse_groups if grouped else _parse_servers)(Node(document))
 
 
-def _parse_servers(document: dict[str, Any]) -> Table:
-    version = _text(document, "version")
+@dataclass(frozen=True)
+class Node:
+    """An object in the document, and its location in messages. Its methods raise RankTableError for what is wrong."""
+
+    value: Any
+    where: str = ""
+
+    def get(self, key: str, kind: type) -> Any:
+        """Return the value at ``key``, a string or a list."""
+        _require(isinstance(self.value, dict), f"{self.where.rstrip('.')} is not an object: write one with {key} in it")
+        _require(key in self.value, f"{self.where}{key} is missing: add it")
+        name, value = "list" if kind is list else "string", self.value[key]
+        _require(isinstance(value, kind), f"{self.where}{key} is not a {name}: write one")
+        return value
+
+    def text(self, key: str) -> str:
+        """Return the string at ``key``."""
+        return str(self.get(key, str))
+
+    def nodes(self, key: str) -> list[Node]:
+        """Return the items of the list at ``key``, which must not be empty."""
+        values = self.get(key, list)
+        _require(values, f"{self.where}{key} is empty: list one or more there")
+        return [Node(value, f"{self.where}{key}[{i}].") for i, value in enumerate(values)]
+
+    def number(self, key: str) -> int:
+        """Return the number in the string at ``key``."""
+        text = self.text(key)
+        number = re.fullmatch("0|[1-9][0-9]{0,5}", text)
+        _require(number, f'{self.where}{key} is {_q(text)}: write a whole number in quotes, such as "0"')
+        return int(text)
+
+    def check_count(self, key: str, count: int, things: str) -> None:
+        """Check that the number at ``key`` is the count of the things that are listed."""
+        given, listed = self.text(key), f"but {count} {things} are listed"
+        _require(given == str(count), f'{self.where}{key} is {_q(given)}, {listed}: write "{count}"')
+
+    def without(self, *keys: str) -> dict[str, Any]:
+        """Return the fields beside ``keys``."""
+        return {key: value for key, value in self.value.items() if key not in keys}
+
+
+def _parse_servers(document: Node) -> Table:
+    version = document.text("version")
     unknown = "the SuperPoD form of Atlas A3, not known here" if version == "1.2" else "not known"
     _require(version == "1.0", f'version {_q(version)} is {unknown}: write "1.0"')
     devices, extra = [], {}
-    for i, node in enumerate(_list(document, "server_list")):
-        where = f"server_list[{i}]."
-        name = _text(node, "server_id", where)
+    for server in document.nodes("server_list"):
+        name = server.text("server_id")
         _require(name not in extra, f"server_id {_q(name)} is listed twice: give each server once, by its own address")
-        extra[name] = {key: node[key] for key in node if key not in ("server_id", "device")}
-        for j, each in enumerate(_list(node, "device", where)):
-            inner = f"{where}device[{j}]."
-            devices.append(_device(each, inner, name, _number(each, "rank_id", inner)))
-    _count(document, "server_count", "", len(extra), "servers")
+        devices += [_device(node, name, node.number("rank_id")) for node in server.nodes("device")]
+        extra[name] = server.without("server_id", "device")
+    document.check_count("server_count", len(extra), "servers")
     return Table("1.0", devices, server_extra=extra)
 
 
-def _parse_groups(document: dict[str, Any]) -> Table:
+def _parse_groups(document: Node) -> Table:
     # HCCL tells its two group forms apart by deploy_mode: without it, it expects pod_name in place of rank_id.
-    header = {key: _text(document, key) for key in ("board_id", "chip_info", "deploy_mode")}
-    location = _text(document, "para_plane_nic_location")
+    header = {key: document.text(key) for key in ("board_id", "chip_info", "deploy_mode")}
+    location = document.text("para_plane_nic_location")
     _require(location == "device", f'para_plane_nic_location is {_q(location)}: write "device", HCCL takes no other')
-    _count(document, "para_plane_nic_num", "", len(_list(document, "para_plane_nic_name")), "names")
-    groups = _list(document, "group_list")
-    _count(document, "group_count", "", len(groups), "groups")
-    twice = _repeated(_text(group, "group_name", f"group_list[{i}].") for i, group in enumerate(groups))
-    _require(twice is None, f"group_name {_q(str(twice))} is given twice: name each group once")
+    document.check_count("para_plane_nic_num", len(document.nodes("para_plane_nic_name")), "names")
+    groups = document.nodes("group_list")
+    document.check_count("group_count", len(groups), "groups")
+    names = [group.text("group_name") for group in groups]
+    _unique(names, lambda name: f"group_name {_q(name)} is given twice: name each group once")
     devices: list[Device] = []
-    for i, group in enumerate(groups):
-        where = f"group_list[{i}]."
-        start = len(devices)
-        for j, instance in enumerate(_list(group, "instance_list", where)):
-            inner = f"{where}instance_list[{j}]."
-            nodes = _list(instance, "devices", inner)
-            _require(len(nodes) == 1, f"{inner}devices lists {len(nodes)}: give each an instance of its own")
-            name, rank = _text(instance, "server_id", inner), _number(instance, "rank_id", inner)
-            devices.append(_device(nodes[0], f"{inner}devices[0].", name, rank))
-        _count(group, "device_num", where, len(devices) - start, "devices")
-        _count(group, "instance_count", where, len(devices) - start, "instances")
-        _count(group, "server_num", where, len({device.server_id for device in devices[start:]}), "servers")
+    for group in groups:
+        instances = group.nodes("instance_list")
+        for instance in instances:
+            nodes = instance.nodes("devices")
+            _require(len(nodes) == 1, f"{instance.where}devices lists {len(nodes)}: give each an instance of its own")
+            devices.append(_device(nodes[0], instance.text("server_id"), instance.number("rank_id")))
+        servers = {device.server_id for device in devices[-len(instances) :]}
+        group.check_count("device_num", len(instances), "devices")
+        group.check_count("instance_count", len(instances), "instances")
+        group.check_count("server_num", len(servers), "servers")
     return Table("group", devices, header)
 
 
-def _device(node: Any, where: str, server_id: str, rank: int) -> Device:
-    device_id = _number(node, "device_id", where)
-    ip = _text(node, "device_ip", where) if "device_ip" in node else ""
-    extra = {key: node[key] for key in node if key not in ("device_id", "device_ip", "rank_id")}
-    return Device(server_id, device_id, ip, rank, extra)
+def _device(node: Node, server_id: str, rank: int) -> Device:
+    device_id, extra = node.number("device_id"), node.without("device_id", "device_ip", "rank_id")
+    return Device(server_id, device_id, node.text("device_ip") if "device_ip" in node.value else "", rank, extra)
 
 
 def _only_strings(node: Any, where: str) -> None:
@@ -315,39 +350,11 @@ def _only_strings(node: Any, where: str) -> None:
         _require(isinstance(node, str), f'{where} is {shown}, but HCCL reads strings alone: write "{shown}", in quotes')
 
 
-def _get(node: Any, key: str, where: str, kind: type) -> Any:
-    _require(isinstance(node, dict), f"{where.rstrip('.')} is not an object: write one with {key} in it")
-    _require(key in node, f"{where}{key} is missing: add it")
-    _require(isinstance(node[key], kind), f"{where}{key} is not a {'list' if kind is list else 'string'}: write one")
-    return node[key]
-
-
-def _text(node: Any, key: str, where: str = "") -> str:
-    return str(_get(node, key, where, str))
-
-
-def _list(node: Any, key: str, where: str = "") -> list[Any]:
-    value: list[Any] = _get(node, key, where, list)
-    _require(value, f"{where}{key} is empty: list one or more there")
-    return value
-
-
-def _number(node: Any, key: str, where: str) -> int:
-    text = _text(node, key, where)
-    whole = re.fullmatch("0|[1-9][0-9]{0,5}", text)
-    _require(whole, f'{where}{key} is {_q(text)}: write a whole number in quotes, such as "0"')
-    return int(text)
-
-
-def _count(node: Any, key: str, where: str, listed: int, what: str) -> None:
-    value = _text(node, key, where)
-    _require(value == str(listed), f'{where}{key} is {_q(value)}, but {listed} {what} are listed: write "{listed}"')
-
-
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
 def as_servers(table: Table) -> dict[str, Any]:
+    """Return the table in form 1.0, to be encoded as JSON."""
     servers = []
     for name, devices in table.servers().items():
         listed = []
@@ -361,6 +368,7 @@ def as_servers(table: Table) -> dict[str, Any]:
 
 
 def as_groups(table: Table) -> dict[str, Any]:
+    """Return the table in the group form. Raises RankTableError if it has fields that this form lacks."""
     extras = [device.extra for device in table.devices] + list(table.server_extra.values())
     lost = sorted({key for extra in extras for key in extra} - {"host_nic_ip"})
     _require(not lost, f"the group form has no place for {', '.join(lost)}: keep --form 1.0, or delete it")
@@ -383,7 +391,7 @@ def as_groups(table: Table) -> dict[str, Any]:
 
 
 def finish(table: Table, product: Product, out: Path | None) -> None:
-    """Number the ranks, check what would be written like any other table, and write it whole or not at all."""
+    """Number the ranks, check the table like any other, and write it atomically; print it if ``out`` is None."""
     table = replace(table, devices=[replace(device, rank=rank) for rank, device in enumerate(table.devices)])
     document = as_groups(table) if table.form == "group" else as_servers(table)
     warn(check(parse(document), product))
@@ -409,23 +417,21 @@ def finish(table: Table, product: Product, out: Path | None) -> None:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Device ids from "0,1,2,3", "0-3", "[0,4)" with or without blanks, or a mixture such as "0-3,6"."""
-    compact = "".join(text.split())
-    half_open = re.fullmatch(r"\[([0-9]{1,3}),([0-9]{1,3})\)", compact)
-    ids = list(range(int(half_open[1]), int(half_open[2]))) if half_open else []
-    for part in [] if half_open else compact.split(","):
+    """Return the device ids in "0,1,2,3", "0-3", "[0,4)" with or without blanks, or in a mixture such as "0-3,6"."""
+    half_open = r"\[([0-9]{1,3}),([0-9]{1,3})\)"
+    closed = re.sub(half_open, lambda match: f"{match[1]}-{int(match[2]) - 1}", "".join(text.split()))
+    ids: list[int] = []
+    for part in closed.split(","):
         match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
         span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         _require(span, f'--devices {_q(text)} is not a list of devices: write "0,1,2,3", "0-3" or "[0,4)"')
         ids += span
-    _require(ids, f"--devices {_q(text)} is empty, b is not in [a,b): write b greater than a")
-    twice = _repeated(ids)
-    _require(twice is None, f"--devices {_q(text)} names device {twice} twice: name each once")
+    _unique(ids, lambda device: f"--devices {_q(text)} names device {device} twice: name each once")
     return ids
 
 
 def read_hccn_conf(path: Path) -> dict[int, str]:
-    """The addresses in a server's hccn.conf, by device: lines ``address_N=ADDRESS`` among netmasks and others."""
+    """Return the addresses in a server's hccn.conf by device: lines ``address_N=ADDRESS`` among netmasks and others."""
     try:
         lines = path.read_bytes().decode(errors="replace").splitlines()
     except OSError as error:
@@ -445,13 +451,11 @@ def read_hccn_conf(path: Path) -> dict[int, str]:
 
 
 def ask_hccn_tool(tool: str, device: int) -> str:
-    """The address that the driver's own tool reports for a device of this machine."""
+    """Return the address that the driver's own tool reports for a device of this machine."""
     command = [tool, "-i", str(device), "-ip", "-g"]
     try:
-        result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=-1, stderr=subprocess.STDOUT, timeout=HCCN_TOOL_SECONDS
-        )
-        output = result.stdout.decode(errors="replace").strip() or f"exit code {result.returncode}"
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=HCCN_TOOL_SECONDS)
+        output = (result.stdout + result.stderr).decode(errors="replace").strip() or f"exit code {result.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         output = str(error)
     match = re.search(r"^\s*ipaddr\s*:\s*(\S+)", output, re.MULTILINE)
@@ -461,18 +465,18 @@ def ask_hccn_tool(tool: str, device: int) -> str:
 
 
 def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]) -> list[str]:
-    """The addresses of one server's devices: given by hand, else by a file, else asked of this machine."""
+    """Return the addresses of one server's devices: from the options, else from a file, else from this machine."""
     if options.device_ips:
         given = options.device_ips[index]
         addresses = [""] * len(ids) if given == "none" else [part.strip() for part in given.split(",")]
         _require(len(addresses) == len(ids), f"--device-ips {_q(given)} is not {len(ids)} addresses: give one each")
         return addresses
-    tool = shutil.which("hccn_tool") or shutil.which(HCCN_TOOL)
-    if tool and not options.hccn_conf:
-        return [ask_hccn_tool(tool, device) for device in ids]
+    if not options.hccn_conf:
+        if tool := shutil.which("hccn_tool") or shutil.which(HCCN_TOOL):
+            return [ask_hccn_tool(tool, device) for device in ids]
+        remedy = "give --hccn-conf FILE or --device-ips A,B,..."
+        _require(HCCN_CONF.exists(), f"no hccn_tool and no {HCCN_CONF} on this machine: {remedy}")
     path = options.hccn_conf[index] if options.hccn_conf else HCCN_CONF
-    if not options.hccn_conf and not path.exists():
-        _fail(f"no hccn_tool and no {path} on this machine: give --hccn-conf FILE or --device-ips A,B,...")
     found = read_hccn_conf(path)
     for device in ids:
         _require(device in found, f"{path} has no address_{device}: add it, or name other --devices")
@@ -481,24 +485,10 @@ def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]
 
 # --- the command line ----------------------------------------------------------------------------------------------
 
-MAKE = """Write the table of one server, or of several with --server repeated.
-
-  make --server 10.0.0.1 --out rank_table.json                      this machine's 8 devices, asked of hccn_tool
-  make --server 10.0.0.1 --devices 4-7 --hccn-conf hccn.conf        from a copy of that server's /etc/hccn.conf
-  make --server 10.0.0.1 --hccn-conf a.conf --server 10.0.0.2 --hccn-conf b.conf
-  make --server 10.0.0.1 --devices 0,1 --device-ips 192.168.1.8,192.168.1.9 --form group
-
-Addresses come from --device-ips or --hccn-conf (once for each server, in their order), else from hccn_tool, else from
-/etc/hccn.conf. Ranks follow the order of servers and devices. One server in form 1.0 needs none: --device-ips none."""
-
-MERGE = """Join tables into one, ranks numbered anew in the order of the files. Every server must get the same result.
-With one table and --form it converts that table into the other form."""
-
-CHECK = """Say of each table whether it is right, and if not which rule it breaks and what to do.
-A server_id such as 10.*.*.* is taken on one server, with a warning, because HCCL only compares it; else refused."""
-
 
 class Parser(argparse.ArgumentParser):
+    """A parser that raises a mistake as RankTableError."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
@@ -506,46 +496,25 @@ class Parser(argparse.ArgumentParser):
         _fail(f"{message.removeprefix('argument ')} (see --help)")
 
 
-def command_line() -> Parser:
-    parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{make,merge,check}")
-    make = commands.add_parser("make", help="write the table of one or several servers", description=MAKE)
-    make.add_argument("--server", action="append", required=True, metavar="ADDRESS", help="the server's own address")
-    make.add_argument(
-        "--devices", default="[0,8)", metavar="LIST", help='on each server: "[0,8)" (default), 0-7 or 0,1'
-    )
-    source = make.add_mutually_exclusive_group()
-    source.add_argument("--device-ips", action="append", metavar="A,B,...", help="the devices' addresses, or none")
-    source.add_argument("--hccn-conf", action="append", type=Path, metavar="FILE", help="the server's /etc/hccn.conf")
-    merge = commands.add_parser("merge", help="join tables, or convert one", description=MERGE)
-    checks = commands.add_parser("check", help="say whether tables are right", description=CHECK)
-    for command in (merge, checks):
-        command.add_argument("tables", nargs="+", type=Path, metavar="TABLE.json")
-    for command in (make, merge):
-        command.add_argument("--form", choices=("group", "1.0"), help="default: 1.0; in a merge, that of the tables")
-        command.add_argument(
-            "--board-id", metavar="ID", help="form group: 0x0000 is x86, 0x0020 arm (default: as here)"
-        )
-        command.add_argument(
-            "--out", type=Path, metavar="FILE.json", help="written whole or not at all (default: print)"
-        )
-    for command in (make, merge, checks):
-        command.add_argument(
-            "--product", choices=PRODUCTS, default="training", help="whose rules (default: %(default)s)"
-        )
-        command.epilog = "products:\n" + "\n".join(f"  {name:15} {each.title}" for name, each in PRODUCTS.items())
-    return parser
-
-
 def run_make(options: argparse.Namespace) -> None:
+    """Write the table of one server, or of several with --server repeated.
+
+      make --server 10.0.0.1 --out rank_table.json                      this machine's 8 devices, from hccn_tool
+      make --server 10.0.0.1 --devices 4-7 --hccn-conf hccn.conf        from a copy of that server's /etc/hccn.conf
+      make --server 10.0.0.1 --hccn-conf a.conf --server 10.0.0.2 --hccn-conf b.conf
+      make --server 10.0.0.1 --devices 0,1 --device-ips 192.168.1.8,192.168.1.9 --form group
+
+    Addresses come from --device-ips or --hccn-conf (once for each server, in their order), else from hccn_tool, else
+    from /etc/hccn.conf. Ranks follow the order of servers and devices. One server in form 1.0 needs no addresses:
+    --device-ips none.
+    """
     ids, servers = parse_devices(options.devices), options.server
     given = options.device_ips or options.hccn_conf
     remedy = "give --device-ips or --hccn-conf once for each, in their order"
     _require(given or len(servers) == 1, f"this machine knows its own devices alone: {remedy}")
     count = len(given or servers)
     _require(count == len(servers), f"{count} lists of addresses for {len(servers)} servers: {remedy}")
-    twice = _repeated(servers)
-    _require(twice is None, f"--server {_q(str(twice))} is given twice: give each server once, by its own address")
+    _unique(servers, lambda name: f"--server {_q(name)} is given twice: give each server once, by its own address")
     devices = []
     for index, name in enumerate(servers):
         _require(not is_placeholder(name), f"--server {_q(name)} is a placeholder: give the server's real address")
@@ -555,6 +524,10 @@ def run_make(options: argparse.Namespace) -> None:
 
 
 def run_merge(options: argparse.Namespace) -> None:
+    """Join tables into one, with new ranks in the order of the files. Every server must get the same result.
+
+    With one table and --form, convert that table into the other form.
+    """
     devices: list[Device] = []
     header: dict[str, str] = {}
     extra: dict[str, dict[str, Any]] = {}
@@ -566,42 +539,71 @@ def run_merge(options: argparse.Namespace) -> None:
         own = {**table.header, **({"board_id": options.board_id} if table.header and options.board_id else {})}
         header = header or own
         _require(own in ({}, header), f"{path}: {own} elsewhere is {header}: make them agree, or give --board-id")
-        known = {device.server_id for device in devices}
-        for name in table.servers():
-            _require(
-                name not in known, f"{path}: server_id {_q(name)} is in two tables: give each server its own, once"
-            )
+        shared = sorted({device.server_id for device in devices} & {*table.servers()})
+        named = ", ".join(map(_q, shared))
+        _require(not shared, f"{path}: server_id {named} is in two tables: give each server its own, once")
         devices += sorted(table.devices, key=lambda device: device.rank)
         extra.update(table.server_extra)
     finish(Table(form, devices, header or new_header(options), extra), PRODUCTS[options.product], options.out)
 
 
 def run_check(options: argparse.Namespace) -> int:
-    broken = 0
+    """Report for each table whether it is right, and if not, which rule it breaks and what to do.
+
+    A server_id such as 10.*.*.*, which HCCL only compares, gives a warning in a table of one server, else an error.
+    """
+    exit_code = 0
     for path in options.tables:
         try:
             print(f"{path}: right, {read(path, PRODUCTS[options.product])}")
         except RankTableError as error:
-            report(error)
-            broken = 2
-    return broken
+            exit_code = report(error)
+    return exit_code
+
+
+def command_line() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{make,merge,check}")
+    for run, text in (
+        (run_make, "write the table of one or several servers"),
+        (run_merge, "join tables, or convert one"),
+        (run_check, "report whether tables are right"),
+    ):
+        name, description = run.__name__.partition("_")[2], textwrap.dedent(f"    {run.__doc__}")
+        command = commands.add_parser(name, help=text, description=description)
+        command.set_defaults(run=run)
+        add = command.add_argument
+        if run == run_make:
+            add("--server", action="append", required=True, metavar="ADDRESS", help="the server's own address")
+            add("--devices", default="[0,8)", metavar="LIST", help='on each server: "[0,8)" (default), 0-7 or 0,1')
+            source = command.add_mutually_exclusive_group().add_argument
+            source("--device-ips", action="append", metavar="A,B,...", help="the devices' addresses, or none")
+            source("--hccn-conf", action="append", type=Path, metavar="FILE", help="the server's /etc/hccn.conf")
+        else:
+            add("tables", nargs="+", type=Path, metavar="TABLE.json")
+        if run != run_check:
+            add("--form", choices=("group", "1.0"), help="default: 1.0; in a merge, that of the tables")
+            add("--board-id", metavar="ID", help="form group: 0x0000 is x86, 0x0020 arm (default: as here)")
+            add("--out", type=Path, metavar="FILE.json", help="file to write atomically (default: print)")
+        add("--product", choices=PRODUCTS, default="training", help="whose rules (default: %(default)s)")
+        command.epilog = "products:\n" + "\n".join(f"  {name:15} {each.title}" for name, each in PRODUCTS.items())
+    return parser
 
 
 def new_header(options: argparse.Namespace) -> dict[str, str]:
+    """Return the header that the group form has."""
     arm = platform.machine().lower() in ("aarch64", "arm64")
     return {"board_id": options.board_id or ("0x0020" if arm else "0x0000"), "chip_info": "910", "deploy_mode": "lab"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code."""
     try:
         options = command_line().parse_args(arguments)
-        if options.command == "check":
-            return run_check(options)
-        (run_make if options.command == "make" else run_merge)(options)
+        return int(options.run(options) or 0)
     except RankTableError as error:
-        report(error)
-        return 2
-    return 0
+        return report(error)
 
 
 # --- small things --------------------------------------------------------------------------------------------------
@@ -614,9 +616,10 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def _repeated(values: Iterable[Any]) -> Any:
-    """The first value that occurs more than once, or None."""
-    return next((value for value, count in Counter(values).items() if count > 1), None)
+def _unique(values: Sequence[Any], message: Callable[[Any], str]) -> None:
+    """Raise RankTableError with the message for the first value that occurs more than once."""
+    for value, count in Counter(values).items():
+        _require(count == 1, message(value))
 
 
 def _join(values: Sequence[int]) -> str:
@@ -624,7 +627,7 @@ def _join(values: Sequence[int]) -> str:
 
 
 def _q(text: str) -> str:
-    """Quoted, on one line, and short, whatever it holds."""
+    """Return it quoted, on one line, and short."""
     return f"{text[:60]!a}{'...' if len(text) > 60 else ''}"
 
 
@@ -638,12 +641,15 @@ def _fail(message: str) -> NoReturn:
 
 
 def warn(warnings: Iterable[str]) -> None:
+    """Print warnings on stderr."""
     for each in warnings:
         print(f"warning: {each}", file=sys.stderr)
 
 
-def report(error: RankTableError) -> None:
+def report(error: RankTableError) -> int:
+    """Print an error on stderr, on one line; return its exit code."""
     print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -88,6 +88,20 @@ class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
 def build_loss(name: str) -> nn.Cell:
     """Logits [m, 10] and labels int32 [m] to one loss a row [m]."""
     return SoftmaxCrossEntropyExpand() if name == "expand" else nn.CrossEntropyLoss(reduction="none")
+
+
+class Forward(nn.Cell):  # type: ignore[misc]
+    """Compute the mean of weight * loss of images, labels and sample weights; add it to ``total``."""
+
+    def __init__(self, model: ResNet, loss: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.model, self.loss = model, loss
+        self.total = Parameter(Tensor(0.0, ms.float32), "total", requires_grad=False)
+
+    def construct(self, images: Tensor, labels: Tensor, sample_weights: Tensor) -> Tensor:
+        mean = (self.loss(self.model(images), labels) * sample_weights).mean()
+        ops.assign_add(self.total, mean)
+        return mean
 
 
 def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:

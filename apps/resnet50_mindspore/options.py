@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from samestep import UserError
-from samestep.options import Options, Parser, add_common, real, whole
+from samestep import ConfigError
+from samestep.options import Options, Parser, add_common, bounded_float, bounded_int
 
 # msrun numbers the ranks of a machine from NODE_RANK * N.
 LAUNCHER = {"equal_ranks": True}
@@ -33,15 +33,15 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.01",
         datasets=("cifar10", "synthetic-cifar10"),
         devices=("auto", "cpu", "ascend"),
-        may_change_at_resume=("api", "sink_size", "first_step_timeout"),
+        resume_mutable=("api", "sink_size", "first_step_timeout"),
     )
     parser.set_defaults(dtype="float32")  # MindSpore's convolutions on CPU know no other
     add = parser.add_argument_group("model and optimizer").add_argument
     add("--depth", type=int, choices=(18, 50), default=50, help="of the ResNet (default: %(default)s)")
-    add("--image-size", type=whole(8), metavar="S", help="images are resized to S x S (default: 32, on Ascend 224)")
+    add("--image-size", type=bounded_int(8), metavar="S", help="images are resized to S x S (default: 32, on Ascend 224)")
     add("--freeze-bn", action="store_true", help="batch normalisation by its stored statistics, also in training")
     add("--loss", choices=("expand", "builtin"), default="expand", help="of small operators, or MindSpore's own")
-    add("--momentum", type=real(0.0, below=1.0), default=0.9, metavar="M", help="(default: %(default)s)")
+    add("--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help="(default: %(default)s)")
     add(
         "--drop-remainder",
         action="store_true",
@@ -57,7 +57,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     )
     add(
         "--sink-size",
-        type=whole(1),
+        type=bounded_int(1),
         default=1,
         metavar="S",
         help="updates in a loop, between which nothing is due: on Ascend they run from data that wait on the device; "
@@ -65,7 +65,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     )
     add(
         "--first-step-timeout",
-        type=real(0.0, above=True),
+        type=bounded_float(0.0, above=True),
         metavar="T",
         help="as --timeout, until the first step is done, which is compiled (default: 300, on Ascend 1800)",
     )
@@ -87,14 +87,14 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.device == "auto":
         options.device = "ascend" if ASCEND_DRIVER.exists() else "cpu"
     elif options.device == "ascend" and not ASCEND_DRIVER.exists():
-        raise UserError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
+        raise ConfigError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
     if options.parallel == "auto":
         _check_auto(options)
     for name in TABLE_VARIABLES:
         if options.device == "cpu" and os.environ.get(name):
-            raise UserError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
+            raise ConfigError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
-        raise UserError(
+        raise ConfigError(
             "MS_COMPILER_CACHE_ENABLE=1: a step that MindSpore 2.10 takes from its cache leaves the running statistics "
             "as they are: unset it"
         )
@@ -109,9 +109,9 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 def _check_auto(options: Options) -> None:
     """Refuse what cannot work under AutoParallel. Raises UserError."""
     if options.device == "cpu":
-        raise UserError("--parallel auto needs Ascend, MindSpore has none on CPU: use --parallel data")
+        raise ConfigError("--parallel auto needs Ascend, MindSpore has none on CPU: use --parallel data")
     if options.api == "highlevel" or options.sink_size > 1:
-        raise UserError(
+        raise ConfigError(
             "--parallel auto takes --api functional and --sink-size 1 alone: MindSpore's AutoParallel knows no sinking "
             "in a loop of our own, and Model was not tried with it"
         )
@@ -126,7 +126,7 @@ def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None
     due |= {"--evaluate-every": options.evaluate_every, "--max-steps": options.max_steps or 0, **(more or {})}
     for name, steps in due.items():
         if steps % options.sink_size:
-            raise UserError(
+            raise ConfigError(
                 f"--sink-size {options.sink_size} does not divide {name} {steps}: something would be "
                 f"due within a loop; choose a divisor of {math.gcd(*due.values())}"
             )
@@ -138,7 +138,7 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
     size, drops = options.global_batch_size, bool(options.drop_remainder)
     if drops and train_examples < size:
-        raise UserError(f"--drop-remainder leaves none of {train_examples} samples: lower --global-batch-size")
+        raise ConfigError(f"--drop-remainder leaves none of {train_examples} samples: lower --global-batch-size")
     steps_per_epoch = GlobalBatches(train_examples, size, seed=0, drop_last=drops).steps_per_epoch
     check_loops(options, {"the steps of an epoch": steps_per_epoch, "the step to resume at": start})
 
@@ -151,7 +151,7 @@ def check_start(options: Options, dataset: str, start: int) -> None:
 def check_ranks(options: Options, ranks: int) -> None:
     """For the launch script: refuse what does not suit as many ranks on a machine. Raises UserError."""
     if options.parallel == "auto" and ranks == 1:
-        raise UserError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
+        raise ConfigError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
 
 
 def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:

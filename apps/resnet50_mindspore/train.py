@@ -4,64 +4,48 @@
     msrun --worker_num=2 --local_worker_num=2 --join=True apps/resnet50_mindspore/train.py
     python apps/resnet50_mindspore/train.py               # one process
 
-Every rank runs this file, and so does msrun's scheduler, which only helps them to find each other. They talk at eight
-places, each marked: at the rendezvous, when they restore a checkpoint, at each step for the gradients (in TrainStep, or
-in Model), once after the first step (have all compiled it?), at each log line for the loss, at each evaluation (running
-statistics, then sums), before a checkpoint is saved (running statistics, then: do all hold the same?), and at the end
-(the same two).
+Every rank runs this file, and so does msrun's scheduler, through which the ranks find each other. A comment marks each
+collective, where a rank waits for the others: the rendezvous; the restore of a checkpoint; the gradients at each step
+(in TrainStep, or in Model); once after the first step, until all have compiled it; the statistics of each log line;
+each evaluation (running statistics, then sums); the running statistics and the comparison of all ranks before a
+checkpoint and at the end.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import auto_parallel
+import distributed
 import mindspore as ms
 import numpy as np
-import ranks
 import weights
-from data import Split, feed, load, rows_per_rank
+from data import Split, load, rows_per_rank, train_loops
 from highlevel import fit
-from mindspore import Parameter, Tensor, nn, ops
-from model import ResNet, build_loss, build_model
+from mindspore import Tensor, nn
+from model import Forward, ResNet, build_loss, build_model
 from options import check_steps, parse
 from samestep import env, log
-from samestep.env import World
+from samestep.data import datasets
 from samestep.options import Options
-from samestep.run import Run
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import Run, StepStats
 from samestep.sharding import GlobalBatches, shard
-from samestep.watchdog import Watchdog
 
-APP = Path(__file__).resolve().parent.name
-EVALUATION_BATCH = 64  # images at a time; of no influence on the result
+EVAL_BATCH_SIZE = 64  # does not change the result
 
 
 def build_optimizer(options: Options, model: ResNet) -> nn.Momentum:
     return nn.Momentum(model.trainable_params(), options.lr, options.momentum)
 
 
-class Forward(nn.Cell):  # type: ignore[misc]
-    """Images, labels and sample weights of one batch to the mean of weight * loss, which is added to ``total``."""
-
-    def __init__(self, model: ResNet, loss: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.model, self.loss = model, loss
-        self.total = Parameter(Tensor(0.0, ms.float32), "total", requires_grad=False)
-
-    def construct(self, images: Tensor, labels: Tensor, sample_weights: Tensor) -> Tensor:
-        mean = (self.loss(self.model(images), labels) * sample_weights).mean()
-        ops.assign_add(self.total, mean)
-        return mean
-
-
 class TrainStep(nn.Cell):  # type: ignore[misc]
-    """One update with this rank's shard of a global batch, compiled into one graph; returns the mean of weight * loss.
+    """Update with this rank's shard of a global batch, in one compiled graph; return the mean of weight * loss.
 
-    The gradient must be the mean over the global batch's *samples*, although shards may differ in size. MindSpore
+    The gradient must be the mean over the *samples* of the global batch, although shards may differ in size. MindSpore
     averages over ranks, so each sample is scaled by its weight; rows that only fill up a shard have weight 0.
     """
 
@@ -75,106 +59,106 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
     def construct(self, images: Tensor, labels: Tensor, sample_weights: Tensor) -> Tensor:
         loss, gradients = self.gradients(images, labels, sample_weights)
         if self.reduces:
-            gradients = self.reduce(gradients)  # ranks talk: MindSpore averages the gradients
+            gradients = self.reduce(gradients)  # collective: MindSpore averages the gradients
         self.optimizer(gradients)
         return loss
 
 
-def evaluate(model: ResNet, test: Split, image_size: int, world: World, watchdog: Watchdog) -> dict[str, Any]:
-    """Loss and accuracy over the whole test set, each example counted once on exactly one rank.
+def evaluate(run: Run, model: ResNet, test_set: Split) -> dict[str, Any]:
+    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once.
 
-    The model evaluated has the running statistics averaged over ranks; each rank then has its own back.
+    The evaluated model has the running statistics averaged over ranks; each rank then gets its own back.
     """
     own = weights.buffers(model)
-    weights.load_buffers(model, weights.averaged_buffers(model)[0])  # ranks talk
+    weights.load_buffers(model, weights.averaged_buffers(model)[0])  # collective
     model.set_train(False)
-    compiles = not model.compile_cache
-    if compiles:
-        watchdog.compiles()
-    first, last = shard(len(test.labels), world.rank, world.world_size)
+    if compiles := not model.compile_cache:
+        run.monitor.expect_compilation()
+    first, last = shard(len(test_set.labels), run.world.rank, run.world.world_size)
     sums = np.zeros(3)
-    batches = test.evaluation(first, last, EVALUATION_BATCH, image_size)
+    batches = test_set.evaluation(first, last, EVAL_BATCH_SIZE, run.options.image_size)
     for images, labels, sample_weights in batches.create_tuple_iterator(num_epochs=1):
         counted = sample_weights.asnumpy() > 0
-        logits = model(images).asnumpy()[counted].astype(np.float64)
-        wanted = labels.asnumpy()[counted]
+        logits, targets = model(images).asnumpy()[counted].astype(np.float64), labels.asnumpy()[counted]
         logits -= logits.max(axis=1, keepdims=True)
-        sums[0] += (np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(wanted)), wanted]).sum()
-        sums[1] += (logits.argmax(axis=1) == wanted).sum()
-        sums[2] += len(wanted)
-        watchdog.beat()
+        sums[0] += (np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(targets)), targets]).sum()
+        sums[1] += (logits.argmax(axis=1) == targets).sum()
+        sums[2] += len(targets)
+        run.monitor.beat()
     model.set_train(True)
     weights.load_buffers(model, own)
     if compiles:
-        watchdog.compiles()  # other ranks may still be at it
-    loss_sum, correct, examples = ranks.all_gather(sums).sum(axis=0).tolist()  # ranks talk
+        run.monitor.expect_compilation()  # other ranks may still compile
+    loss_sum, correct, examples = distributed.all_gather(sums).sum(axis=0).tolist()  # collective
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
-def train(run: Run, options: Options, world: World) -> None:
-    """Train, or go on training."""
+def train(run: Run, options: Options) -> None:
+    """Train from the first step, or from the checkpoint that the run resumes."""
+    world, drops = run.world, bool(options.drop_remainder)
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
     optimizer = build_optimizer(options, model)
-    run.restore(ranks, partial(weights.load, model, optimizer, world))  # ranks talk: rank 0 reads, all load the same
-    training, test = load(options.dataset, options.data_dir)
-    n, size, drops = len(training.labels), options.global_batch_size, bool(options.drop_remainder)
-    check_steps(options, n, run.start)  # the launch script did, where there is one
+    run.restore(distributed, lambda groups: weights.load(model, optimizer, world, groups))  # collective: rank 0 reads
+    train_set, test_set = load(options.dataset, options.data_dir)
+    n, size = len(train_set.labels), options.global_batch_size
+    check_steps(options, n, run.first_step)  # as the launch script, if any, did
     batches = GlobalBatches(n, size, options.seed, world.rank, world.world_size, drop_last=drops)
-    run.begin(batches, len(test.labels), f"ResNet-{options.depth}", options.device, ranks.facts(options.device))
+    metadata = distributed.run_metadata(options.device)
+    run.start(batches, len(test_set.labels), f"ResNet-{options.depth}", options.device, metadata)
     forward = Forward(model, build_loss(options.loss))
 
     def after_update(step: int, loss: Tensor) -> None:
-        """What is due after the update ``step``, whose mean of weight * loss on this rank was ``loss``."""
+        """Take the actions that follow the update ``step``, in which this rank's mean of weight * loss was ``loss``."""
         model.batches_tracked += not options.freeze_bn
-        if step == run.start:
-            ranks.all_gather(np.zeros(1))  # ranks talk, once: the first step counts as done when all have compiled it
-        due = run.done(step)
-        if due.talk and (step + 1) % options.sink_size == 0:  # in mid-loop the weights are those of the loop's end
-            last, total = float(loss.asnumpy()), float(forward.total.asnumpy())  # ranks talk, until this step is done
-            loss_sum = last * batches.size(step)
-            mine = [loss_sum, (total - last) * size + loss_sum]  # only an epoch's last batch, always due, is smaller
-            sums = ranks.all_gather(np.array([*mine, *run.says()])).sum(axis=0)  # ranks talk
-            due = run.heard(due, sums[2:].tolist())
-        if due.log:
+        if step == run.first_step:
+            distributed.all_gather(np.zeros(1))  # collective, once: the first step is done when all have compiled it
+        run.after_step(step)  # counts, and beats for the watchdog
+        actions = run.actions(step)  # the same on all ranks, without communication
+        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are those of its end
+            with run.monitor.collective("train step"):
+                last, total = float(loss.asnumpy()), float(forward.total.asnumpy())  # collective: waits for the step
+            loss_sum = last * batches.size(step) / world.world_size
+            running_loss = (total - last) * size / world.world_size + loss_sum  # only an epoch's last batch is smaller
+            stats = np.array(run.local_stats(loss_sum, running_loss).to_vector())
+            sums = distributed.all_gather(stats).sum(axis=0)  # collective
+            actions = run.apply_global_stats(StepStats.from_vector(sums.tolist()))
+        if actions.log:
             forward.total.set_data(Tensor(0.0, ms.float32))
-            sums = sums / world.world_size
-            tested = evaluate(model, test, options.image_size, world, run.watchdog) if due.test else {}  # ranks talk
-            run.record(float(sums[0]), float(sums[1]), tested)
-        if due.save:
-            run.save(ranks, weights.groups(model, optimizer))  # ranks talk: they average, compare; then rank 0 writes
+            run.log_metrics(evaluate(run, model, test_set) if actions.evaluate else {})  # collective
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save(distributed, weights.groups(model, optimizer))  # collective: average, compare; rank 0 writes
 
-    steps = range(run.start, run.stop)
-    shards = training.training(batches, steps, options.image_size)
+    steps = range(run.first_step, run.last_step)
+    shards = train_set.training(batches, steps, options.image_size)
     sinks = options.device == "ascend" and options.parallel == "data"
     if options.api == "highlevel" and steps:
-        sink_size, print_every = options.sink_size if sinks else None, 0 if options.quiet else options.log_every
-        fit(forward, optimizer, shards, steps, after_update, run, sink_size, print_every)  # ranks talk
+        fit(run, forward, optimizer, shards, after_update, sinks)  # collective
     elif steps:
-        graph: nn.Cell = TrainStep(forward, optimizer, options.parallel == "data", world.world_size)
+        train_step: nn.Cell = TrainStep(forward, optimizer, options.parallel == "data", world.world_size)
         if options.parallel == "auto":
-            graph = auto_parallel.cut(graph, rows_per_rank(batches), options.image_size)
-        loops = range(run.start, run.stop, options.sink_size)
-        for first, loss in zip(loops, feed(graph, shards, sinks, options.sink_size, run.phases)):  # ranks talk
+            train_step = auto_parallel.cut(train_step, rows_per_rank(batches), options.image_size)
+        for first, loss in zip(steps[:: options.sink_size], train_loops(run, train_step, shards, sinks)):  # collective
             for step in range(first, first + options.sink_size):
-                after_update(step, loss)  # ranks talk, where something is due
+                after_update(step, loss)  # collective, if an action follows
 
-    tested = run.tested or evaluate(model, test, options.image_size, world, run.watchdog)  # ranks talk
-    weights.load_buffers(model, weights.averaged_buffers(model)[0])  # ranks talk
-    run.finish(ranks, weights.model_arrays(model), tested)  # ranks talk: all must hold the same weights
+    metrics = run.eval_metrics or evaluate(run, model, test_set)  # collective
+    weights.load_buffers(model, weights.averaged_buffers(model)[0])  # collective
+    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
     world = env.detect(os.environ)
     if world.role == "scheduler":
-        ranks.serve(options)  # does not return
-    run = Run(APP, options, world)
-    ranks.choose_device(options.device)
-    ranks.rendezvous(world, options)  # ranks talk
-    train(run, options, world)
-    run.report("mindspore", ms.__version__, ranks.backend(options.device), options.device)
+        distributed.serve(options)  # does not return
+    run = Run(Path(__file__).resolve().parent.name, options, world, Watchdog(), datasets.resolve)
+    distributed.monitor = run.monitor
+    distributed.choose_device(options.device)
+    distributed.rendezvous(world, options)  # collective
+    train(run, options)
+    run.report("mindspore", ms.__version__, distributed.backend(options.device), options.device)
 
 
 if __name__ == "__main__":
-    log.run(main, headline=ranks.headline)
+    log.run(main, summarize_error=distributed.summarize_error)

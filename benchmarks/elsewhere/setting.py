@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from common import torchvision_that_imports
-from samestep import datasets
+from samestep.data import datasets
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

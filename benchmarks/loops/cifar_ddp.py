@@ -24,7 +24,7 @@ def limit(options: argparse.Namespace) -> None:
     from data import feed, load
     from model import build_model
     from options import parse
-    from samestep.phases import Phases
+    from samestep.step_timer import StepTimer
     from samestep.sharding import GlobalBatches
     from train import build_optimizer, train_step
 
@@ -35,8 +35,8 @@ def limit(options: argparse.Namespace) -> None:
     model = build_model(its, torch.float32)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model, forward_sync_buffers=False)
-    clock, phases = common.Clock(options, rank), Phases()
-    ranks.order_sums(ddp, phases, *training.batch(np.arange(1), torch.float32))
+    clock, phases = common.Clock(options, rank), StepTimer()
+    ranks.fix_reduction_order(ddp, phases, *training.batch(np.arange(1), torch.float32))
     for step in itertools.count():
         train_step(its, ddp, optimizer, shards, batches, step, phases)
         if clock.step():

@@ -1,4 +1,4 @@
-"""PaddlePaddle: the program of its tutorials, and the compute limit. Started by paddle.distributed.launch."""
+"""Time PaddlePaddle: the program of its tutorials, and the compute limit. paddle.distributed.launch starts this."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import common
 import paddle
 import paddle.distributed as dist
+import paddle.nn.functional as F
 
 
 def textbook(options: argparse.Namespace) -> None:
+    """Train by paddle.Model.fit on images that ToTensor converts one by one."""
     from paddle.vision.transforms import ToTensor
 
     world_size = int(os.environ["PADDLE_TRAINERS_NUM"])
@@ -27,10 +29,10 @@ def textbook(options: argparse.Namespace) -> None:
         paddle.nn.CrossEntropyLoss(),
         paddle.metric.Accuracy(topk=(1, 2)),
     )
-    its_clock = common.Clock(options, int(os.environ["PADDLE_TRAINER_ID"]))
+    clock = common.Clock(options, int(os.environ["PADDLE_TRAINER_ID"]))
 
     def on_train_batch_end(step: int, logs: dict[str, Any] | None = None) -> None:
-        if its_clock.step():
+        if clock.step():
             model.stop_training = True
 
     callback = paddle.callbacks.Callback()
@@ -47,31 +49,35 @@ def textbook(options: argparse.Namespace) -> None:
 
 
 def limit(options: argparse.Namespace) -> None:
-    """The app's own model, optimizer and step, fed its own first batches, made before; nothing is sampled or logged."""
+    """Take the app's steps with its model and optimizer on its first batches, in memory; sample and log nothing."""
     app = Path(__file__).resolve().parents[2] / "apps" / "lenet_paddle"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
     from data import load
+    from distributed import distribute
     from model import build_model
     from options import parse
-    from ranks import distribute
-    from samestep.phases import Phases
     from samestep.sharding import GlobalBatches
-    from train import build_optimizer, train_step
+    from train import build_optimizer
 
     if int(os.environ["PADDLE_TRAINERS_NUM"]) > 1:
         dist.init_parallel_env()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    its = parse([])
-    training, _ = load("mnist", options.data)
-    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
+    app_options = parse([])
+    train_set, _ = load("mnist", options.data)
+    batches = GlobalBatches(len(train_set.labels), options.batch, app_options.seed, rank, world_size)
     steps = range(common.RESIDENT)
-    shards = [(*training.batch(batches.indices(step), "float32"), batches.rows(step)) for step in steps]
-    model = build_model("float32", its.seed)
-    parallel, optimizer = distribute("basic", model, build_optimizer(its, model))
-    its_clock, phases = common.Clock(options, rank), Phases()
-    for images, labels, rows in itertools.cycle(shards):
-        train_step(parallel, optimizer, images, labels, rows, phases)
-        if its_clock.step():
+    shards = [(*train_set.batch(batches.indices(step), "float32"), batches.size(step)) for step in steps]
+    model = build_model("float32", app_options.seed)
+    parallel, optimizer = distribute("basic", model, build_optimizer(app_options, model))
+    clock = common.Clock(options, rank)
+    for images, labels, global_size in itertools.cycle(shards):
+        scores = parallel(images)
+        loss_sum = F.cross_entropy(scores, labels, reduction="sum")
+        (loss_sum * (world_size / global_size)).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        (scores.argmax(axis=1) == labels).sum()  # the app counts correct predictions
+        if clock.step():
             break
 
 
@@ -81,7 +87,7 @@ def main() -> None:
         textbook(options)
     else:
         limit(options)
-    os._exit(0)  # Paddle's gloo threads may abort an orderly end
+    os._exit(0)  # Paddle's gloo threads may abort an orderly exit
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     from data import load
     from model import build_model
     from options import parse
-    from samestep.phases import Phases
+    from samestep.step_timer import StepTimer
     from samestep.sharding import GlobalBatches
     from train import build_optimizer, train_step
 
@@ -43,7 +43,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
     if not plain:
-        ranks.order_sums(ddp, Phases(), *training.batch(np.arange(1), torch.float32))
+        ranks.fix_reduction_order(ddp, StepTimer(), *training.batch(np.arange(1), torch.float32))
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
         train_step(optimizer, F.nll_loss(ddp(images, rows), labels, reduction="sum"), rows)

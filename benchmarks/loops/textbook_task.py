@@ -14,7 +14,7 @@ from typing import Any
 import common
 import torch
 import torch.nn.functional as F
-from samestep import datasets
+from samestep.data import datasets
 from textbook_net import TextbookNet, TextbookVGG
 from torch import Tensor, nn
 from torch.utils.data import Dataset

@@ -151,7 +151,7 @@ class AppLoop:
         from model import build_model
         from options import parse
         from samestep.options import Options
-        from samestep.phases import Phases
+        from samestep.step_timer import StepTimer
         from samestep.sharding import GlobalBatches
 
         its: Options = parse([f"--seed={options.seed}", *words])
@@ -171,7 +171,7 @@ class AppLoop:
         def step(index: int) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = train.learning_rate(its, index, self.steps)
-            train.train_step(its, ddp, optimizer, shards, batches, index, Phases())
+            train.train_step(its, ddp, optimizer, shards, batches, index, StepTimer())
             if average:
                 average.update(model, index)
 

@@ -78,9 +78,9 @@ class Told:
         for rank, processes in self.ranks.items():
             kept: list[Step] = []
             for events in processes:
-                mine = [e for e in restores if e["pid"] == events[0]["pid"]]
-                before = [s for s in saves if mine and s["time"] < mine[0]["time"]]
-                if mine and before:
+                local = [e for e in restores if e["pid"] == events[0]["pid"]]
+                before = [s for s in saves if local and s["time"] < local[0]["time"]]
+                if local and before:
                     last = (before[-1]["epoch"], before[-1]["batch"])
                     # What was made of the newest checkpoint's steps, once: a later process may have made them anew.
                     end = max((i for i, step in enumerate(kept) if step.position == last), default=-1)

@@ -20,7 +20,7 @@ from subjects import Setting, Subject, steps_taken
 LIMIT = 300.0  # seconds for a job, which takes 10 to 60 by itself
 GRACE = 5.0  # seconds after a job's end for what it started to end too
 IN_FLIGHT = 3  # steps that may be told after a fault although nobody goes on
-PATIENCE = 45.0  # seconds after a fault for something to come of it
+WAIT_NOTICE_AFTER = 45.0  # seconds after a fault for something to come of it
 EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
 
 
@@ -211,7 +211,7 @@ def killed_launcher(place: Place) -> str:
         struck = time.time()
         job.launcher.kill()
         job.launcher.wait()
-        gone = job.wait(lambda: not job.left() if len(job.launchers) == 1 else job.done(), PATIENCE)
+        gone = job.wait(lambda: not job.left() if len(job.launchers) == 1 else job.done(), WAIT_NOTICE_AFTER)
         took, left = time.time() - struck, len(job.left())
         after = [step for step in place.told().steps() if step.time > struck + 1]
         ended = steps_taken(place.told()) >= place.subject.steps(setting)
@@ -232,10 +232,10 @@ def told_to_stop(place: Place) -> str:
         struck = time.time()
         job.launcher.terminate()
         done = place.settled(job)
-        ended = job.wait(lambda: job.launcher.poll() is not None, PATIENCE)
+        ended = job.wait(lambda: job.launcher.poll() is not None, WAIT_NOTICE_AFTER)
         took = time.time() - struck
         if len(job.launchers) > 1:
-            job.wait(job.done, PATIENCE)
+            job.wait(job.done, WAIT_NOTICE_AFTER)
             return f"{seconds(took)}; the others go on to the end; {codes(job)}" if ended else "does not end"
         if not ended:
             return f"does not end in {seconds(took)}"
@@ -261,7 +261,7 @@ def stalled(place: Place) -> str:
             at = re.findall(r"steps (\d+) to \d+", job.said())
             goes_on = f"goes on by itself at step {at[-1]}, {done - int(at[-1])} of {done} lost; {codes(job)}"
             return f"{quote(named[1] if named else '')} and {goes_on}"
-        job.wait(job.done, PATIENCE)
+        job.wait(job.done, WAIT_NOTICE_AFTER)
         after = [step.time for step in place.told().steps() if step.time > struck]
         gap = max((b - a for a, b in itertools.pairwise([struck, *after])), default=0.0)
         others = [each.poll() is not None for each in job.launchers]
@@ -269,7 +269,7 @@ def stalled(place: Place) -> str:
             return f"job ends, {codes(job)}, {seconds(time.time() - struck)}: {last_words(job)}"
         if len(after) > IN_FLIGHT:
             return f"the others go on without it after {seconds(gap)}"
-        return f"stands still: nothing said or done in {seconds(PATIENCE)}"
+        return f"stands still: nothing said or done in {seconds(WAIT_NOTICE_AFTER)}"
 
 
 def harmed(place: Place, harm: Callable[[Path], str]) -> str:
@@ -360,7 +360,7 @@ def epoch_at_3(place: Place) -> tuple[str, Told, str]:
 def evaluation(place: Place) -> str:
     """3 ranks, 1 epoch; how many examples its evaluation counts, of 1,000 for most."""
     subject = place.subject
-    if not subject.evaluates:
+    if not subject.eval_group:
         return "it has no evaluation"
     wrong, told, said = epoch_at_3(place)
     if wrong:

@@ -54,7 +54,7 @@ class Subject:
     packages: Sequence[str] = ("torch",)
     examples = 4000  # that it trains on
     saves = True  # checkpoints
-    evaluates = True
+    eval_group = True
     tests = 1000  # examples that its evaluation is of
     batch = 480  # of the whole job: few steps an epoch, as each is slow where other work is on the machine
     heals = False  # what a rank lost it gets from the others: a new process does not begin anew
@@ -185,7 +185,7 @@ class Ours(Subject):
 
 class PyTorch(Subject):
     name = "pytorch"
-    evaluates = False
+    eval_group = False
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
         program = [str(self.origins()[0].name), str(setting.epochs), "1", f"--batch_size={setting.batch // setting.n}"]
@@ -215,7 +215,7 @@ class Accelerate(Subject):
     def prepare(self, folder: Path, given: Path | None) -> None:
         """The training digits as its data set's files: <class>_<number>.jpg."""
         from PIL import Image
-        from samestep.datasets import load
+        from samestep.data.datasets import load
 
         sources.put(self.name, folder, given)
         (folder / "images").mkdir()
@@ -263,7 +263,7 @@ class TorchFT(Subject):
     name = "torchft"
     packages = ("torch", "torchft")
     examples = 1024
-    saves = evaluates = epochs_told = False
+    saves = eval_group = epochs_told = False
     heals = True
 
     def prepare(self, folder: Path, given: Path | None) -> None:

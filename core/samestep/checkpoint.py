@@ -1,12 +1,13 @@
-"""What survives: checkpoints that exist whole or not at all, are verified when read, and hold no pickle.
+"""Write and read checkpoints: atomic, checksummed, and without pickle.
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
-(``model``, ``optimizer``) and ``manifest.json``, which holds the step, the small state (running sums, elapsed
-seconds), the options that decide the arithmetic, and size and SHA-256 of every file; the manifest carries a SHA-256
-of itself, so that one flipped bit anywhere is noticed. The folder is written beside its place, synced and renamed.
+(``model``, ``optimizer``) and ``manifest.json``, which holds the step, the small state (running sums, elapsed seconds),
+the options that a resume must repeat, and size and SHA-256 of every file. The manifest carries a SHA-256 of itself, so
+that one flipped bit anywhere is noticed. The folder is written beside its place, synced and renamed.
 
-Rank 0 alone reads and writes; it broadcasts what it read, so no shared disk is assumed. What only computes (`bit_sum`,
-`weights_sha256`, `mismatch`) every rank calls. A checkpoint whose ranks write a shard each is `sharded`'s.
+Rank 0 alone reads and writes; it broadcasts what it reads, so no shared disk is assumed. Every rank may call the
+functions that only compute (`checksum`, `weights_sha256`, `state_dict_diff`). `samestep.sharded` writes checkpoints of
+which every rank holds a shard.
 """
 
 from __future__ import annotations
@@ -18,61 +19,62 @@ import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from samestep import FatalError, UserError, safetensors_writer
-from samestep.safetensors_writer import Part, encode
+from samestep import ConfigError, NonRetryableError
 
 Arrays = dict[str, NDArray[Any]]
 FORMAT = 1
 _MANIFEST = "manifest.json"
-_disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-_pending: Future[None] | None = None  # of the checkpoint that is not yet under its name
+_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+_pending: Future[None] | None = None  # of the checkpoint that is being written
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"[a-z_]+(-\d{5,})?\.safetensors")
 
 
-class Damaged(Exception):
-    """This checkpoint cannot be used, and why."""
+class CorruptCheckpoint(Exception):
+    """Say why a checkpoint cannot be used."""
 
 
-class OtherFormat(Damaged):
-    """It may be good, but another version of this package wrote it."""
+class UnsupportedFormat(CorruptCheckpoint):
+    """Report a checkpoint, which may be good, that another version of this package wrote."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A good checkpoint. ``state`` and ``arithmetic`` are JSON values.
+    """A good checkpoint.
 
-    ``contents`` has the verified bytes of each group's safetensors file; it is empty where the manifest alone was read.
-    ``files`` and, of a sharded one, ``pieces`` are the manifest's.
+    ``state`` and ``resume_invariants`` are JSON values. ``contents`` has the verified bytes of each group's safetensors
+    file, or nothing if only the manifest was read. ``files`` and, for a sharded one, ``pieces`` are the manifest's.
     """
 
     folder: Path
     app: str
     step: int
     state: dict[str, Any]
-    arithmetic: dict[str, Any]
+    resume_invariants: dict[str, Any]
     contents: dict[str, bytes]
     files: dict[str, dict[str, Any]]
     pieces: dict[str, Any]
 
     def arrays(self, group: str) -> Arrays:
-        """The arrays of one group, by name. Raises FatalError when the file is not a safetensors file."""
+        """Return one group's arrays by name. Raises NonRetryableError if the file is not a safetensors file."""
         try:
             return safetensors.numpy.load(self.contents[group])
         except (KeyError, SafetensorError, ValueError, TypeError) as error:
-            raise FatalError(f"checkpoint {self.folder}: {group}.safetensors cannot be read: {error}") from error
+            raise NonRetryableError(f"checkpoint {self.folder}: {group}.safetensors cannot be read: {error}") from error
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -81,100 +83,149 @@ def save(
     step: int,
     groups: Mapping[str, Arrays],
     state: Mapping[str, Any],
-    arithmetic: Mapping[str, Any],
+    resume_invariants: Mapping[str, Any],
     keep: int,
-    spare: int | None = None,
+    protected_step: int | None = None,
 ) -> Path:
-    """Write the checkpoint of ``step`` (updates done) and delete all but the ``keep`` newest, and that of ``spare``.
+    """Write the checkpoint of ``step`` and delete older ones.
 
-    Returns as soon as the operating system has the bytes, so the arrays may change. A thread waits for the disk, gives
-    the checkpoint its name and deletes old ones: `finish` waits for that, and so does the next call.
-    Raises FatalError when this or the checkpoint before cannot be written; earlier ones are then untouched.
+    Returns as soon as the arrays are copied, so they may change. A thread writes the files; `finish`, which the next
+    call begins with, waits for it.
+
+    Args:
+        run_dir: the run's folder.
+        app: the app's name.
+        step: the number of updates done.
+        groups: arrays by group and name.
+        state: JSON values to restore.
+        resume_invariants: options that a resume must repeat.
+        keep: how many of the newest checkpoints to keep.
+        protected_step: a step whose checkpoint is kept as well.
+
+    Raises:
+        NonRetryableError: the previous checkpoint could not be written; earlier ones are untouched.
     """
     finish()
     folder = folder_of(run_dir, step)
-    temporary, written, files = temporary_of(folder), list[IO[bytes]](), {}
-    try:
-        clear(run_dir)
-        temporary.mkdir(parents=True)
-        for group, arrays in groups.items():
-            written.append((temporary / f"{group}.safetensors").open("wb"))
-            files[f"{group}.safetensors"] = write_file(written[-1], encode(arrays))
-        body = {"format": FORMAT, "app": app, "step": step, "files": files}
-        seal(folder, written, {**body, "state": dict(state), "arithmetic": dict(arithmetic)}, keep, spare)
-    except OSError as error:
-        raise not_written(folder, written, error) from error
+    contents = {f"{group}.safetensors": serialize(arrays) for group, arrays in groups.items()}
+    body = {"format": FORMAT, "app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
+
+    def write() -> None:
+        with writing(folder):
+            clear(run_dir)
+            temporary_of(folder).mkdir(parents=True)
+            files = {name: write_file(temporary_of(folder) / name, content) for name, content in contents.items()}
+            commit(folder, {**body, "files": files}, keep, protected_step)
+
+    submit(write)
     return folder
 
 
-def seal(folder: Path, written: list[IO[bytes]], body: Mapping[str, Any], keep: int, spare: int | None) -> None:
-    """Give the files ``written`` a manifest and, in a thread, their place; see `save`. Raises OSError."""
+def serialize(arrays: Arrays) -> bytes:
+    """Return the content of a safetensors file. Raises TypeError for a dtype that it cannot hold."""
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufc" or array.dtype.itemsize > 8:
+            raise TypeError(f"{name} is {array.dtype}, which no safetensors file can hold")
+    # Its writer takes an array's memory as it lies.
+    return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+
+
+def submit(write: Callable[[], None]) -> None:
+    """Let the writer thread call ``write``; `finish` waits for it and raises what it raises."""
     global _pending
-    content = _canonical(body)
-    digest = hashlib.sha256(content).hexdigest().encode()
-    written.append((temporary_of(folder) / _MANIFEST).open("wb"))
-    write_file(written[-1], [b'{"manifest": %b,\n "sha256": "%b"}' % (content, digest)])
-    _pending = _disk.submit(_commit, folder, written, keep, spare)
+    _pending = _writer.submit(write)
 
 
 def finish() -> None:
-    """Wait until the checkpoint given to `save` is on the disk under its name, and old ones are deleted.
-
-    Raises FatalError when it cannot be written.
-    """
+    """Wait until the last checkpoint is on the disk under its name. Raises NonRetryableError if that fails."""
     global _pending
     pending, _pending = _pending, None
     if pending:
         pending.result()
 
 
-def _commit(folder: Path, written: Sequence[IO[bytes]], keep: int, spare: int | None) -> None:
-    """What of `save` takes the disk's time. A kill at any moment leaves whole checkpoints, the newest or the others."""
-    temporary = temporary_of(folder)
-    try:
-        for file in written:
-            os.fsync(file.fileno())
-            file.close()
-        sync_folder(temporary)
-        if folder.exists():  # only a damaged one can be in the way: a good one would have been resumed from
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise not_written(folder, written, error) from error
+def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
+    """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
+
+    A kill at any moment leaves whole checkpoints, the newest or the others. Raises OSError.
+    """
+    temporary, content = temporary_of(folder), _canonical(body)
+    digest = hashlib.sha256(content).hexdigest().encode()
+    write_file(temporary / _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, digest))
+    sync_folder(temporary)
+    if folder.exists():  # only a corrupt one can be in the way: a good one would have been resumed from
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
     for old in folders(folder.parents[1])[keep:]:
-        if int(old.name[5:]) == spare:
-            continue
-        with contextlib.suppress(OSError):
-            shutil.rmtree(old.rename(temporary_of(old)))
+        if int(old.name[5:]) != protected_step:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(old.rename(temporary_of(old)))
 
 
-def not_written(folder: Path, written: Sequence[IO[bytes]], error: OSError) -> FatalError:
-    """For a checkpoint that is given up: closes its files, and deletes them."""
-    for file in written:
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the context into a NonRetryableError, and delete what is half-written of ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(temporary_of(folder), ignore_errors=True)
+        raise NonRetryableError(f"cannot write checkpoint {folder}: {os_error_message(error)}") from error
+
+
+def write_file(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a new file, sync it, and return its entry in a manifest: size and SHA-256. Raises OSError."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync it and rename it. Raises OSError; nothing partial is left."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        write_file(temporary, content)
+        temporary.replace(path)
+    except OSError:
         with contextlib.suppress(OSError):
-            file.close()
-    shutil.rmtree(temporary_of(folder), ignore_errors=True)
-    return FatalError(f"cannot write checkpoint {folder}: {reason(error)}")
+            temporary.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def clear(run_dir: Path) -> None:
-    """Delete what a process that was killed left half-written, or half-deleted. Raises OSError."""
-    for leftover in _entries(run_dir):
-        if leftover.startswith(".step-") and leftover.endswith(".tmp"):
-            shutil.rmtree(run_dir / "checkpoints" / leftover)
+    """Delete what a killed process left half-written or half-deleted. Raises OSError."""
+    for entry in _entries(run_dir):
+        if entry.startswith(".step-") and entry.endswith(".tmp"):
+            shutil.rmtree(run_dir / "checkpoints" / entry)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of ``step``."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def temporary_of(folder: Path) -> Path:
+    """Return the folder in which a checkpoint is written before it gets its name."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """The checkpoints' folders, newest first; half-written ones have other names."""
+    """Return the checkpoints' folders, newest first; half-written ones have other names."""
     found = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
     return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
@@ -182,80 +233,98 @@ def folders(run_dir: Path) -> list[Path]:
 def newest(
     run_dir: Path, warn: Callable[[str], None], verify: bool = True, reader: Callable[..., Checkpoint] | None = None
 ) -> Checkpoint | None:
-    """The newest good checkpoint; None when the run dir has none at all. Without ``verify``, by manifests alone.
+    """Return the newest good checkpoint, or None if the run dir has none at all.
 
-    ``reader`` is in the place of `read`, as is one that shares the work among ranks.
-    Every damaged one that is newer is named through ``warn``. Raises FatalError, listing them, when there are
-    checkpoints but none is good: starting again silently would throw the run away; UserError at one that another
-    version of this package wrote.
+    Args:
+        run_dir: the run's folder.
+        warn: gets one line for each corrupt checkpoint that is newer.
+        verify: False judges by manifests alone.
+        reader: takes the place of `read`, such as one that shares the work among ranks.
+
+    Raises:
+        NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
+        ConfigError: another version of this package wrote one.
     """
-    damaged = []
-    retired = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
+    corrupt = []
+    quarantined = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
     for folder in folders(run_dir):
         try:
             found = (reader or read)(folder, verify)
-        except OtherFormat as problem:  # an older one would make its steps again, and rename it
-            raise UserError(
-                f"checkpoint {folder} is of another version of samestep: {problem}: use that version, or start anew "
+        except UnsupportedFormat as error:  # an older one would repeat its steps, and rename it
+            raise ConfigError(
+                f"checkpoint {folder} is of another version of samestep: {error}: use that version, or start anew "
                 "with --no-resume or another --run-dir"
-            ) from problem
-        except Damaged as problem:
-            damaged.append(f"{folder.name} ({problem})")
+            ) from error
+        except CorruptCheckpoint as error:
+            corrupt.append(f"{folder.name} ({error})")
             continue
-        for text in damaged:
+        for text in corrupt:
             warn(f"checkpoint {text} is damaged and skipped; using {found.folder.name}")
         return found
-    if damaged or retired:
-        raise FatalError(
-            f"no checkpoint in {run_dir / 'checkpoints'} is good: {'; '.join([*damaged, *retired])}; "
+    if corrupt or quarantined:
+        raise NonRetryableError(
+            f"no checkpoint in {run_dir / 'checkpoints'} is good: {'; '.join([*corrupt, *quarantined])}; "
             "restore one, or start anew with --no-resume or another --run-dir"
         )
     return None
 
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
-    """Read and verify one checkpoint; without ``verify`` its manifest and its files' sizes alone. Raises Damaged."""
+    """Read and verify one checkpoint; without ``verify`` only its manifest and the files' sizes.
+
+    Raises CorruptCheckpoint.
+    """
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         body = manifest["manifest"]
         if manifest["sha256"] != hashlib.sha256(_canonical(body)).hexdigest():
-            raise Damaged(f"{_MANIFEST} does not match its own checksum")
+            raise CorruptCheckpoint(f"{_MANIFEST} does not match its own checksum")
         if body["format"] != FORMAT:
-            raise OtherFormat(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
+            raise UnsupportedFormat(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
         contents = {}
         for name, facts in body["files"].items():
             if not _FILE_NAME.fullmatch(name):  # a manifest must not lead out of its folder
-                raise Damaged(f"{_MANIFEST} names the file {name!r}")
+                raise CorruptCheckpoint(f"{_MANIFEST} names the file {name!r}")
             size = (folder / name).stat().st_size
             if size != facts["size"]:
-                raise Damaged(f"{name} has {size} bytes, not {facts['size']!r}")
+                raise CorruptCheckpoint(f"{name} has {size} bytes, not {facts['size']!r}")
             if not verify:
                 continue
             content = (folder / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-                raise Damaged(f"{name} does not match its checksum")
+                raise CorruptCheckpoint(f"{name} does not match its checksum")
             contents[name.removesuffix(".safetensors")] = content
         if folder.name != f"step-{body['step']:08d}":
-            raise Damaged(f"{_MANIFEST} is of step {body['step']}")
+            raise CorruptCheckpoint(f"{_MANIFEST} is of step {body['step']}")
         if not (isinstance(body["state"], dict) and isinstance(body["arithmetic"], dict)):
-            raise Damaged(f"{_MANIFEST} lacks its state")
+            raise CorruptCheckpoint(f"{_MANIFEST} lacks its state")
         its = body["state"], body["arithmetic"], contents, body["files"], body.get("pieces", {})
         return Checkpoint(folder, str(body["app"]), body["step"], *its)
     except OSError as error:
-        raise Damaged(reason(error)) from error
+        raise CorruptCheckpoint(os_error_message(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
+        raise CorruptCheckpoint(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
 
 
-def retire(folder: Path, why: str) -> None:
-    """Rename a checkpoint, "damaged" or "unequal", so that it is kept but no longer counted."""
+def quarantine(folder: Path, why: str) -> None:
+    """Rename a checkpoint to "damaged-..." or "unequal-...", so that it is kept but no longer counted."""
     kept = folder.with_name(f"{why}-{folder.name}")
     shutil.rmtree(kept, ignore_errors=True)
     folder.rename(kept)
 
 
+def quarantine_newest(run_dir: Path) -> None:
+    """Rename the newest checkpoint, in which ranks turned out to differ, so that no run resumes from it."""
+    finish()
+    for folder in folders(run_dir)[:1]:
+        quarantine(folder, "unequal")
+
+
+# --- weights -----------------------------------------------------------------------------------------------------
+
+
 def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
-    """SHA-256 over names, dtypes, shapes and little-endian bytes of all arrays, in sorted name order."""
+    """Return the SHA-256 over names, dtypes, shapes and little-endian bytes of all arrays, in sorted name order."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         array = np.asarray(weights[name], order="C")
@@ -266,14 +335,14 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 
 
 def digest_line(name: str, array: Any) -> bytes:
-    """What `weights_sha256` has of an array before its bytes."""
+    """Return what `weights_sha256` hashes of an array before its bytes."""
     return f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
 
 
-def bit_sum(array: NDArray[Any]) -> int:
-    """The sum, modulo 2**64, of an array's bytes taken as 32-bit words: any single bit that differs changes it.
+def checksum(array: NDArray[Any]) -> int:
+    """Return the sum, modulo 2**64, of an array's bytes as 32-bit words: any single bit that differs changes it.
 
-    Words of half its width, so that signs that differ do not cancel. Many times as fast as SHA-256.
+    The words are half as wide as the sum, so that differing signs do not cancel. It is much faster than SHA-256.
     """
     content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     words = len(content) // 4 * 4
@@ -282,26 +351,26 @@ def bit_sum(array: NDArray[Any]) -> int:
 
 
 def save_weights(path: Path, weights: Arrays) -> None:
-    """Write a safetensors file whole or not at all, after the last checkpoint. Raises FatalError."""
+    """Write a safetensors file atomically, after the last checkpoint. Raises NonRetryableError."""
     finish()
     try:
-        write_atomic(path, *encode(weights))
+        write_atomic(path, serialize(weights))
     except OSError as error:
-        raise FatalError(f"cannot write {path}: {reason(error)}") from error
+        raise NonRetryableError(f"cannot write {path}: {os_error_message(error)}") from error
 
 
 def load_weights(path: Path) -> Arrays:
-    """Read a safetensors file of weights. Raises UserError when it is missing or not one."""
+    """Read a safetensors file of weights. Raises ConfigError if it is missing or not one."""
     try:
         return safetensors.numpy.load(path.read_bytes())
     except OSError as error:
-        raise UserError(f"--init-from {path}: {reason(error)}") from error
+        raise ConfigError(f"--init-from {path}: {os_error_message(error)}") from error
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {error}") from error
 
 
-def mismatch(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """The first difference of arrays in names, shapes or dtypes, in words; None when ``given`` fits ``wanted``."""
+def state_dict_diff(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Return the first difference of arrays in names, shapes or dtypes; None if ``given`` fits ``wanted``."""
     for name in sorted({*given, *wanted}):
         if name not in given:
             return f"{name} is missing"
@@ -314,21 +383,6 @@ def mismatch(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
     return None
 
 
-def write_atomic(path: Path, *content: Part) -> None:
-    """Write a file beside its place, sync it and rename it. Raises OSError; nothing partial is left."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def _entries(run_dir: Path) -> list[str]:
     try:
         return os.listdir(run_dir / "checkpoints")
@@ -336,52 +390,12 @@ def _entries(run_dir: Path) -> list[str]:
         return []
 
 
-def write_file(file: IO[bytes], parts: Sequence[Part]) -> dict[str, Any]:
-    """Write the parts, have the disk begin with them, and return their size and SHA-256, made at the same time."""
-    digest, size = hashlib.sha256(), sum(len(part) for part in parts)
-
-    def checksum() -> None:
-        for part in parts:
-            digest.update(part)
-
-    if size <= safetensors_writer.SMALL:
-        file.writelines(parts)
-        _have_written(file, 0)
-        checksum()
-    else:
-        thread, begun = threading.Thread(target=checksum), 0
-        thread.start()
-        for part in parts:
-            file.write(part)
-            if file.tell() - begun > safetensors_writer.SMALL:
-                begun = _have_written(file, begun)
-        _have_written(file, begun)
-        thread.join()
-    return {"size": size, "sha256": digest.hexdigest()}
-
-
-def _have_written(file: IO[bytes], begin: int) -> int:
-    """Have the disk begin with the file from ``begin`` on, without waiting for it; returns where the file ends."""
-    file.flush()
-    if hasattr(os, "posix_fadvise"):  # Linux starts writing what it is told will not be needed in memory
-        os.posix_fadvise(file.fileno(), begin, 0, os.POSIX_FADV_DONTNEED)
-    return file.tell()
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _canonical(value: Any) -> bytes:
     """JSON that is the same for the same value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def reason(error: OSError) -> str:
+def os_error_message(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)

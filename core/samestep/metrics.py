@@ -1,4 +1,4 @@
-"""What was measured, and when? metrics.jsonl and the result, by rank 0 alone: the others import none of this."""
+"""Write metrics.jsonl and the result, and keep the best evaluation. Rank 0 alone imports this."""
 
 from __future__ import annotations
 
@@ -7,77 +7,78 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from samestep import FatalError, checkpoint, log
+from samestep import NonRetryableError, checkpoint, log
 from samestep.env import World
 from samestep.options import Options, as_json
 
+# The first of these that an evaluation has decides which evaluation is best; the sign says whether more is better.
+BEST_MEASURES = {"test_accuracy": 1, "test_loss": -1}
+
 
 class Metrics:
-    """``metrics.jsonl``, written by rank 0: a header line, then one JSON object a line.
+    """Append to ``metrics.jsonl``: a header line, then one JSON object a line.
 
-    Opening it cuts it back to ``resumed_from`` updates, so that after any number of resumes each step is in it once.
+    Opening the file cuts it back to ``resumed_from`` updates, so that each step appears once after any number of
+    resumes.
     """
 
     def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
-        kept = self._kept_lines(resumed_from) if resumed_from is not None else []
-        if kept:
-            kept.append(json.dumps({"resumed": {"step": resumed_from, **header}}))
-        else:
-            kept.append(json.dumps(dict(header)))
-        checkpoint.write_atomic(self._path, ("\n".join(kept) + "\n").encode())
+        lines = self._lines_before(resumed_from) if resumed_from is not None else []
+        lines.append(json.dumps({"resumed": {"step": resumed_from, **header}} if lines else dict(header)))
+        checkpoint.write_atomic(self._path, ("\n".join(lines) + "\n").encode())
         self._file = self._path.open("a", buffering=1)
 
-    def _kept_lines(self, resumed_from: int) -> list[str]:
-        kept = []
+    def _lines_before(self, resumed_from: int) -> list[str]:
+        lines = []
         try:
-            lines = self._path.read_text(errors="replace").splitlines()
+            text = self._path.read_text(errors="replace")
         except FileNotFoundError:
             return []
-        for line in lines:
+        for line in text.splitlines():
             try:
                 values = json.loads(line)
-            except ValueError:  # the line being written when the process was killed
+            except ValueError:  # the line that was being written when the process was killed
                 continue
             if not isinstance(values, dict):
                 continue
             if values.get("step", 0) <= resumed_from and values.get("resumed", {}).get("step", 0) <= resumed_from:
-                kept.append(line)
-        return kept
+                lines.append(line)
+        return lines
 
     def write(self, **values: Any) -> None:
-        """Append one line; it is in the file when this returns. Raises FatalError when the disk is full."""
+        """Append one line; the file has it when this returns. Raises NonRetryableError if the disk is full."""
         try:
             self._file.write(json.dumps(values) + "\n")
-        except OSError as problem:
-            raise FatalError(f"cannot write {self._path}: {problem.strerror}") from problem
+        except OSError as error:
+            raise NonRetryableError(f"cannot write {self._path}: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Make the lines so far survive the machine's crash; before each checkpoint, which vouches for them."""
+        """Make the lines survive a crash of the machine. A checkpoint relies on them, so call this before it."""
         os.fsync(self._file.fileno())
 
 
-def header(app: str, options: Options, world: World, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The first line of metrics.jsonl; ``facts`` is what else made a run's numbers."""
+def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first line of metrics.jsonl; ``metadata`` is what else decides the run's numbers, such as versions."""
     return {
         "app": app,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "host": socket.gethostname(),
-        **facts,
+        **metadata,
         "world": asdict(world),
         "options": as_json(options),
     }
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result, ``values`` being the app's part; with --evaluate-only the run's own stays."""
+    """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays."""
     text = json.dumps(
         {
             "app": app,
@@ -85,7 +86,7 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
             "world_size": world.world_size,
             "node_count": world.node_count,
             "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
-            **{name: getattr(options, name) for name in options.REPORTED},
+            **{name: getattr(options, name) for name in options.RESULT_FIELDS},
             **values,
             "run_dir": str(options.run_dir),
         }
@@ -93,3 +94,43 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
     name = "evaluation.json" if options.evaluate_only else "result.json"
     checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
     log.result(text)
+
+
+class BestEvaluation:
+    """Keep the best evaluation so far, the first of equals, for --keep-best.
+
+    ``state`` goes into checkpoints: the step, and what was measured there. A resumed run starts with the state of its
+    checkpoint and finds later evaluations again.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None) -> None:
+        self.state: dict[str, Any] = dict(state or {})
+
+    @property
+    def step(self) -> int | None:
+        """The number of updates done at the best evaluation."""
+        return self.state.get("step")
+
+    def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
+        """Compare the evaluation after ``step`` updates; {} stands for none."""
+        name = next((name for name in BEST_MEASURES if name in evaluation), None)
+        if name and (name not in self.state or BEST_MEASURES[name] * (evaluation[name] - self.state[name]) > 0):
+            self.state = {"step": step, name: evaluation[name]}
+
+    def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+        """Write ``model-best.safetensors`` from the best evaluation's checkpoint; return the fields of the result.
+
+        ``copy`` takes the checkpoint's folder and the file's path. A corrupt checkpoint costs the file, not the run.
+        Raises NonRetryableError if the disk is full.
+        """
+        path = run_dir / "model-best.safetensors"
+        path.unlink(missing_ok=True)  # from an earlier end of this run
+        if self.step is None:
+            log.warning("no model-best.safetensors: nothing was evaluated while there was --keep-best")
+            return {}
+        checkpoint.finish()
+        try:
+            copy(checkpoint.folder_of(run_dir, self.step), path)
+        except checkpoint.CorruptCheckpoint as error:
+            log.warning(f"no model-best.safetensors: the checkpoint of the best, step {self.step}, is damaged: {error}")
+        return {f"best_{name}": value for name, value in self.state.items()}

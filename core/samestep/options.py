@@ -1,111 +1,118 @@
-"""The options every app has: same names, same meaning, checked before anything is installed.
+"""Define and parse the options that every app shares, before anything is installed.
 
-Standard library only, because the launch script runs this on the system's Python.
+The launch script runs this module on the system's Python, so it uses the standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NoReturn
 
-from samestep import UserError
+from samestep import ConfigError
 
-# What a resumed run may change: nothing here alters the arithmetic of a step. Everything else is compared with
-# the checkpoint, so an app's own option is protected without being named anywhere.
-MAY_CHANGE_AT_RESUME = frozenset(
+# Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
+# compared with the checkpoint, so an app's own options are protected without being listed anywhere.
+RESUME_MUTABLE = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
     "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best track".split()
 )
 
 
 class Options(argparse.Namespace):
-    """Parsed options; beside them, and not among them, what the parser knows of them."""
+    """Hold the parsed options, and as slots what the parser knows about them.
 
-    REPORTED = ("dataset", "epochs", "global_batch_size", "seed", "dtype")  # what every result repeats
-    __slots__ = ("default_dataset", "may_change_at_resume", "must_stay_at_resume", "resolve_dataset")
-    default_dataset: str | None  # when neither the user nor a checkpoint names one
-    resolve_dataset: Callable[..., Any] | None  # the app's own, in place of `datasets.resolve`
-    may_change_at_resume: Sequence[str]  # the app's own options that do not alter a step
-    must_stay_at_resume: Sequence[str]  # of those every app has, what this run's steps rest on: a schedule's --epochs
+    The slots are no options: ``vars(options)`` leaves them out.
+
+    Attributes:
+        RESULT_FIELDS: options that every result repeats.
+        default_dataset: the dataset to use if neither the user nor a checkpoint names one.
+        resolve_dataset: the app's own function in place of `samestep.data.datasets.resolve`, or None.
+        resume_mutable: the app's own options that may change at a resume.
+        resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
+    """
+
+    RESULT_FIELDS = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
+    __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are one line, raised as :class:`UserError`."""
+    """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
     default_dataset: str | None = None
-    may_change_at_resume: Sequence[str] = ()
     resolve_dataset: Callable[..., Any] | None = None
+    resume_mutable: Sequence[str] = ()
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')} (see --help)")
+        """Raise ConfigError instead of printing the usage and exiting."""
+        raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
     def help_for(self, argv: Sequence[str]) -> str:
-        """The help text; where the app has commands and ``argv`` names one, that command's."""
+        """Return the help text of the command that ``argv`` names, or of the program if it names none."""
         commands = {name: each for name, each in self.commands().items() if name in argv}
         return next(iter(commands.values()), self).format_help()
 
     def commands(self) -> dict[str, argparse.ArgumentParser]:
-        """The parsers of the app's commands (``add_subparsers``), by name; empty where it has none."""
+        """Return the parsers of the app's commands (``add_subparsers``) by name."""
         found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return dict(found[0]) if found else {}
 
     def parse(self, argv: Sequence[str]) -> Options:
-        """The options of a command line. Raises UserError; for an unknown one it names the nearest."""
+        """Return the options of a command line.
+
+        Raises:
+            ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
+        """
         options, unknown = self.parse_known_args(argv, Options())
-        options.default_dataset, options.may_change_at_resume = self.default_dataset, self.may_change_at_resume
-        options.must_stay_at_resume, options.resolve_dataset = (), self.resolve_dataset
+        options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
+        options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
         if unknown:
             parsers = [self, *self.commands().values()]
             known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
-            known += ["--dry-run"] if self.usage else []  # a launch script, which has one more, gives its usage
+            known += ["--dry-run"] if self.usage else []  # the launch script has this option too, and sets a usage
             near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
-            if near == [unknown[0].split("=")[0]]:  # known to a command, but before its name, or of another one
+            if near == [unknown[0].split("=")[0]]:  # a command has it, but it stands before the command's name
                 hint = "options stand after the command that has them (see COMMAND --help)"
-            raise UserError(f"unknown argument {unknown[0]}: {hint}")
-        if getattr(options, "evaluate_only", False) and not (options.run_dir or options.init_from):
-            raise UserError("--evaluate-only: of what? Name a run by --run-dir, or weights by --init-from")
-        if getattr(options, "evaluate_only", False) and not options.resume:
-            raise UserError("--evaluate-only takes no step, so --no-resume would clear the run dir for nothing")
+            raise ConfigError(f"unknown argument {unknown[0]}: {hint}")
+        if getattr(options, "evaluate_only", False):
+            if not (options.run_dir or options.init_from):
+                raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
+            if not options.resume:
+                raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
         return options
 
 
-def whole(minimum: int) -> Callable[[str], int]:
-    """An option's type: a whole number of at least ``minimum``."""
+def bounded_int(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type for integers in [minimum, 2**63)."""
 
     def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return value
+        with contextlib.suppress(ValueError):
+            if minimum <= int(text) < 2**63:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
 
     return convert
 
 
-def real(minimum: float, below: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """An option's type: a finite number in [minimum, below), or in (minimum, below) with ``above``."""
+def bounded_float(minimum: float, below: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """Return an argparse type for finite numbers in [minimum, below), or in (minimum, below) if ``above``."""
+    least = f"{'above' if above else 'of at least'} {minimum:g}"
+    limit = f" and less than {below:g}" if below < math.inf else ""
 
     def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (minimum <= value < below) or (above and value == minimum):
-            limit = f" and less than {below:g}" if below < math.inf else ""
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a finite number {'above' if above else 'of at least'} {minimum:g}{limit}"
-            )
-        return value
+        with contextlib.suppress(ValueError):
+            if minimum <= float(text) < below and not (above and float(text) == minimum):
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number {least}{limit}")
 
     return convert
 
@@ -118,76 +125,74 @@ def add_common(
     lr: str,
     datasets: Sequence[str],
     devices: Sequence[str],
-    may_change_at_resume: Sequence[str] = (),
+    resume_mutable: Sequence[str] = (),
     resolve: Callable[..., Any] | None = None,
 ) -> None:
-    """Add the options that every app has. ``lr`` says in words what the app chooses when none is given.
+    """Add the options that every app has.
 
-    ``may_change_at_resume`` names options of the app's own that do not alter a step. ``resolve`` finds data sets of the
-    app's own: called as `samestep.datasets.resolve`, it returns and raises what that does.
+    Args:
+        parser: the parser to extend.
+        epochs, global_batch_size: defaults of the options of these names.
+        lr: text that describes the default learning rate, such as "0.1 with sgd".
+        datasets: names that --dataset accepts; the first is the default.
+        devices: names that --device accepts.
+        resume_mutable: the app's own options that may change at a resume.
+        resolve: finds the app's own datasets; takes, returns and raises what `samestep.data.datasets.resolve` does.
     """
-    default = "(default: %(default)s)"
-    training = parser.add_argument_group("training (the same steps on every number of ranks)")
-    add = training.add_argument
-    add("--epochs", type=whole(0), default=epochs, metavar="E", help=f"passes over the training set {default}")
-    add("--max-steps", type=whole(0), metavar="S", help="stop at this step, counted from the start of training")
-    add(
-        "--global-batch-size",
-        type=whole(1),
-        default=global_batch_size,
-        metavar="B",
-        help=f"samples a step, over all ranks together {default}",
-    )
-    add("--lr", type=real(0.0, above=True), help=f"learning rate (default: {lr})")
-    add("--seed", type=whole(0), default=1, help=f"decides initial weights, order of samples, dropout {default}")
+    parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
+    default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_float(0.0, above=True)
+
+    add = parser.add_argument_group("training (the same steps at any world size)").add_argument
+    add("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
+    add("--max-steps", type=count, metavar="S", help="last step, counted from the start of training (default: none)")
+    size = f"samples per step, over all ranks {default}"
+    add("--global-batch-size", type=bounded_int(1), default=global_batch_size, metavar="B", help=size)
+    add("--lr", type=positive, help=f"learning rate (default: {lr})")
+    add("--seed", type=count, default=1, help=f"seed of initial weights, sample order and dropout {default}")
     add("--init-from", type=Path, metavar="FILE", help="start from these weights: the model.safetensors of any run")
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=datasets, help=f"(default: {datasets[0]}, or the checkpoint's)")
-    # The launch script resolves the data set before the ranks start, and tells them what the user asked for.
+    add("--dataset", choices=datasets, help=f"dataset to train on (default: {datasets[0]}, or the checkpoint's)")
+    # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
-    parser.default_dataset, parser.may_change_at_resume = datasets[0], may_change_at_resume
-    parser.resolve_dataset = resolve
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"its files are looked at first {default}")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"where to look for data first {default}")
 
-    add = parser.add_argument_group("the run").add_argument
-    add("--run-dir", type=Path, metavar="DIR", help="what the run leaves (default: runs/<app>/<UTC time>)")
-    goes_on = "go on from the run dir's newest good checkpoint, if it has one (the default)"
-    add("--resume", action=argparse.BooleanOptionalAction, default=True, help=goes_on)
-    add(
-        "--checkpoint-every",
-        type=whole(0),
-        default=500,
-        metavar="S",
-        help=f"steps between checkpoints, besides one after each epoch and the last step; 0: only those {default}",
-    )
-    add("--keep-checkpoints", type=whole(1), default=3, metavar="K", help=f"the newest ones kept {default}")
-    between = f"steps between evaluations, besides one after each epoch; 0: only those {default}"
-    add("--evaluate-every", type=whole(0), default=0, metavar="S", help=between)
-    best = "a checkpoint at each evaluation; that of the best is kept, and becomes model-best.safetensors"
+    add = parser.add_argument_group("run").add_argument
+    # `samestep run` passes its run dir, timeout and grace to the program that it starts.
+    run_dir, timeout, grace = (os.environ.get(f"SAMESTEP_{name}") for name in ("RUN_DIR", "TIMEOUT", "GRACE"))
+    results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
+    add("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
+    resume = "resume from the newest good checkpoint in the run directory, if it has one (the default)"
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
+    every = f"steps between checkpoints, besides one after each epoch and the last step; 0: only those {default}"
+    add("--checkpoint-every", type=count, default=500, metavar="S", help=every)
+    add("--keep-checkpoints", type=bounded_int(1), default=3, metavar="K", help=f"newest checkpoints to keep {default}")
+    every = f"steps between evaluations, besides one after each epoch; 0: only those {default}"
+    add("--evaluate-every", type=count, default=0, metavar="S", help=every)
+    best = "write a checkpoint at each evaluation, keep the best, and save its weights as model-best.safetensors"
     add("--keep-best", action="store_true", help=best)
-    only = "take no step: evaluate the run dir's newest checkpoint, or --init-from, and write evaluation.json"
+    only = "evaluate the run's newest checkpoint, or --init-from, without training, and write evaluation.json"
     add("--evaluate-only", action="store_true", help=only)
-    add("--log-every", type=whole(1), default=10, metavar="S", help=f"steps between lines of metrics.jsonl {default}")
-    add("--device", choices=devices, default="auto", help="auto: a GPU where each rank has one it can use")
-    add("--max-restarts", type=whole(0), default=3, metavar="R", help=f"by the launch script, after failures {default}")
-    limit = f"end the job after so many seconds without progress {default}"
-    add("--timeout", type=real(0.0, above=True), default=300.0, metavar="T", help=limit)
-    limit = f"seconds from a signal to the end of a job that cannot end by itself {default}"
-    add("--grace", type=real(0.0, above=True), default=30.0, metavar="T", help=limit)
-    limit = f"name a rank that is so many times as slow as the others; more on unlike machines, 0: never {default}"
-    add("--straggler", type=real(0.0), default=1.5, metavar="X", help=limit)
-    names = "tensorboard,mlflow,wandb, or some of them: what the launch script gives metrics.jsonl to, beside the job"
+    add("--log-every", type=bounded_int(1), default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
+    add("--device", choices=devices, default="auto", help=f"auto: a GPU if each rank can use one {default}")
+    add("--max-restarts", type=count, default=3, metavar="R", help=f"number of times to restart a failed job {default}")
+    limit = f"seconds a job may go without progress, before it ends {default}"
+    add("--timeout", type=positive, default=timeout or 300.0, metavar="T", help=limit)
+    limit = f"seconds a job may take to stop after a signal, before it is killed {default}"
+    add("--grace", type=positive, default=grace or 30.0, metavar="T", help=limit)
+    factor = f"report a rank X times slower than the others' median (higher on unequal machines); 0 disables {default}"
+    add("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
+    names = "trackers that the launch script sends metrics.jsonl to, separated by commas: tensorboard, mlflow, wandb"
     add("--track", metavar="NAMES", help=names)
-    add("--quiet", action="store_true", help="only warnings, errors and the result on the console")
+    add("--quiet", action="store_true", help="print only warnings, errors and the result")
 
 
-def arithmetic(options: Options) -> dict[str, Any]:
-    """The options that decide a run's numbers, as JSON values: those a resume must repeat."""
-    free = MAY_CHANGE_AT_RESUME.union(options.may_change_at_resume).difference(options.must_stay_at_resume)
-    return {name: value for name, value in sorted(vars(options).items()) if name not in free}
+def resume_invariants(options: Options) -> dict[str, Any]:
+    """Return the options that a resume must repeat, because they decide a run's numbers, as JSON values."""
+    mutable = RESUME_MUTABLE.union(options.resume_mutable).difference(options.resume_pinned)
+    return {name: value for name, value in sorted(vars(options).items()) if name not in mutable}
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:
-    """All options as JSON values."""
+    """Return all options as JSON values, sorted by name."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in sorted(vars(options).items())}

@@ -1,10 +1,10 @@
-"""What is due, and what came of it? One rank's run, from its restore to its result, the same in every framework.
+"""Count the steps of one rank's run, from its restore to its result, the same in every framework.
 
-An app trains; it tells its `Run` what happened, in plain numbers, and is told what is due. What ranks say to each other
-about the run goes through the two functions of the app's own ranks.py that it hands over.
+An app trains and reports numbers to its `Run`; the `Run` answers which actions follow. Ranks communicate about the run
+through two functions of the app's ``distributed`` module.
 
 The rule: `Run` sees numbers, JSON and numpy arrays. It calls a ``load`` that it is given and the two functions of
-`Ranks`; never a model, an optimizer or a batch. It raises, and never ends the process.
+`Collectives`; never a model, an optimizer or a batch. It raises, and never ends the process.
 """
 
 from __future__ import annotations
@@ -17,293 +17,364 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsFloat
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import FatalError, RankZeroError, UserError, checkpoint, log, signals
+from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, log, stop
 from samestep.checkpoint import Arrays
 from samestep.env import World
-from samestep.options import Options, arithmetic
-from samestep.phases import PHASES, Phases
+from samestep.monitor import Monitor
+from samestep.options import Options, resume_invariants
 from samestep.sharding import GlobalBatches
-from samestep.watchdog import Watchdog
+from samestep.step_timer import PHASES, StepTimer
 
 if TYPE_CHECKING:
-    from samestep.best import Best
-    from samestep.metrics import Metrics
+    from samestep.metrics import BestEvaluation, Metrics
+    from samestep.rundir import ResolveDataset
 
 Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
-TALKS_IN_GRACE = 6
+SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
 
 
-class Ranks(Protocol):
-    """How ranks talk about the run: two functions of an app's ranks.py."""
+class Collectives(Protocol):
+    """The functions by which ranks communicate about the run: an app's ``distributed`` module has them."""
 
     def broadcast(self, content: bytes) -> bytes:
-        """Rank 0's ``content`` on every rank."""
+        """Return rank 0's ``content`` on every rank."""
 
     def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+        """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
 
 
-class Due(NamedTuple):
-    """What is due after an update, on all ranks alike."""
+class StepActions(NamedTuple):
+    """What follows an update, the same on all ranks."""
 
-    talk: bool  # ranks sum what they have to say; also where one of the others is due
-    log: bool  # a line of metrics.jsonl; also where one of those that follow is due
-    test: bool  # an evaluation: an epoch ends, or --evaluate-every
-    save: bool  # a checkpoint
+    sync: bool  # reduce the `StepStats` over ranks; also if one of the others follows
+    log: bool  # write a line of metrics.jsonl; also if `evaluate` or `save` follows
+    evaluate: bool  # an epoch ends, or --evaluate-every
+    save: bool  # write a checkpoint
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One rank's numbers, and, after the reduction over ranks, the sums of all ranks."""
+
+    loss: float
+    """The summed loss of the last step's samples, before its update."""
+    running_loss: float
+    """The summed loss of all samples since the last log line."""
+    correct: float | None
+    """The number of correct predictions since the last log line; None if the app does not count them."""
+    stop_requests: tuple[float, ...]
+    """One slot for each signal of `stop.STOP_SIGNALS`, and one for a launcher that died."""
+    seconds_per_step: float
+    """Rank 0's seconds per step since the last sync; 0 on other ranks."""
+    phase_seconds: tuple[float, ...]
+    """[world_size x phases]: each rank's seconds in its own slots, in the order of PHASES."""
+
+    def to_vector(self) -> list[float]:
+        """Return the numbers as one vector for a sum over ranks."""
+        correct = math.nan if self.correct is None else self.correct
+        return [self.loss, self.running_loss, correct, *self.stop_requests, self.seconds_per_step, *self.phase_seconds]
+
+    @classmethod
+    def from_vector(cls, vector: Sequence[float]) -> StepStats:
+        """Return the stats of a vector from `to_vector`, or of the sum of several."""
+        loss, running_loss, correct, *rest = vector
+        slots = len(stop.STOP_SIGNALS) + 1
+        return cls(
+            loss,
+            running_loss,
+            None if math.isnan(correct) else correct,
+            tuple(rest[:slots]),
+            rest[slots],
+            tuple(rest[slots + 1 :]),
+        )
 
 
 class Run:
-    """`restore`, `begin`; after each update `done`, and where due `record` and `save`; then `finish` and `report`.
+    """Manage the life of a run: `restore`, `start`; after each update `after_step`, `actions`, and what they ask for;
+    then `finish` and `report`.
 
-    After `restore` the options have the run dir and the data set. After `begin` the steps to train are those from
-    ``start`` to before ``stop``. ``tested`` is the last record's evaluation, {} where it had none; ``evaluates`` is the
-    group of arrays that is evaluated, and that --keep-best keeps.
+    After `restore` the options have the run dir and the dataset. After `start` the steps to train are those from
+    ``first_step`` to before ``last_step``. ``eval_metrics`` is the evaluation of the last log line, or {}.
+    ``eval_group`` is the group of arrays that is evaluated, and that --keep-best keeps.
     """
 
-    evaluates = "model"
+    eval_group = "model"
 
-    def __init__(self, app: str, options: Options, world: World) -> None:
-        """Raises UserError where not as many ranks, or machines, came as the launch script was asked for."""
+    def __init__(
+        self,
+        app: str,
+        options: Options,
+        world: World,
+        monitor: Monitor | None = None,
+        resolve_dataset: ResolveDataset | None = None,
+    ) -> None:
+        """Start to watch and to listen for signals.
+
+        Args:
+            app: the app's name, which checkpoints hold.
+            options: the parsed options; `restore` completes them.
+            world: this rank's place in the job.
+            monitor: what watches the run, such as `samestep.recovery.watchdog.Watchdog`.
+            resolve_dataset: finds a dataset by name, as `samestep.data.datasets.resolve` does.
+
+        Raises:
+            ConfigError: the number of ranks or machines is not what the launch script was asked for.
+        """
         self.app, self.options, self.world = app, options, world
-        self.tested: dict[str, Any] = {}
-        self.wish, self.phases = signals.Wish(options.grace, self._leave), Phases()
-        self.watchdog = Watchdog(world, options.timeout, getattr(options, "first_step_timeout", None))
-        self.wish.listen()  # before the heartbeat by which the launch script finds whom to signal
+        self.monitor, self._resolve_dataset = monitor or Monitor(), resolve_dataset
+        self.eval_metrics: dict[str, Any] = {}
+        self.stop_request, self.timer = stop.StopRequest(options.grace, self._exit), StepTimer()
+        self.monitor.start(world, options)
+        self.stop_request.install()  # before the heartbeat by which the launch script finds the ranks
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
-            self._open()
-        if missing := [name for name in options.REPORTED if not hasattr(options, name)]:
-            raise FatalError(f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py")
-        for things, came in (("ranks", world.world_size), ("machines", world.node_count)):
-            asked_for = os.environ.get(f"SAMESTEP_{things.upper()}")
-            if asked_for and came is not None and asked_for != str(came):
-                raise UserError(
-                    f"the launch script was asked for {asked_for} {things}, but {came} came (launcher: "
+            self._open_logs()
+        if missing := [name for name in options.RESULT_FIELDS if not hasattr(options, name)]:
+            raise NonRetryableError(
+                f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py"
+            )
+        for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
+            requested = os.environ.get(f"SAMESTEP_{things.upper()}")
+            if requested and count is not None and requested != str(count):
+                raise ConfigError(
+                    f"the launch script was asked for {requested} {things}, but {count} came (launcher: "
                     f"{world.launcher}): let N and the options say the same"
                 )
 
-    def _open(self) -> None:
+    def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
-        log.start(self.options.run_dir, self.world.rank, self.options.quiet)
-        self.watchdog.write_to(self.options.run_dir / "log")
+        log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor.describe_crashes)
+        self.monitor.write_to(self.options.run_dir / "log")
 
-    def _leave(self, stopped: signals.Stopped) -> NoReturn:
-        """End this rank, from any thread. Where others are gone, the signal was a launcher's after a failure."""
-        from samestep import hang
-
+    def _exit(self, stopped: stop.Stopped) -> NoReturn:
+        """End this rank, from any thread. If other ranks are gone, the signal was a launcher's after a failure."""
         ranks = self.world.local_world_size or self.world.world_size
-        log.leave(stopped, stopped.stands or hang.all_are_here(self.watchdog, ranks))
+        log.exit_process(stopped, stopped.is_final or self.monitor.all_ranks_alive(ranks))
 
     # --- where to start ------------------------------------------------------------------------------------------
 
-    def restore(self, ranks: Ranks, load: Callable[[Groups], None]) -> None:
-        """Rank 0 resolves run dir, data set and checkpoint or --init-from; all ranks load the same bytes.
+    def restore(self, collectives: Collectives, load: Callable[[Groups], None]) -> None:
+        """Resolve run dir, dataset and checkpoint or --init-from on rank 0; load the same bytes on all ranks.
 
-        ``load`` puts arrays into model and optimizer, and raises ValueError where they do not fit; "model" alone comes
-        from --init-from. It is not called for a new run. Raises UserError or FatalError on rank 0, which tells why,
-        and RankZeroError on all others.
+        ``load`` puts arrays into model and optimizer and raises ValueError if they do not fit. --init-from gives
+        "model" alone. A new run does not call it. Raises ConfigError or NonRetryableError on rank 0, which reports the
+        reason, and RemoteRankError on all others.
         """
-        self.watchdog.collectives = getattr(ranks, "collectives", None)
-        answer: dict[str, Any] = {}
+        self.monitor.last_collective = getattr(collectives, "last_collective", None)
+        message: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
         problem: Exception | None = None
         if self.world.rank == 0:
             try:
-                from samestep import rundir  # the others need none of it
+                from samestep import rundir  # the other ranks do not need it
 
-                answer, contents = rundir.open_run(self.app, self.options, not self.world.restart_count, load)
-            except (UserError, FatalError) as caught:
-                problem, answer = caught, {"exit_code": 2 if isinstance(caught, UserError) else 1}
-        answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))  # JSON, as pickle is never loaded
+                fresh = not self.world.restart_count
+                message, contents = rundir.open_run(self.app, self.options, self._resolve_dataset, fresh, load)
+            except (ConfigError, NonRetryableError) as error:
+                problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
+        message = json.loads(collectives.broadcast(json.dumps(message).encode()))  # JSON, as pickle is never loaded
         if problem:
             raise problem
-        if "exit_code" in answer:
-            raise RankZeroError(answer["exit_code"])
-        contents = {group: ranks.broadcast(contents.get(group, b"")) for group in answer["groups"]}
+        if "exit_code" in message:
+            raise RemoteRankError(message["exit_code"])
+        contents = {group: collectives.broadcast(contents.get(group, b"")) for group in message["groups"]}
         if contents and self.world.rank != 0:
             load({group: safetensors.numpy.load(content) for group, content in contents.items()})
-        self._go_on(answer)
+        self._apply_restored(message)
 
-    def _go_on(self, answer: Mapping[str, Any]) -> None:
-        self.options.run_dir, self.options.dataset = Path(answer["run_dir"]), answer["dataset"]
-        self.resumed_from, self._state = answer["step"], answer["state"]
-        self.start = self.resumed_from or 0
-        self._open()
-        self.watchdog.restored(self.start)
+    def _apply_restored(self, message: Mapping[str, Any]) -> None:
+        self.options.run_dir, self.options.dataset = Path(message["run_dir"]), message["dataset"]
+        self.resumed_from, self._state = message["step"], message["state"]
+        self.first_step = self.resumed_from or 0
+        self._open_logs()
+        self.monitor.resume_at(self.first_step)
 
-    def begin(
-        self, batches: GlobalBatches, test_examples: int, model: str, device: str, facts: Mapping[str, Any]
+    def start(
+        self, batches: GlobalBatches, test_examples: int, model: str, device: str, metadata: Mapping[str, Any]
     ) -> None:
-        """Tell what is trained, and open metrics.jsonl; ``facts`` is what made its numbers, for the header."""
+        """Log what is trained, and open metrics.jsonl; ``metadata`` goes into its header."""
         options, world = self.options, self.world
         total = options.epochs * batches.steps_per_epoch
-        self.stop = max(self.start, total if options.max_steps is None else min(total, options.max_steps))
-        self.stop = self.start if options.evaluate_only else self.stop
-        self._batches, self._step = batches, self.start  # updates done
+        self.last_step = max(self.first_step, total if options.max_steps is None else min(total, options.max_steps))
+        self.last_step = self.first_step if options.evaluate_only else self.last_step
+        self._batches, self._step = batches, self.first_step  # updates done
         self._train_loss: float | None = self._state.get("train_loss")
-        self._epoch_sum: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
+        self._epoch_loss: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
         self._metrics: Metrics | None = None
-        self._best: Best | None = None
+        self._best: BestEvaluation | None = None
         if world.rank == 0 and not options.evaluate_only:
-            from samestep import best, metrics  # the others need none of it
+            from samestep import metrics  # the other ranks do not need it
 
-            header = metrics.header(self.app, options, world, facts)
-            self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
-            self._best = best.Best(self._state.get("best"))
-        self._judge, self._stragglers = None, list[dict[str, Any]]()  # those named since the last line
-        if world.rank == 0 and options.straggler > 0 and 1 < world.world_size <= options.global_batch_size:
-            from samestep.straggler import Judge  # the others need none of it
-
-            self._judge = Judge(options.straggler, world.world_size, options.global_batch_size, self.start)
+            self._metrics = metrics.Metrics(
+                options.run_dir, metrics.header(self.app, options, world, metadata), self.resumed_from
+            )
+            self._best = metrics.BestEvaluation(self._state.get("best"))
+        self._stragglers = list[dict[str, Any]]()  # those found since the last log line
         log.info(
             f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test examples, "
-            f"{world.world_size} ranks on {device}, steps {self.start} to {self.stop}, run dir {options.run_dir}"
+            f"{world.world_size} ranks on {device}, steps {self.first_step} to {self.last_step}, "
+            f"run dir {options.run_dir}"
         )
-        self._begun = time.monotonic() - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
-        self._talked, self._talks, self._stops = (self.start, time.monotonic()), self.start + 1, 0
-        self.wish.listen()
-        self.wish.waits = True
-        self._recorded_at, self._recorded_samples = time.monotonic(), batches.samples_seen(self.start)
-        self._bar = log.progress(self.stop, self.start)
+        now = time.monotonic()
+        self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
+        self._last_sync, self._next_sync, self._stop_signal = (self.first_step, now), self.first_step + 1, 0
+        self._last_log = (now, batches.samples_seen(self.first_step))
+        self.stop_request.install()
+        self.stop_request.in_training = True
+        self._bar = log.progress(self.last_step, self.first_step)
 
     # --- after an update -----------------------------------------------------------------------------------------
 
-    def done(self, step: int) -> Due:
-        """The update ``step``, from 0, is done; returns what is due."""
+    def after_step(self, step: int) -> None:
+        """Count the update ``step``, from 0, and send a heartbeat."""
+        self._bar.update(step + 1 - self._step)
         self._step = step + 1
-        self.watchdog.beat(self._step)
-        self._bar.update()
-        return self.due(step)
+        self.monitor.beat(self._step)
 
-    def due(self, step: int) -> Due:
-        """What is due after the update ``step``."""
+    def actions(self, step: int) -> StepActions:
+        """Return what follows the update ``step``. It has no side effect."""
         options, done = self.options, step + 1
         every = options.log_every, options.evaluate_every, options.checkpoint_every
-        logs, tests, saves = (steps > 0 and done % steps == 0 for steps in every)  # 0 is never
-        ends, epoch_ends = done == self.stop, done % self._batches.steps_per_epoch == 0
-        test = epoch_ends or tests or (ends and options.keep_best)
-        save = epoch_ends or ends or saves or (test and options.keep_best)
-        line = test or save or logs
-        return Due(line or done >= self._talks, line, test, save)
+        logs, evaluates, saves = (steps > 0 and done % steps == 0 for steps in every)  # 0 is never
+        ends, epoch_ends = done == self.last_step, done % self._batches.steps_per_epoch == 0
+        evaluate = epoch_ends or evaluates or (ends and options.keep_best)
+        save = epoch_ends or ends or saves or (evaluate and options.keep_best)
+        line = evaluate or save or logs
+        return StepActions(line or done >= self._next_sync, line, evaluate, save)
 
-    def says(self) -> list[float]:
-        """What this rank adds to a sum over ranks, for `heard`: its wish to stop, of rank 0 the seconds a step, and in
-        slots of its own the seconds of its phases since it last did. In a step that talks, or after it."""
-        steps, rank, now = max(1, self._step - self._talked[0]), self.world.rank, time.monotonic()
-        before, after = ([0.0] * len(PHASES) * ranks for ranks in (rank, self.world.world_size - rank - 1))
-        seconds = (now - self._talked[1]) / steps if rank == 0 else 0.0
-        return [self.wish.as_number(self.watchdog.is_orphan()), seconds, *before, *self.phases.take(), *after]
+    def local_stats(
+        self, loss: SupportsFloat, running_loss: SupportsFloat, correct: SupportsFloat | None = None
+    ) -> StepStats:
+        """Return this rank's part of the sum over ranks; call it once at each `StepActions.sync`.
 
-    def heard(self, due: Due, said: Sequence[float]) -> Due:
-        """What is due now that ``said`` is known, the sums of what all ranks say: where one wishes to stop, a save.
-
-        All ranks talk again after ``--log-every`` steps, or sooner, so that several talks are within ``--grace``."""
-        wishes, seconds, *slots = said
-        self._talked = self._step, time.monotonic()
-        self._talks = self._step + max(1, int(self.options.grace / TALKS_IN_GRACE / max(seconds, 1e-6)))
-        self._stops, self._orphans = signals.heard(wishes)
-        self._stragglers += self._judge.hear(self._step, slots) if self._judge else []
-        return due._replace(log=True, save=True) if self._stops else due
-
-    def record(
-        self, loss_sum: float, sum_since: float, tested: dict[str, Any], correct: float | None = None, **also: float
-    ) -> dict[str, Any]:
-        """Append a line to metrics.jsonl, on rank 0; returns it, on every rank.
-
-        ``loss_sum`` is the last update's loss, before it was made, ``sum_since`` that of all since the last line and
-        ``correct`` their right answers, of all ranks' samples; ``also`` are numbers for this line alone. Where the loss
-        is no number, raises RestartError, and FatalError where it was none at this step in the start before.
+        Args:
+            loss: the summed loss of this rank's samples of the last step.
+            running_loss: that of all its samples since the last log line.
+            correct: the number of correct predictions since then, if the app counts them.
         """
-        step, batches = self._step - 1, self._batches
-        loss, epoch, samples = loss_sum / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
-        self._check_finite({"loss": loss, "loss before it": sum_since, "test loss": tested.get("test_loss", 0.0)})
-        in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
-        since = samples - self._recorded_samples
-        self._epoch_sum, self._epoch_correct = self._epoch_sum + sum_since, self._epoch_correct + (correct or 0.0)
-        self._train_loss, self.tested = self._epoch_sum / in_epoch, tested
+        rank, steps = self.world.rank, max(1, self._step - self._last_sync[0])
+        before, after = ([0.0] * len(PHASES) * ranks for ranks in (rank, self.world.world_size - rank - 1))
+        return StepStats(
+            float(loss),
+            float(running_loss),
+            None if correct is None else float(correct),
+            self.stop_request.encode(self.monitor.launcher_died()),
+            (time.monotonic() - self._last_sync[1]) / steps if rank == 0 else 0.0,
+            (*before, *self.timer.pop(), *after),
+        )
+
+    def apply_global_stats(self, stats: StepStats) -> StepActions:
+        """Take the sums over all ranks and return the actions again: a stop request adds a log line and a checkpoint.
+
+        The next sync follows after ``--log-every`` steps, or sooner, so that several syncs fit into ``--grace``.
+        """
+        self._stats = stats
+        self._last_sync = self._step, time.monotonic()
+        interval = self.options.grace / SYNCS_PER_GRACE / max(stats.seconds_per_step, 1e-6)
+        actions, self._next_sync = self.actions(self._step - 1), self._step + max(1, int(interval))
+        self._stop_signal, self._launcher_died = stop.decode(stats.stop_requests)
+        self._stragglers += self.monitor.update(self._step, stats.phase_seconds)
+        return actions._replace(log=True, save=True) if self._stop_signal else actions
+
+    def log_metrics(self, evaluation: dict[str, Any], **extra: float) -> dict[str, Any]:
+        """Append a line to metrics.jsonl on rank 0; return it on every rank.
+
+        The losses are those of the last `apply_global_stats`. ``evaluation`` is {} or has ``test_loss`` and so on;
+        ``extra`` are numbers for this line alone. Raises what `Monitor.check_losses` raises.
+        """
+        step, batches, stats = self._step - 1, self._batches, self._stats
+        loss, epoch, samples = stats.loss / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
+        losses = {"loss": loss, "loss before it": stats.running_loss, "test loss": evaluation.get("test_loss", 0.0)}
+        self.monitor.check_losses(losses, self._step)
+        samples_in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
+        now, new_samples = time.monotonic(), samples - self._last_log[1]
+        self._epoch_loss, self._epoch_correct = (
+            self._epoch_loss + stats.running_loss,
+            self._epoch_correct + (stats.correct or 0.0),
+        )
+        self._train_loss, self.eval_metrics = self._epoch_loss / samples_in_epoch, evaluation
         if self._best and self.options.keep_best:
-            self._best.see(self._step, tested)
-        if tested:
-            accuracy = None if correct is None else self._epoch_correct / in_epoch
-            shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **tested, "test_examples": None}
+            self._best.update(self._step, evaluation)
+        if evaluation:
+            accuracy = None if stats.correct is None else self._epoch_correct / samples_in_epoch
+            shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **evaluation, "test_examples": None}
             words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items() if value is not None]
             log.info("  ".join([f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", *words]))
         if self._step % batches.steps_per_epoch == 0:
-            self._epoch_sum = self._epoch_correct = 0.0
+            self._epoch_loss = self._epoch_correct = 0.0
         line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
-        line |= also if correct is None else {"accuracy": correct / since, **also}
-        line |= {"samples_per_second": round(since / (time.monotonic() - self._recorded_at), 1), **tested}
-        self._recorded_at, self._recorded_samples = time.monotonic(), samples
+        line |= extra if stats.correct is None else {"accuracy": stats.correct / new_samples, **extra}
+        line |= {"samples_per_second": round(new_samples / (now - self._last_log[0]), 1), **evaluation}
+        self._last_log = now, samples
         if self._metrics:
             self._metrics.write(**line, **({"stragglers": self._stragglers} if self._stragglers else {}))
             self._stragglers = []
         return line
 
-    def _check_finite(self, losses: Mapping[str, float]) -> None:
-        for name, value in losses.items():
-            if not math.isfinite(value):
-                from samestep import rollback
+    def save(self, collectives: Collectives, groups: Groups) -> None:
+        """Write a checkpoint of the last logged updates, after all ranks have compared what they hold.
 
-                raise rollback.not_finite(name, value, self._step, self.options, self.world)
-
-    def save(self, ranks: Ranks, groups: Groups) -> None:
-        """Write a checkpoint of the updates recorded last, after all ranks have compared what they hold.
-
-        Every rank calls this; rank 0 writes. Raises RestartError where an array's bits are not the same on all ranks:
-        what is known to be unequal never becomes a checkpoint.
+        Every rank calls this; rank 0 writes. Raises RetryableError if an array's bits are not the same on all ranks, so
+        that no checkpoint holds them, and Stopped if a rank was asked to stop.
         """
         names = [(group, name) for group in sorted(groups) for name in sorted(groups[group])]
-        sums = np.array([checkpoint.bit_sum(groups[group][name]) for group, name in names], np.uint64)
-        everyones = ranks.all_gather(sums.view(np.int64))
-        if (everyones != everyones[0]).any():
-            from samestep import rollback
-
-            raise rollback.unequal(everyones, [" ".join(name) for name in names], self._step)
+        checksums = np.array([checkpoint.checksum(groups[group][name]) for group, name in names], np.uint64)
+        gathered = collectives.all_gather(checksums.view(np.int64))
+        self.monitor.check_replicas(gathered, self._step, [" ".join(name) for name in names])
         if self._metrics:
-            checkpoint.save(self.options.run_dir, self.app, self._step, groups, *self._vouched(self._metrics))
-        self._stop(ranks)
+            checkpoint.save(self.options.run_dir, self.app, self._step, groups, *self.checkpoint_state(self._metrics))
+        self._stop_if_requested(collectives)
 
-    def _stop(self, ranks: Ranks) -> None:
-        if self._stops:
+    def _stop_if_requested(self, collectives: Collectives) -> None:
+        if self._stop_signal:
             if self.world.rank == 0:
                 checkpoint.finish()
-            ranks.broadcast(b"")  # none ends, and has the launcher end the others, before rank 0 has written
-            name = signal.Signals(self._stops).name
-            said = f"stopped by {name} at step {self._step}, which is saved"
-            raise signals.Stopped(self._stops, said, stands=not self._orphans)
+            collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must write first
+            name = signal.Signals(self._stop_signal).name
+            text = f"stopped by {name} at step {self._step}, which is saved"
+            raise stop.Stopped(self._stop_signal, text, is_final=not self._launcher_died)
 
-    def _vouched(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """What a checkpoint has beside arrays, and which are kept; it vouches for the lines of ``metrics``."""
+    def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
+        """Return what a checkpoint has beside arrays: state, options, how many to keep, the protected step."""
         metrics.sync()
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
-        state |= {"epoch_loss_sum": self._epoch_sum, "epoch_correct": self._epoch_correct}
+        state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}
         options, best = self.options, self._best
         state |= {"best": best.state} if best and best.state else {}
-        return state, arithmetic(options), options.keep_checkpoints, best.step if best else None
+        return state, resume_invariants(options), options.keep_checkpoints, best.step if best else None
 
-    # --- what came of it -----------------------------------------------------------------------------------------
+    # --- the result ----------------------------------------------------------------------------------------------
 
-    def finish(self, ranks: Ranks, weights: Arrays, tested: Mapping[str, Any], also: Groups | None = None) -> None:
-        """Make sure that all ranks hold the same weights, and write them, and what rank 0 has ``also``, such as "ema",
-        as model-ema.safetensors. Raises as `save` and `record` do."""
+    def finish(
+        self,
+        collectives: Collectives,
+        weights: Arrays,
+        evaluation: Mapping[str, Any],
+        extra_groups: Groups | None = None,
+    ) -> None:
+        """Check that all ranks hold the same weights, and write them on rank 0.
+
+        ``extra_groups``, such as "ema", become model-ema.safetensors. Raises as `save` and `log_metrics` do.
+        """
         self._bar.close()
-        self._check_finite({"test loss": tested.get("test_loss", 0.0)})
+        self.monitor.check_losses({"test loss": evaluation.get("test_loss", 0.0)}, self._step)
         seconds = time.monotonic() - self._begun
-        samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.stop)
-        digest, best = self._leave_weights(ranks, weights, also or {})
+        samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.last_step)
+        digest, best = self._write_final_weights(collectives, weights, extra_groups or {})
         self._result = {
             "train_examples": self._batches.n,
-            "steps": self.stop,
+            "steps": self.last_step,
             "train_loss": self._train_loss,
-            **tested,
+            **evaluation,
             **best,
             "seconds": round(seconds, 3),
             "samples_per_second": round(samples / seconds, 1),
@@ -311,35 +382,46 @@ class Run:
             "weights_sha256": digest,
         }
 
-    def _leave_weights(self, ranks: Ranks, weights: Arrays, also: Groups) -> tuple[str, dict[str, Any]]:
-        """The files of weights; returns the digest, all ranks' own, and what a result says of the best."""
+    def _write_final_weights(
+        self, collectives: Collectives, weights: Arrays, extra_groups: Groups
+    ) -> tuple[str, dict[str, Any]]:
+        """Write the files of weights; return the digest and the result's fields of the best evaluation."""
         digest, folder = checkpoint.weights_sha256(weights), self.options.run_dir
-        everyones = ranks.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
-        if (everyones != everyones[0]).any():
-            from samestep import rollback
-
+        gathered = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
+        try:
+            self.monitor.check_replicas(gathered, self._step)
+        except RetryableError:
             if self._metrics:
-                rollback.retire_newest(folder)
-            ranks.broadcast(b"")  # none ends, and has the launcher end the others, before that is done
-            raise rollback.unequal_at_the_end(everyones)
+                checkpoint.quarantine_newest(folder)
+            collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must rename first
+            raise
         if self._metrics:
-            for name, arrays in {"model": weights, **{f"model-{name}": also[name] for name in also}}.items():
+            for name, arrays in {
+                "model": weights,
+                **{f"model-{name}": extra_groups[name] for name in extra_groups},
+            }.items():
                 checkpoint.save_weights(folder / f"{name}.safetensors", arrays)
-        return digest, self._best.write(folder, self.evaluates) if self._best and self.options.keep_best else {}
+        return digest, self._write_best(self._copy_best)
 
-    def report(self, framework: str, framework_version: str, backend: str, device: str, **facts: Any) -> None:
-        """Rank 0 writes result.json and, as the last line on stdout, ``RESULT {json}``."""
-        self.watchdog.stop()
+    def _write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+        return self._best.write(self.options.run_dir, copy) if self._best and self.options.keep_best else {}
+
+    def _copy_best(self, folder: Path, path: Path) -> None:
+        checkpoint.save_weights(path, checkpoint.read(folder).arrays(self.eval_group))
+
+    def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
+        """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0."""
+        self.monitor.stop()
         if self.world.rank == 0:
-            from samestep import metrics  # the others need none of it
+            from samestep import metrics  # the other ranks do not need it
 
             names = {"framework": framework, "framework_version": framework_version}
-            values = {**names, "backend": backend, "device": device, **facts, **self._result}
+            values = {**names, "backend": backend, "device": device, **fields, **self._result}
             metrics.report(self.app, self.options, self.world, values)
 
 
 def processor() -> str:
-    """The CPU's name, for a header; "cpu" where the system does not tell."""
+    """Return the CPU's name, or "cpu" if the system does not give one."""
     cpus = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
-    return found.group(1) if found else platform.processor() or "cpu"
+    match = re.search(r"^model name\s*: (.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    return match.group(1) if match else platform.processor() or "cpu"

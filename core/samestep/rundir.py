@@ -1,7 +1,7 @@
-"""Whose folder is it? A run's folder, its locks, and what a run in it goes on from: a checkpoint, on the same data.
+"""Own a run's folder: its name, its locks, and the checkpoint and dataset that a run in it starts from.
 
-A launch script resolves this before it starts any rank, by the checkpoints' manifests alone; rank 0 does so again, and
-verifies them. Under a bare launcher rank 0 is the first to.
+A launch script resolves this before it starts a rank, by the checkpoints' manifests alone; rank 0 does so again and
+verifies the checkpoints. Under a bare launcher rank 0 is the first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,33 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from samestep import FatalError, UserError, checkpoint, datasets, log
-from samestep.checkpoint import Arrays
-from samestep.options import Options, arithmetic
-from samestep.safetensors_writer import encode
+from samestep import ConfigError, NonRetryableError, checkpoint, log
+from samestep.checkpoint import Arrays, Checkpoint
+from samestep.options import Options, resume_invariants
 
 # A run dir's .lock has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
 # script also waits for a rank 0 that outlived its own. A rank 0 without a launch script holds both.
 LAUNCHER_BYTE, WRITER_BYTE = 0, 1
 LOCK_SECONDS = 30.0
+
+
+class DatasetInfo(NamedTuple):
+    """Where a dataset is. ``name`` is the one that was found, ``folder`` holds its files."""
+
+    name: str
+    folder: Path
+    notice: str | None = None  # a sentence to show if another dataset than the requested one was found
+    fingerprint: str | None = None  # SHA-256 of the content
+
+
+ResolveDataset = Callable[..., DatasetInfo]  # as `samestep.data.datasets.resolve`
+
+
+def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
+    """Take a dataset as it is: for programs without one of `samestep.data`."""
+    return DatasetInfo(name, data_dir)
 
 
 @dataclass(frozen=True)
@@ -35,61 +51,79 @@ class Resolved:
 
     run_dir: Path
     lock: Lock
-    dataset: str
-    fingerprint: str | None  # of the data set's content
+    dataset: DatasetInfo
     requested_dataset: str
-    checkpoint: checkpoint.Checkpoint | None
+    checkpoint: Checkpoint | None
 
 
 def resolve(
     app: str,
     options: Options,
+    resolve_dataset: ResolveDataset | None,
     fresh: bool = True,
     verify: bool = True,
-    reader: Callable[..., checkpoint.Checkpoint] | None = None,
+    reader: Callable[..., Checkpoint] | None = None,
 ) -> Resolved:
-    """Decide run dir, data set and checkpoint, and lock the run dir.
+    """Decide run dir, dataset and checkpoint, and lock the run dir.
 
-    ``fresh`` is False in a process that a launcher started again: --no-resume then no longer applies. Without
-    ``verify`` checkpoints are judged by their manifests, and neither renamed nor warned of: rank 0 will do so.
-    ``reader`` is `checkpoint.newest`'s.
-    Raises UserError when the run dir holds another run or other data, FatalError when none of its checkpoints is good.
+    Args:
+        app: the app's name, which its checkpoints hold.
+        options: the parsed options.
+        resolve_dataset: finds a dataset; the options' own ``resolve_dataset`` takes precedence. None: take it as it is.
+        fresh: False in a process that a launcher restarted; --no-resume then no longer applies.
+        verify: False judges checkpoints by their manifests, and neither renames nor warns: rank 0 will do so.
+        reader: passed on to `checkpoint.newest`.
+
+    Raises:
+        ConfigError: the run dir holds another run or other data.
+        NonRetryableError: none of its checkpoints is good.
     """
     if options.evaluate_only and not (options.init_from or checkpoint.folders(options.run_dir)):
-        raise UserError(f"--evaluate-only: {options.run_dir} has no checkpoint: name a run that has, or --init-from")
-    resolve_dataset = options.resolve_dataset or datasets.resolve
-    run_dir, lock = claim(app, options.run_dir or _of_this_job(app))
+        raise ConfigError(f"--evaluate-only: {options.run_dir} has no checkpoint: name a run that has, or --init-from")
+    run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
     found = None
     if options.resume or not fresh:
         found = checkpoint.newest(run_dir, log.warning if verify else lambda text: None, verify, reader)
     else:
-        set_aside(run_dir)
+        archive_previous_run(run_dir)
+    dataset, requested = _resolve_data(
+        app, options, options.resolve_dataset or resolve_dataset or no_dataset, found, verify
+    )
+    if found and verify and not options.evaluate_only:
+        quarantine_newer(found)
+    return Resolved(run_dir, lock, dataset, requested, found)
 
-    asked = options.requested_dataset or options.dataset  # None: the user named none
+
+def _resolve_data(
+    app: str, options: Options, resolve_dataset: ResolveDataset, found: Checkpoint | None, verify: bool
+) -> tuple[DatasetInfo, str]:
+    """Return the dataset and the name under which it was requested. A resumed run keeps its dataset."""
+    requested = options.requested_dataset or options.dataset  # None: the user named none
     if found is None:
-        source = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
-        if source.notice:
-            log.warning(source.notice)
-        return Resolved(run_dir, lock, source.name, source.fingerprint, asked or str(options.default_dataset), None)
-    # A resumed run keeps its data set.
-    recorded, asked_before = str(found.arithmetic.get("dataset")), found.state.get("requested_dataset")
-    same = asked in (None, recorded, asked_before)
-    check_same_run(found, app, {**arithmetic(options), "dataset": recorded if same else asked})
-    source = resolve_dataset(recorded, options.data_dir, fallback=False)
-    _check_same_data(found, source, verify)
-    if verify and not options.evaluate_only:
-        retire_newer(found)
-    return Resolved(run_dir, lock, source.name, source.fingerprint, asked_before or asked or source.name, found)
+        dataset = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
+        if dataset.notice:
+            log.warning(dataset.notice)
+        return dataset, requested or str(options.default_dataset)
+    recorded, requested_before = str(found.resume_invariants.get("dataset")), found.state.get("requested_dataset")
+    same = requested in (None, recorded, requested_before)
+    check_same_run(found, app, {**resume_invariants(options), "dataset": recorded if same else requested})
+    dataset = resolve_dataset(recorded, options.data_dir, fallback=False)
+    _check_same_data(found, dataset, verify)
+    return dataset, requested_before or requested or dataset.name
 
 
 def open_run(
-    app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None]
+    app: str,
+    options: Options,
+    resolve_dataset: ResolveDataset | None,
+    fresh: bool,
+    load: Callable[[Mapping[str, Arrays]], None],
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """For rank 0 in `Run.restore`: what all ranks are to know, and the files of arrays, already loaded here.
+    """Return the message to all ranks and the files of arrays, which are loaded here: rank 0's part of `Run.restore`.
 
-    Raises as `resolve`, and UserError or FatalError where ``load`` finds that arrays do not fit.
+    Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
     """
-    resolved = resolve(app, options, fresh=fresh)
+    resolved = resolve(app, options, resolve_dataset, fresh=fresh)
     found, init_from = resolved.checkpoint, options.init_from
     contents: dict[str, bytes] = {}
     groups: Mapping[str, Arrays] = {}
@@ -100,63 +134,63 @@ def open_run(
             log.info(f"{found.folder.name} of the run dir wins over --init-from {init_from}")
     elif init_from:
         groups = {"model": checkpoint.load_weights(init_from)}
-        contents = {"model": b"".join(encode(groups["model"]))}
+        contents = {"model": checkpoint.serialize(groups["model"])}
     try:
         if groups:
             load(groups)
-    except ValueError as problem:
-        raise misfit(found.folder if found else None, init_from, problem) from problem
-    return {**answer(resolved), "groups": list(contents)}, contents
+    except ValueError as error:
+        raise shape_mismatch_error(found.folder if found else None, init_from, error) from error
+    return {**restore_message(resolved), "groups": list(contents)}, contents
 
 
-def misfit(folder: object, init_from: object, problem: ValueError) -> UserError | FatalError:
-    """For arrays that do not fit the model: of the checkpoint ``folder``, or, where there is none, of --init-from."""
+def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -> ConfigError | NonRetryableError:
+    """Return the error for arrays of the checkpoint ``folder``, or else of --init-from, that do not fit the model."""
     if folder:
-        return FatalError(f"checkpoint {folder} does not fit the model: {problem}")
-    return UserError(f"--init-from {init_from} does not fit the model: {problem}")
+        return NonRetryableError(f"checkpoint {folder} does not fit the model: {error}")
+    return ConfigError(f"--init-from {init_from} does not fit the model: {error}")
 
 
-def answer(resolved: Resolved) -> dict[str, Any]:
-    """What all ranks are to know of what rank 0 resolved."""
+def restore_message(resolved: Resolved) -> dict[str, Any]:
+    """Return what rank 0 broadcasts of what it resolved."""
     found = resolved.checkpoint
     state = {} if found is None else found.state
-    state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.fingerprint}
-    its = {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset, "state": state}
-    return {**its, "step": found.step if found else None}
+    state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.dataset.fingerprint}
+    step = found.step if found else None
+    return {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset.name, "state": state, "step": step}
 
 
-def check_same_run(found: checkpoint.Checkpoint, app: str, arithmetic: Mapping[str, Any]) -> None:
-    """Raise UserError, with both values, where resuming ``found`` would take other steps than it took so far."""
+def check_same_run(found: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with both values, if a resume of ``found`` would take other steps than before."""
+    run_dir, recorded = found.folder.parents[1], found.resume_invariants
     if found.app != app:
-        raise UserError(f"{found.folder.parents[1]} holds a run of {found.app}, not of {app}: choose another --run-dir")
-    differing = [
-        f"--{name.replace('_', '-')} {found.arithmetic.get(name)} in the checkpoint, {arithmetic.get(name)} now"
-        for name in sorted({*found.arithmetic, *arithmetic})
-        if found.arithmetic.get(name) != arithmetic.get(name)
+        raise ConfigError(f"{run_dir} holds a run of {found.app}, not of {app}: choose another --run-dir")
+    differences = [
+        f"--{name.replace('_', '-')} {recorded.get(name)} in the checkpoint, {invariants.get(name)} now"
+        for name in sorted({*recorded, *invariants})
+        if recorded.get(name) != invariants.get(name)
     ]
-    if differing:
-        raise UserError(
-            f"{found.folder.parents[1]} holds another run: {'; '.join(differing)}: "
-            "repeat its options, or choose another --run-dir"
+    if differences:
+        raise ConfigError(
+            f"{run_dir} holds another run: {'; '.join(differences)}: repeat its options, or choose another --run-dir"
         )
 
 
-def retire_newer(used: checkpoint.Checkpoint) -> None:
-    """Rename the damaged checkpoints newer than ``used``, so that they are kept but no longer counted."""
+def quarantine_newer(used: Checkpoint) -> None:
+    """Rename the corrupt checkpoints newer than ``used``, so that they are kept but no longer counted."""
     for folder in checkpoint.folders(used.folder.parents[1]):
         if int(folder.name[5:]) > used.step:
-            checkpoint.retire(folder, "damaged")
+            checkpoint.quarantine(folder, "damaged")
 
 
-def _check_same_data(found: checkpoint.Checkpoint, source: datasets.Found, warn: bool) -> None:
-    """Raise UserError where the data are not those that ``found`` was trained on, as far as it says."""
-    trained_on = found.state.get("dataset_fingerprint")
-    if trained_on is None and warn:
-        log.warning(f"{found.folder.name} does not say which data it saw: taking {source.name} as it is now for them")
-    if trained_on not in (None, source.fingerprint):
-        raise UserError(
-            f"{found.folder.parents[1]} was trained on other data: {source.folder.resolve()} has changed since "
-            f"(SHA-256 {str(trained_on)[:12]} in the checkpoint, {str(source.fingerprint)[:12]} now): put the former "
+def _check_same_data(found: Checkpoint, dataset: DatasetInfo, warn: bool) -> None:
+    """Raise ConfigError if the data are not those that ``found`` was trained on, as far as it records them."""
+    recorded = found.state.get("dataset_fingerprint")
+    if recorded is None and warn:
+        log.warning(f"{found.folder.name} does not say which data it saw: taking {dataset.name} as it is now for them")
+    if recorded not in (None, dataset.fingerprint):
+        raise ConfigError(
+            f"{found.folder.parents[1]} was trained on other data: {dataset.folder.resolve()} has changed since "
+            f"(SHA-256 {str(recorded)[:12]} in the checkpoint, {str(dataset.fingerprint)[:12]} now): put the former "
             "files back, or choose another --run-dir"
         )
 
@@ -164,30 +198,29 @@ def _check_same_data(found: checkpoint.Checkpoint, source: datasets.Found, warn:
 # --- the folder --------------------------------------------------------------------------------------------------
 
 
-def claim(app: str, run_dir: Path) -> tuple[Path, Lock]:
-    """Make the run dir and lock it; returns it as an absolute path. Raises UserError where that is not possible."""
+def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
+    """Make and lock the run dir; return its absolute path and the lock. Raises ConfigError if that is impossible."""
     run_dir = run_dir.resolve()
     make_folder(run_dir / "log")
-    under_script = "SAMESTEP_LAUNCHER" in os.environ
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
-    for byte in (WRITER_BYTE,) if under_script else (LAUNCHER_BYTE, WRITER_BYTE):
+    for byte in (WRITER_BYTE,) if "SAMESTEP_LAUNCHER" in os.environ else (LAUNCHER_BYTE, WRITER_BYTE):
         lock.acquire(byte)
     return run_dir, lock
 
 
 def new(app: str, suffix: str = "") -> Path:
-    """A run dir of its own, ``runs/<app>/<UTC time><suffix>``."""
+    """Make a new run dir, ``runs/<app>/<UTC time><suffix>``."""
     folder = Path("runs", app, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + suffix)
     try:
         return make_unique(folder)
-    except OSError as problem:
-        raise UserError(f"cannot make {folder.resolve()}: {problem.strerror}: name another with --run-dir") from problem
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder.resolve()}: {error.strerror}: name another with --run-dir") from error
 
 
-def _of_this_job(app: str) -> Path:
-    """Under a bare launcher: a new run dir, found again by the ranks that the same launcher starts anew.
+def _run_dir_of_job(app: str) -> Path:
+    """Return, under a bare launcher, a new run dir, or that of the same job before the launcher restarted it.
 
-    Its name carries a key: the launcher's own id of the job, or the launcher's process.
+    The folder's name has a key: the launcher's own id of the job, or the launcher's process.
     """
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     slurm = os.environ.get("SLURM_JOB_ID")
@@ -198,7 +231,7 @@ def _of_this_job(app: str) -> Path:
     return earlier[-1] if earlier and restarts != "0" else new(app, suffix)
 
 
-def set_aside(run_dir: Path) -> None:
+def archive_previous_run(run_dir: Path) -> None:
     """Move an earlier run's checkpoints and results to ``earlier-<UTC time>/``, for --no-resume."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
     names = [name for name in left if (run_dir / name).exists()]
@@ -210,15 +243,15 @@ def set_aside(run_dir: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Raises UserError where that is not possible."""
+    """Make a folder and its parents. Raises ConfigError if that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise UserError(f"cannot make {path}: {problem.strerror}: name another place") from problem
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}: name another place") from error
 
 
 def make_unique(folder: Path) -> Path:
-    """Create ``folder``, or ``folder-2``, ``folder-3``... where it is taken, and return it."""
+    """Create ``folder``, or ``folder-2``, ``folder-3``... if it exists, and return it."""
     candidate, count = folder, 1
     while True:
         try:
@@ -233,29 +266,29 @@ def make_unique(folder: Path) -> Path:
 
 
 class Lock:
-    """Bytes of ``<run-dir>/.lock`` that this process holds, until it ends or releases them.
+    """Hold bytes of ``<run-dir>/.lock`` until this process ends or releases them.
 
     POSIX record locks: the kernel drops them when the process ends, however it ends, and they also work on NFS. Closing
     any file descriptor of the file would drop them all, so there is one.
     """
 
     def __init__(self, run_dir: Path, who: str) -> None:
-        """``who`` is what another job is told of the holder. Raises UserError where there can be no such file."""
+        """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
         self._run_dir, self._who = run_dir, who
         try:
             self._descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as problem:
-            raise UserError(f"cannot use --run-dir {run_dir}: {problem.strerror}") from problem
+        except OSError as error:
+            raise ConfigError(f"cannot use --run-dir {run_dir}: {error.strerror}") from error
 
     def acquire(self, byte: int, wait: float | None = None) -> None:
-        """Lock a byte, within ``wait`` seconds (default: LOCK_SECONDS). Raises UserError that names the holder."""
+        """Lock a byte, within ``wait`` seconds (default: LOCK_SECONDS). Raises ConfigError that names the holder."""
         wait = LOCK_SECONDS if wait is None else wait
         deadline, warned = time.monotonic() + wait, False
         while not self._try(byte):
             holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another job"
             if time.monotonic() > deadline:
                 remedy = "wait for it, stop it, or choose another --run-dir"
-                raise UserError(f"--run-dir {self._run_dir} is in use by {holder}: {remedy}")
+                raise ConfigError(f"--run-dir {self._run_dir} is in use by {holder}: {remedy}")
             if not warned:
                 log.warning(f"{self._run_dir} is in use by {holder}; waiting up to {wait:.0f} s")
                 warned = True
@@ -271,12 +304,12 @@ class Lock:
     def _try(self, byte: int) -> bool:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except OSError as problem:
-            if problem.errno not in (errno.EACCES, errno.EAGAIN):
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             return False
         return True
 
     def release(self, byte: int) -> None:
-        """Give up one byte."""
+        """Unlock a byte."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, byte)

@@ -3,7 +3,7 @@
 ``step`` counts the updates done before this one, from 0, and ``steps`` is the horizon: how many there are in all. A
 factor is computed from them alone, so there is nothing to save, a resume cannot get it wrong, and it is the same on
 every rank, to the bit. Whoever takes a horizon from --epochs must keep them at a resume
-(`Options.must_stay_at_resume`). Beyond its horizon a schedule stays where it ended.
+(`Options.resume_pinned`). Beyond its horizon a schedule stays where it ended.
 """
 
 from __future__ import annotations

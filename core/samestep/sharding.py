@@ -1,21 +1,21 @@
-"""Which samples does this rank take at this step? One global order per epoch, cut by step, then by rank.
+"""Compute which samples a rank takes at a step: one global order per epoch, cut by step, then by rank.
 
 The order of an epoch is a pseudo-random permutation of [0, n) that is never stored: `permute` computes any part of it
-from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, B being the global
-batch size; each rank takes one contiguous shard of that. What follows from it:
+from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
+batch size. Each rank takes one contiguous shard of them. It follows that:
 
-- The global batches are the same at any world size: the ranks' shards, in rank order, are the batch of one rank.
-- A resume is a seek, of the cost of any step's, and at another world size sees no sample twice and misses none.
-- The whole state is (seed, epoch, step). Memory is that of the batch asked for, and of AHEAD indices.
+- The global batches are the same at any world size: the ranks' shards, in rank order, form the batch of one rank.
+- A resume is a seek that costs what any step costs. At another world size it repeats no sample and misses none.
+- The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
 
-Checkpoints rely on the order, so it is part of the contract: it must never change for given (n, seed, epoch), on any
-platform or NumPy version. Everything is therefore integer arithmetic modulo 2**64, without `numpy.random`.
+Checkpoints rely on the order, so it is part of the contract: for given (n, seed, epoch) it must never change, on any
+platform or NumPy version. Therefore all arithmetic is on integers modulo 2**64, without `numpy.random`.
 
 Method: a Feistel network (Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
-SIAM J. Comput. 17(2), 1988) in its generalised form over pairs (left, right) in Z_a x Z_b, with a * b just above n, and
+SIAM J. Comput. 17(2), 1988) in its generalized form over pairs (left, right) in Z_a x Z_b, with a * b just above n, and
 cycle walking for the few values that land in [n, a * b) (both: Black & Rogaway, "Ciphers with arbitrary finite
-domains", CT-RSA 2002). Against a power-of-two domain, which may be twice n, next to no value has to walk: a * b - n is
-below sqrt(n) + 1. It is a good shuffle, not encryption.
+domains", CT-RSA 2002). A power-of-two domain may be twice as large as n. Here a * b - n is below sqrt(n) + 1, so almost
+no value has to walk. The order is a good shuffle, not encryption.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Against a random permutation a Feistel network of 6 rounds shows only to one who reads about all of its table; 8
-# leave a margin. Halves of a few values need more: at n = 4 a round picks one of 4 functions, and the product of 8 of
-# them is still visibly uneven over the 24 permutations.
+# A test must read almost the whole table of a Feistel network of 6 rounds to tell it from a random permutation. 8 rounds
+# leave a margin. Tiny datasets need more: at n = 4 a round picks one of 4 functions, and the product of 8 of them is
+# visibly uneven over the 24 permutations.
 ROUNDS = 8
 ROUNDS_TINY = 32
-TINY = 1024  # data sets below this many samples get ROUNDS_TINY
+TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
-AHEAD = 2048  # samples that a rank may know ahead: computing so many takes hardly longer than computing 128
-_BLOCK = 8192  # positions at a time, so that the four work arrays (256 KiB) stay in a core's cache
+PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead: 2048 take hardly longer than 128
+_BLOCK = 8192  # positions per pass, so that the four work arrays (256 KiB) stay in a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
 _MULTIPLIER, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # SplitMix64's multipliers
@@ -44,7 +44,7 @@ _SHIFT = np.uint64(32)
 
 
 def _mix(z: int) -> int:
-    """SplitMix64's output function: a bijection on [0, 2**64).
+    """Return SplitMix64's output function of ``z``, a bijection on [0, 2**64).
 
     Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of its
     reference implementation, https://prng.di.unimi.it/splitmix64.c.
@@ -56,9 +56,10 @@ def _mix(z: int) -> int:
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint64], ...]:
-    """Per round, the pair (odd multiplier, offset): a SplitMix64 stream that starts at mix(mix(seed + gamma) + epoch).
+    """Return (odd multiplier, offset) for each round, from a SplitMix64 stream.
 
-    For one seed different epochs start at different states, and for one epoch different seeds do.
+    The stream starts at mix(mix(seed + gamma) + epoch): at different states for different epochs of one seed, and for
+    one epoch of different seeds.
     """
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value <= _MASK:
@@ -71,21 +72,20 @@ def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint6
 def _feistel(
     values: NDArray[np.uint64], a: int, b: int, keys: tuple[tuple[np.uint64, np.uint64], ...]
 ) -> NDArray[np.uint64]:
-    """A keyed bijection on [0, a * b); uint64 [m] -> uint64 [m]. a and b are at most 2**32.
+    """Apply a keyed bijection on [0, a * b) to uint64 [m]. a and b are at most 2**32.
 
-    A round adds to one half, modulo its size, a hash of the other: multiply, fold, multiply, keep the high 32 bits,
-    scale them to the size (Lemire, "Fast random integer generation in an interval", 2019).
+    A round adds a hash of one half to the other, modulo its size. The hash multiplies, folds, multiplies again, keeps
+    the high 32 bits and scales them to the size (Lemire, "Fast random integer generation in an interval", 2019).
     """
     left = values // np.uint64(b)
     right = values - left * np.uint64(b)
-    t = np.empty_like(values)
-    spare = np.empty_like(values)
+    t, folded = np.empty_like(values), np.empty_like(values)
     half, size, other, other_size = left, np.uint64(a), right, np.uint64(b)
     for multiplier, offset in keys:
         np.multiply(other, multiplier, out=t)
         np.add(t, offset, out=t)
-        np.right_shift(t, _SHIFT, out=spare)
-        np.bitwise_xor(t, spare, out=t)
+        np.right_shift(t, _SHIFT, out=folded)
+        np.bitwise_xor(t, folded, out=t)
         np.multiply(t, _MULTIPLIER, out=t)
         np.right_shift(t, _SHIFT, out=t)
         np.multiply(t, size, out=t)
@@ -100,15 +100,15 @@ def _feistel(
 
 
 def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Positions of an epoch's order -> sample indices. Random access: nothing is stored, each value is computed.
+    """Map positions in an epoch's order to sample indices. Random access: nothing is stored, each value is computed.
 
     Args:
-        positions: integers in [0, n), any shape, any order, repeats allowed.
-        n: samples in the data set, 1 <= n < 2**63.
-        seed, epoch: each in [0, 2**64); different pairs give unrelated orders.
+        positions: integers in [0, n), of any shape, in any order, repeats allowed.
+        n: number of samples in the dataset, 1 <= n < 2**63.
+        seed, epoch: integers in [0, 2**64). Different pairs give unrelated orders.
 
     Returns:
-        int64 array of positions' shape with values in [0, n). For positions = arange(n) it is a permutation.
+        int64 array of the shape of ``positions`` with values in [0, n): a permutation for positions = arange(n).
 
     Raises:
         ValueError: n, seed, epoch or a position is out of range.
@@ -125,8 +125,8 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     b = -(-n // a)
     for start in range(0, flat.size, _BLOCK):
         flat[start : start + _BLOCK] = _feistel(flat[start : start + _BLOCK], a, b, keys)
-    # Cycle walking: a value outside [0, n) goes through the bijection again until it is inside. It always gets there,
-    # because following the cycle leads back to the position it came from, which is inside.
+    # Cycle walking: apply the bijection again to values outside [0, n) until they are inside. This ends, because the
+    # cycle of a value leads back to the position it came from, which is inside.
     outside = np.flatnonzero(flat >= np.uint64(n))
     while outside.size:
         flat[outside] = _feistel(flat[outside], a, b, keys)
@@ -135,9 +135,10 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
 
 
 def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """[start, stop) of this rank's contiguous shard of `length` items; sizes differ by at most one.
+    """Return [start, stop) of this rank's contiguous shard of ``length`` items.
 
-    The first length % world_size ranks take one more (as `numpy.array_split` cuts); a shard may be empty.
+    The sizes of shards differ by at most one: the first length % world_size ranks take one more item, as
+    `numpy.array_split` does. A shard may be empty.
 
     Raises:
         ValueError: length < 0, world_size < 1, or rank outside [0, world_size).
@@ -153,8 +154,8 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + size + (rank < extra)
 
 
-class Rows(NamedTuple):
-    """Which rows of a global batch a rank has: from ``first`` on, of ``global_size`` over all ranks."""
+class BatchSlice(NamedTuple):
+    """Locate a rank's rows in a global batch: they begin at ``first``, of ``global_size`` rows over all ranks."""
 
     first: int
     global_size: int
@@ -162,19 +163,20 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The samples of every training step, cut into one rank's shards.
+    """Cut the samples of every training step into one rank's shards.
 
-    `step` counts the updates done before this one, from 0, on through all epochs. An epoch's last batch holds what is
-    left and may be smaller; it counts as a step, unless ``drop_last``: then an epoch leaves those samples out.
+    ``step`` counts the updates done before this one, from 0, through all epochs. The last batch of an epoch holds the
+    remaining samples and may be smaller; it counts as a step. With ``drop_last`` an epoch leaves those samples out.
 
     Args:
-        n: samples in the data set, in [1, 2**63).
-        global_batch_size: samples in a step, over all ranks; at least 1.
-        seed: in [0, 2**64); with the epoch it decides the order.
-        rank, world_size: which shard of each batch `indices` gives.
+        n: number of samples in the dataset, in [1, 2**63).
+        global_batch_size: samples per step, over all ranks; at least 1.
+        seed: integer in [0, 2**64) that decides the order together with the epoch.
+        rank, world_size: the shard of each batch that `indices` returns.
+        drop_last: leave out an epoch's last batch if it is smaller.
 
     Raises:
-        ValueError: an argument is out of range, or nothing is left; every method raises it for step < 0.
+        ValueError: an argument is out of range, or no batch remains. Every method raises it for step < 0.
     """
 
     n: int
@@ -183,26 +185,25 @@ class GlobalBatches:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = field(default=False, kw_only=True)
-    # By step, what `indices` has computed; None for the step that comes next.
-    _known: dict[int, NDArray[np.int64] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # The indices that `indices` has computed, by step.
+    _index_cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
             raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
         if self.drop_last and self.global_batch_size > self.n:
-            raise ValueError(
-                f"global_batch_size must be at most {self.n} to leave a batch, got {self.global_batch_size}"
-            )
-        shard(0, self.rank, self.world_size)  # these two check the rest
-        permute(np.empty(0, np.int64), self.n, self.seed, 0)
+            most = f"at most {self.n} to leave a batch"
+            raise ValueError(f"global_batch_size must be {most}, got {self.global_batch_size}")
+        shard(0, self.rank, self.world_size)  # checks rank and world_size
+        permute(np.empty(0, np.int64), self.n, self.seed, 0)  # checks n and seed
 
     @property
     def steps_per_epoch(self) -> int:
-        """Updates in an epoch: ceil(n / global_batch_size); with ``drop_last`` the floor of it."""
+        """Number of updates in an epoch: ceil(n / global_batch_size), or the floor of it with ``drop_last``."""
         return self.n // self.global_batch_size if self.drop_last else -(-self.n // self.global_batch_size)
 
     def _locate(self, step: int) -> tuple[int, int, int]:
-        """The epoch of this step, and [start, stop) of its global batch in that epoch's order."""
+        """Return the epoch of this step, and [start, stop) of its global batch in that epoch's order."""
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
         epoch, batch = divmod(step, self.steps_per_epoch)
@@ -210,63 +211,79 @@ class GlobalBatches:
         return epoch, start, min(start + self.global_batch_size, self.n)
 
     def epoch(self, step: int) -> int:
-        """The epoch this step belongs to, from 0."""
+        """Return the epoch that this step belongs to, from 0."""
         return self._locate(step)[0]
 
-    def _shard(self, size: int, k: int, count: int) -> tuple[int, int]:
-        """[first, stop) of a global batch's rows: this rank's shard of its k-th of ``count`` micro-batches, from 0."""
-        first, stop = shard(size, k, count)
-        begin, end = shard(stop - first, self.rank, self.world_size)
-        return first + begin, first + end
-
-    def rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> Rows:
-        """Which rows of this step's global batch `indices` gives."""
-        size = self.size(step)
-        return Rows(self._shard(size, *micro_batch)[0], size)
-
     def size(self, step: int) -> int:
-        """Samples in this step's global batch, over all ranks; at least 1."""
+        """Return the number of samples in this step's global batch, over all ranks; at least 1."""
         _, start, stop = self._locate(step)
         return stop - start
 
     def samples_seen(self, step: int) -> int:
-        """Samples that the steps 0 .. step - 1 took, over all ranks."""
+        """Return the number of samples that the steps 0 to step - 1 took, over all ranks."""
         epoch, start, _ = self._locate(step)
         return epoch * min(self.n, self.steps_per_epoch * self.global_batch_size) + start
 
-    def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
-        """This rank's shard of this step's global batch, or of ``micro_batch`` (k, count), the k-th of the parts into
-        which it is cut before ranks are: int64 [m], sample indices; m = 0 where ranks outnumber them.
+    def rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> BatchSlice:
+        """Return the rows of this step's global batch whose samples `indices` returns."""
+        return BatchSlice(self._shard(step, *micro_batch)[0], self.size(step))
 
-        Who asks for one step after the other gets them from blocks of up to AHEAD samples; a seek computes its own.
+    def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
+        """Return the sample indices of this rank's shard of this step's global batch.
+
+        Consecutive steps are computed in blocks of up to PREFETCH_SAMPLES indices. A seek computes one step.
+
+        Args:
+            step: number of updates done before this one.
+            micro_batch: (k, count) to return the shard of the k-th of ``count`` micro-batches, from 0. They are cut
+                before ranks are, so they hold the same samples at any world size.
+
+        Returns:
+            int64 [m]; m is 0 for a rank that gets no sample because there are fewer samples than ranks.
         """
-        known, steps, places = self._known if micro_batch == (0, 1) else {}, range(step, step + 1), []
-        if (found := known.get(step)) is not None:
-            return found
-        if step in known:
-            most = AHEAD // (self.global_batch_size // self.world_size + 1)
-            steps = range(step, step + max(1, min(most, self.steps_per_epoch - step % self.steps_per_epoch)))
-        for _, start, stop in map(self._locate, steps):
-            first, last = self._shard(stop - start, *micro_batch)
-            places.append(np.arange(start + first, start + last, dtype=np.int64))
-        order = permute(np.concatenate(places), self.n, self.seed, self.epoch(step))
-        shards = np.split(order, np.cumsum([len(each) for each in places[:-1]], dtype=np.int64))
-        known.clear()
-        known.update({**dict(zip(steps, shards)), steps.stop: None})
+        if micro_batch != (0, 1):
+            return self._compute_indices(range(step, step + 1), *micro_batch)[0]
+        cached = self._index_cache.get(step)
+        if cached is not None:
+            return cached
+        count = 1
+        if step - 1 in self._index_cache:  # consecutive steps: compute ahead, up to the end of the epoch
+            most = PREFETCH_SAMPLES // (self.global_batch_size // self.world_size + 1)
+            count = max(1, min(most, self.steps_per_epoch - step % self.steps_per_epoch))
+        steps = range(step, step + count)
+        shards = self._compute_indices(steps)
+        self._index_cache.clear()
+        self._index_cache.update(zip(steps, shards))
         return shards[0]
+
+    def _compute_indices(self, steps: range, k: int = 0, count: int = 1) -> list[NDArray[np.int64]]:
+        """Return this rank's indices at each of ``steps``, which belong to one epoch."""
+        positions = [self._locate(step)[1] + np.arange(*self._shard(step, k, count), dtype=np.int64) for step in steps]
+        order = permute(np.concatenate(positions), self.n, self.seed, self.epoch(steps.start))
+        return np.split(order, np.cumsum([len(each) for each in positions[:-1]], dtype=np.int64))
+
+    def _shard(self, step: int, k: int, count: int) -> tuple[int, int]:
+        """Return [first, stop) of this rank's rows in the k-th of ``count`` micro-batches of this step's global batch."""
+        first, stop = shard(self.size(step), k, count)
+        begin, end = shard(stop - first, self.rank, self.world_size)
+        return first + begin, first + end
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The seed, in [0, 2**64), of the random numbers (dropout) of one step, the same on every rank.
+    """Return the seed, in [0, 2**64), of one step's random numbers such as dropout, the same on every rank.
 
-    Derived, so never saved. A rank that draws for the whole global batch and takes its rows drops alike at any size.
+    The seed is derived, so it is never saved. A rank that draws for the whole global batch and takes its own rows drops
+    the same units at any world size.
     """
     return _mix((_mix((seed + _GAMMA) & _MASK) ^ step) & _MASK)
 
 
 def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 random bits, uint64 [m], for each of an epoch's samples ``indices`` [m], whatever rank or batch it is in."""
+    """Return 64 random bits, uint64 [m], for each of the samples ``indices`` [m] in an epoch.
+
+    The bits of a sample do not depend on its rank or batch.
+    """
     z = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
-    z = (z ^ (z >> np.uint64(30))) * _MULTIPLIER  # as `_mix`, of the epoch's stream at the samples' places
+    z = (z ^ (z >> np.uint64(30))) * _MULTIPLIER  # `_mix` of the epoch's stream at the samples' positions
     z = (z ^ (z >> np.uint64(27))) * _SECOND
     return z ^ (z >> np.uint64(31))

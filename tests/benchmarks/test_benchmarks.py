@@ -17,7 +17,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.once  # the loops of the other apps' frameworks are for the soak
+@pytest.mark.core_only  # the loops of the other apps' frameworks are for the soak
 def test_throughput(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     # Those that need no package beside the app's.
@@ -31,7 +31,7 @@ def test_throughput(harness: Harness) -> None:
     assert all(speed > 0 for speeds in found["speeds"].values() for speed in speeds)
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "throughput.py"))
     steady, wide, wider = ({"app": [100.0, 100.0], "limit": [100.0, fastest]} for fastest in (129.0, 140.0, 200.0))
@@ -46,7 +46,7 @@ def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
     assert tried(wider, wide, wider) == (wide, 3)
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
     for options, said in (
         (["--contestants=app,best"], "error: --contestants best: choose from textbook, "),
@@ -57,7 +57,7 @@ def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
         assert said in outcome.stderr
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--check"])
@@ -65,7 +65,7 @@ def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_buck
     assert "in rank order: equal bits, " in outcome.stdout
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 @pytest.mark.parametrize(("name", "rows"), [("ddp_step", 12), ("step_cost", 5)])
 def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -74,7 +74,7 @@ def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
     assert outcome.stdout.count("\n|") >= rows
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 @pytest.mark.parametrize("name", ["start_up", "checkpoint", "sharding"])
 def test_it_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3

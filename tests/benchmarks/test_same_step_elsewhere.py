@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import ROOT
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.core_only
 SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "same_step_elsewhere.py"))
 EXAMPLES, EPOCHS = SCRIPT["EXAMPLES"], SCRIPT["EPOCHS"]
 

@@ -22,7 +22,7 @@ import pytest
 from harness import ROOT
 from processes import marked
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.core_only
 HERE = ROOT / "benchmarks" / "scoreboard"
 MODULES = ("job", "rows", "scoreboard", "sources", "subjects")
 # One process a rank; a checkpoint after each epoch, which holds the number of that epoch and not of the next.

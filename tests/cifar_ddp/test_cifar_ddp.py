@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, last_step, losses, relative_difference, row, told_by
+from harness import Harness, last_step, losses, relative_difference, app_spec, told_by
 from samestep import checkpoint
 
 SMALL = ("--dataset=synthetic-cifar10", "--epochs=100", "--log-every=1")
-EVERYTHING = row("cifar_ddp").variants[0]
+EVERYTHING = app_spec("cifar_ddp").variants[0]
 # 1,024 samples by 93, in micro-batches of 31: no number of ranks but 1 divides them, and the twelfth batch of an epoch
 # has one sample.
 UNEVEN = "--global-batch-size=93"
@@ -310,7 +310,7 @@ import data
 import train
 from model import build_model
 from options import parse
-from samestep.phases import Phases
+from samestep.step_timer import Phases
 from samestep.sharding import GlobalBatches
 from torch.nn.parallel import DistributedDataParallel
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import data
 import numpy as np
 import torch
-from samestep import datasets
+from samestep.data import datasets
 
 folder = Path("{folder}")
 stored = datasets.load("fashion-mnist", folder)

@@ -1,11 +1,11 @@
-"""Run the programs for ranks on one rank that believes it is on a GPU, and say which clock readings came too early.
+"""Run the programs for ranks on one simulated GPU rank, and report which clock readings came too early.
 
     clocks.py RUN_DIR
 
-Tensors stay on the CPU. `ranks.talking.device` is a GPU, whose stream is one that only notes that it was waited for.
-A reading is early when something was computed or said since the stream was last waited for: on a GPU that work might
-not be done yet. RUN_DIR/clocks.json then holds for each program how often it read its clock, which readings were early
-(file and line), and how often it waited; and which device each --device means, by number of GPUs.
+Tensors stay on the CPU. `distributed.session.device` is a GPU, and its stream only notes that somebody waited for it. A
+reading is early if something was computed or communicated since the last wait for the stream: on a GPU that work might
+not be done yet. RUN_DIR/clocks.json then holds for each program the number of clock readings, the early ones (file and
+line), and the number of waits; and which device each --device means, by number of GPUs.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ APP = Path(__file__).resolve().parents[2] / "apps" / "collectives_lab"
 sys.path.insert(0, str(APP))
 
 import aggregate  # type: ignore[import-not-found]  # noqa: E402
+import distributed  # type: ignore[import-not-found]  # noqa: E402
 import primitives  # type: ignore[import-not-found]  # noqa: E402
-import ranks  # type: ignore[import-not-found]  # noqa: E402
 import straggler  # type: ignore[import-not-found]  # noqa: E402
 from options import parse  # type: ignore[import-not-found]  # noqa: E402
-from samestep import UserError, env  # noqa: E402
+from samestep import ConfigError, env  # noqa: E402
 
 
 class Stream:
-    """Stands for a GPU's stream, and counts."""
+    """Stand for a GPU's stream, and count."""
 
     def __init__(self) -> None:
         self.waits = 0
-        self.busy = False  # is something in it that nobody has waited for?
+        self.busy = False  # with work that nobody has waited for
         self.readings = 0
         self.early: list[str] = []
 
@@ -47,7 +47,7 @@ class Stream:
         self.busy = False
 
     def read_clock(self) -> float:
-        failing = sys.exc_info()[0] is not None  # what the time is told for then is no timeline
+        failing = sys.exc_info()[0] is not None  # that time is not for a timeline
         if threading.current_thread() is threading.main_thread() and not failing:
             self.readings += 1
             if self.busy:
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Busy(TorchDispatchMode):
-    """Every operation and every collective is work in the stream."""
+    """Note every operation and every collective as work in the stream."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class Busy(TorchDispatchMode):
 
 
 def choices(n: int, gpus: int) -> dict[str, str]:
-    """What --device chooses for the last of n ranks on a machine with so many GPUs."""
+    """Return what --device chooses for the last of n ranks on a machine with so many GPUs."""
     world = env.World(n - 1, n, local_rank=n - 1, local_world_size=n)
     chosen = {}
     for wanted in ("auto", "cuda", "cpu"):
@@ -78,10 +78,10 @@ def choices(n: int, gpus: int) -> dict[str, str]:
             mock.patch.object(torch.cuda, "set_device") as set_device,
         ):
             try:
-                device = ranks.choose_device(wanted, world)
+                device = distributed.choose_device(wanted, world)
                 assert [call.args for call in set_device.mock_calls] == [(device,)] * (device.type == "cuda")
-                chosen[wanted] = f"{device}, {ranks.backend(device)}"
-            except UserError as problem:
+                chosen[wanted] = f"{device}, {distributed.torch_distributed.backend(device)}"
+            except ConfigError as problem:
                 chosen[wanted] = f"error: {problem}"
     return chosen
 
@@ -90,8 +90,8 @@ def main() -> None:
     run_dir = sys.argv[1]
     found: dict[str, Any] = {"choices": {f"{gpus} for 2": choices(2, gpus) for gpus in (0, 1, 2)}}
     common = [f"--run-dir={run_dir}", "--quick", "--quiet", "--device=cpu"]
-    place = ranks.rendezvous(parse(["primitives", *common]))
-    ranks.talking.device = torch.device("cuda", 0)
+    place = distributed.rendezvous(parse(["primitives", *common]))
+    distributed.session.device = torch.device("cuda", 0)
     straggler.BLOCK = 1
     for module, *options in (
         (primitives, "--max-bytes=1024", "--repeats=2"),
@@ -103,9 +103,9 @@ def main() -> None:
         sys.argv = [module.__name__, *common, *options]
         with (
             mock.patch.object(torch.cuda, "current_stream", return_value=stream),
-            mock.patch.object(module, "rendezvous", return_value=place),  # a process meets the others once
+            mock.patch.object(module, "rendezvous", return_value=place),  # a process joins the others once
             mock.patch.object(module, "time", clock),
-            mock.patch.object(ranks, "time", clock),
+            mock.patch.object(distributed, "time", clock),
             Busy(stream),
         ):
             module.main()

@@ -1,4 +1,4 @@
-"""What the programs make of outcomes that gloo and a short job do not have: one rank, collectives and results replaced.
+"""Show what the programs make of outcomes that gloo and a short job do not have: one rank, with replaced collectives.
 
     outcomes.py RUN_DIR
 
@@ -17,31 +17,31 @@ from unittest import mock
 APP = Path(__file__).resolve().parents[2] / "apps" / "collectives_lab"
 sys.path.insert(0, str(APP))
 
+import distributed  # type: ignore[import-not-found]  # noqa: E402
 import launchers  # type: ignore[import-not-found]  # noqa: E402
 import primitives  # type: ignore[import-not-found]  # noqa: E402
-import ranks  # type: ignore[import-not-found]  # noqa: E402
 from options import parse  # type: ignore[import-not-found]  # noqa: E402
-from samestep import FatalError  # noqa: E402
+from samestep import NonRetryableError  # noqa: E402
 
 
-def told(what: Callable[[], Any]) -> Any:
+def outcome(what: Callable[[], Any]) -> Any:
     try:
         return what()
-    except FatalError as problem:
+    except NonRetryableError as problem:
         return f"error: {problem}"
 
 
 def operator_cells(
     operator: str, collective: Callable[..., Any], world: Any, device: Any, backend: str = "gloo"
 ) -> Any:
-    """The cells of ``operator``'s row, float32 to int64, when ``collective`` is all_reduce."""
+    """Return the cells of ``operator``'s row, float32 to int64, when ``collective`` is all_reduce."""
     with (
         mock.patch.dict(primitives.REDUCERS, all_reduce=collective),
         mock.patch.object(primitives, "backend", return_value=backend),
     ):
         checks = primitives.check_operators(["all_reduce"], [operator], device)
         shown = primitives.show_operators(checks, device)
-    found = {"facts": ranks.facts(world, device), "operator_checks": checks, "operators": shown}
+    found = {"facts": distributed.run_metadata(world, device), "operator_checks": checks, "operators": shown}
     cells = primitives.operator_tables(found)[1].rows[0][1:4]
     return {"cells": cells, "cases": [case["cases"] for case in checks], "shown": [each["dtype"] for each in shown]}
 
@@ -54,12 +54,12 @@ def failing(words: str) -> Callable[..., Any]:
 
 
 def accepting(x: Any, *_: Any) -> Any:
-    """On one rank every reduction is what that rank holds."""
+    """Return what the rank holds, which on one rank is every reduction."""
     return x
 
 
 def data_parallel(options: Any, steps: int, gradients: float, weights: float) -> str:
-    """What ``launchers`` says to these differences."""
+    """Return whether ``launchers`` accepts these differences."""
 
     def job(what: str, words: list[str], run_dir: Path) -> dict[str, Any]:
         ways = [{"way": "DDP", "gradients_difference": gradients, "weights_difference": weights}]
@@ -67,17 +67,17 @@ def data_parallel(options: Any, steps: int, gradients: float, weights: float) ->
         (run_dir / "data_parallel.json").write_text(json.dumps({"steps": steps, "ways": ways}))
         return {"code": 0}
 
-    with mock.patch.object(launchers, "try_one", job):
-        outcome = told(lambda: launchers.compare_data_parallel(2, options, options.run_dir / "DataParallel"))
-    return "error" if "does not take the plain step" in outcome else "told"
+    with mock.patch.object(launchers, "run_job", job):
+        result = outcome(lambda: launchers.compare_data_parallel(2, options, options.run_dir / "DataParallel"))
+    return "error" if "does not take the plain step" in result else "told"
 
 
 def main() -> None:
     run_dir = Path(sys.argv[1])
     options = parse(["launchers", f"--run-dir={run_dir}", "--quiet", "--device=cpu"])
-    place = ranks.rendezvous(options)
+    place = distributed.rendezvous(options)
     outcomes = {
-        name: told(lambda operator=operator, how=how: operator_cells(operator, how[0], *place, *how[1:]))  # type: ignore[misc]
+        name: outcome(lambda operator=operator, how=how: operator_cells(operator, how[0], *place, *how[1:]))  # type: ignore[misc]
         for name, operator, *how in (
             ("SUM fails", "SUM", failing("no such kernel")),
             ("BAND fails", "BAND", failing("no such kernel")),

@@ -1,12 +1,12 @@
-"""The picture of `samestep.report --png`, here because this app's environment has matplotlib."""
+"""The picture of `samestep.observe.report --png`, here because this app's environment has matplotlib."""
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
 
-from samestep import report
 from samestep.metrics import Metrics
+from samestep.observe import report
 
 
 def test_plots_are_drawn_by_matplotlib(tmp_path: Path) -> None:

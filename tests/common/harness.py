@@ -41,7 +41,7 @@ class App:
     variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
     accuracy: float | None = None  # the least that its defaults must reach on its embedded data set, where it has one
     tolerance: float = 1e-9
-    arithmetic: Sequence[str] = ()  # changes of a small run's options, each of which a resume must refuse
+    resume_invariants: Sequence[str] = ()  # changes of a small run's options, each of which a resume must refuse
     defaults: Sequence[str] = ()  # what a test changes of the defaults, so that they take minutes
     parts: tuple[int, int] = (32, 3)  # of the training set, one of which is a batch that 2, 3 and 4 ranks cannot share
     exact_steps: Sequence[int] = (100, 6)  # of the first variant and of the others
@@ -56,7 +56,7 @@ class App:
     # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
     # ``best``, ``curves``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun`` where one of the same
     # framework, or a case of its own, does it, and ``slow`` where a start takes long.
-    left_out: Sequence[str] = ()
+    skipped_marks: Sequence[str] = ()
     name: str = ""
 
 
@@ -89,9 +89,9 @@ def options_of(app: str) -> Any:
     return _module(ROOT / "apps" / app / "options.py")
 
 
-def row(name: str) -> App:
-    """The row of an app, ``ROW`` in ``tests/<app>/row.py``; the app's name is its folder's."""
-    found: App = replace(_module(ROOT / "tests" / name / "row.py").ROW, name=name)
+def app_spec(name: str) -> App:
+    """The row of an app, ``ROW`` in ``tests/<app>/app_spec.py``; the app's name is its folder's."""
+    found: App = replace(_module(ROOT / "tests" / name / "app_spec.py").SPEC, name=name)
     return found
 
 
@@ -105,7 +105,7 @@ def _module(path: Path) -> Any:
     return found
 
 
-APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/row.py"))
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))
 
 
 @dataclass

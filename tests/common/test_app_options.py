@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from harness import ROOT, Harness, options_of
-from samestep import UserError, options
-from samestep.options import Parser, add_common, arithmetic
+from samestep import ConfigError, options
+from samestep.options import Parser, add_common, resume_invariants
 
 FIRST_STAGE = """
 import runpy, sys
@@ -35,9 +35,9 @@ def test_it_has_the_common_options_and_what_a_result_repeats(module: Any) -> Non
     add_common(common, epochs=1, global_batch_size=1, lr="", datasets=("mnist-5k",), devices=("auto",))
     parsed = module.parse([])
     assert vars(common.parse([])).keys() <= vars(parsed).keys()
-    assert set(parsed.REPORTED) <= vars(parsed).keys()
+    assert set(parsed.RESULT_FIELDS) <= vars(parsed).keys()
     assert parsed.lr is not None  # what the app chooses is in the record and in the checkpoint
-    assert json.loads(json.dumps(arithmetic(parsed))) == arithmetic(parsed)
+    assert json.loads(json.dumps(resume_invariants(parsed))) == resume_invariants(parsed)
 
 
 def test_it_explains_itself(module: Any) -> None:
@@ -49,29 +49,29 @@ def test_it_explains_itself(module: Any) -> None:
 
 @pytest.mark.parametrize("bad", [["--epochs=x"], ["--lr=0"], ["--no-such-option"], ["5"]], ids=str)
 def test_a_mistake_is_a_user_error(module: Any, bad: list[str]) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(ConfigError):
         module.parse(bad)
 
 
 def test_a_near_miss_of_the_launch_scripts_own_option_is_named(module: Any) -> None:
-    with pytest.raises(UserError, match="did you mean --dry-run"):
+    with pytest.raises(ConfigError, match="did you mean --dry-run"):
         module.parse(["--dry-rum"], usage="bash scripts/run.sh N")
-    with pytest.raises(UserError) as caught:  # train.py itself has no such option
+    with pytest.raises(ConfigError) as caught:  # train.py itself has no such option
         module.parse(["--dry-rum"])
     assert "--dry-run" not in str(caught.value)
 
 
 def test_what_changes_the_arithmetic_is_what_a_resume_must_repeat(harness: Harness, module: Any) -> None:
-    small = arithmetic(module.parse([*harness.app.small]))
-    kept = {changed.partition("=")[0] for changed in harness.app.arithmetic}
-    for changed in harness.app.arithmetic:
-        found = arithmetic(module.parse([*harness.app.small, changed]))
+    small = resume_invariants(module.parse([*harness.app.small]))
+    kept = {changed.partition("=")[0] for changed in harness.app.resume_invariants}
+    for changed in harness.app.resume_invariants:
+        found = resume_invariants(module.parse([*harness.app.small, changed]))
         name = changed.partition("=")[0].removeprefix("--").replace("-", "_")
         assert name in {key for key in found if found[key] != small[key]}
     for free in ("--epochs=9", "--max-steps=9", "--checkpoint-every=9", "--log-every=9", "--timeout=9", "--quiet"):
         if free.partition("=")[0] in kept:  # --epochs, which some need for a schedule's horizon
             continue
-        assert arithmetic(module.parse([*harness.app.small, free])) == small
+        assert resume_invariants(module.parse([*harness.app.small, free])) == small
 
 
 def test_it_needs_only_the_standard_library_of_python_3_9(harness: Harness) -> None:

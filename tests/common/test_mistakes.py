@@ -42,7 +42,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 @pytest.mark.parametrize(("n", "options", "environ", "words"), MISTAKES, ids=lambda value: str(value)[:40])
 def test_a_mistake_is_one_line(
     harness: Harness, n: str, options: list[str], environ: dict[str, str], words: str
@@ -73,7 +73,7 @@ def test_the_first_stage_needs_no_packages(harness: Harness) -> None:
     assert "--epochs: 'x'" in outcome.stderr
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_a_taken_port_is_named(harness: Harness) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -118,7 +118,7 @@ def test_help_teaches(harness: Harness) -> None:
 
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
     """It is one more start until they know that no flipped bit made it so, which one app shows."""
-    restarts = int("once" not in harness.app.left_out)
+    restarts = int("core_only" not in harness.app.skipped_marks)
     options = [*harness.app.small, *harness.app.diverges, "--log-every=1", f"--max-restarts={restarts}"]
     outcome = harness.run(2, *options)
     assert outcome.code == 1

@@ -20,7 +20,10 @@ import pytest
 from harness import Harness, Job, Shape, faulty, last_step, losses, options_of, relative_difference
 from numpy.typing import NDArray
 from processes import parent
-from samestep import checkpoint, sharded, signals
+from samestep import checkpoint
+from samestep.sharded import storage
+from samestep.sharded.tensors import TensorShard
+from samestep.stop import STOP_SIGNALS
 from samestep.sharding import GlobalBatches
 
 TESTED = ("test_loss", "test_accuracy")  # as far as an app has them
@@ -62,7 +65,7 @@ def test_a_rank_is_killed_at_a_random_step(
     "victim",
     [
         pytest.param("the launcher", marks=pytest.mark.launcher),
-        pytest.param("the script", marks=pytest.mark.once),
+        pytest.param("the script", marks=pytest.mark.core_only),
         pytest.param("all processes", marks=pytest.mark.soak),
     ],
 )
@@ -171,7 +174,7 @@ class Stop:
 
 
 STOPS = [
-    *(Stop(number, to) for to in ("the script", "a rank") for number in signals.WISHES),
+    *(Stop(number, to) for to in ("the script", "a rank") for number in STOP_SIGNALS),
     *(Stop(number, "the launcher") for number in (signal.SIGTERM, signal.SIGINT)),
 ]
 
@@ -195,7 +198,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop) -> int:
 
 def test_a_signal_costs_no_step(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """One run that is stopped again and again goes on where it was, to the weights of one that was not."""
-    once = "once" not in harness.app.left_out  # the others show how their launcher takes it that its ranks end
+    once = "core_only" not in harness.app.skipped_marks  # the others show how their launcher takes it that its ranks end
     longer = ["--epochs=6"] if once else []  # the last signal is to come in time on a busy machine, too
     n, saved = 2, 0
     reference = undisturbed(n, *longer)
@@ -219,7 +222,7 @@ def test_signals_at_random_moments(
 ) -> None:
     """To the script, to a rank, and to the launcher as far as that lets its ranks live; at N = 2 and 3."""
     chance = random.Random(1)
-    runs = (8 if "slow" in harness.app.left_out else 20) if soak else 2
+    runs = (8 if "slow" in harness.app.skipped_marks else 20) if soak else 2
     counts: dict[tuple[str, int], list[int]] = {}
     for i in range(runs):
         stop, n = STOPS[i % len(STOPS)], 2 + (i + i // len(STOPS)) % 2
@@ -319,7 +322,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 # --- resuming as another job ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_resume_at_other_numbers_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
@@ -353,7 +356,7 @@ def test_a_resume_that_would_take_other_steps_is_refused(
     shutil.copytree(undisturbed(2)["run_dir"], harness.folder / "run")
     kept = snapshot(harness.folder / "run")
     parse = options_of(harness.app.name).parse
-    for option in harness.app.arithmetic:
+    for option in harness.app.resume_invariants:
         outcome = harness.run(2, *harness.app.small, option)
         assert outcome.code == 2, outcome
         assert len(outcome.stderr.splitlines()) == 1
@@ -368,7 +371,7 @@ def test_a_resume_that_would_take_other_steps_is_refused(
 @pytest.mark.soak
 def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     assert harness.train(2, *harness.app.small, "--max-steps=3")["steps"] == 3
-    horizon = any(option.startswith("--epochs=") for option in harness.app.arithmetic)
+    horizon = any(option.startswith("--epochs=") for option in harness.app.resume_invariants)
     again = harness.train(2, *harness.app.small, "--max-steps=7", *([] if horizon else ["--epochs=1"]))
     assert (again["steps"], again["resumed_from_step"]) == (7 if horizon else min(7, Shape.of(again).epoch), 3)
     outcome = harness.run(2, *harness.app.small, "--checkpoint-every=3", "--keep-checkpoints=1", "--timeout=60")
@@ -417,7 +420,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 @pytest.mark.parametrize(
     "damage", [pytest.param(damage, marks=pytest.mark.soak if i else ()) for i, damage in enumerate(DAMAGES)]
 )
@@ -443,7 +446,7 @@ def test_a_damaged_checkpoint_is_skipped(
     table.append(f"| {harness.app.name} | 2 | newest checkpoint {damage} | {len(files)} | {len(files)} |")
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -460,7 +463,7 @@ def test_when_no_checkpoint_is_good_nothing_is_overwritten(
     assert snapshot(run_dir) == kept
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_a_checkpoint_made_by_hand_must_fit_the_model(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
@@ -485,7 +488,7 @@ def arrays(good: checkpoint.Checkpoint, group: str) -> dict[str, NDArray[Any]]:
     """All of a group's, of whatever pieces they are made."""
     if not good.pieces:
         return good.arrays(group)
-    return {name: stored.read() for name, stored in sharded.shards_of(good)[group].items()}
+    return {name: stored.read() for name, stored in storage.stored_groups(good)[group].items()}
 
 
 def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any]]]) -> None:
@@ -493,13 +496,13 @@ def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any
     run_dir = good.folder.parents[1]
     if good.pieces:
         pieces = {
-            group: {name: sharded.Piece(array, (0,) * array.ndim, array.shape) for name, array in its.items()}
+            group: {name: TensorShard(array, (0,) * array.ndim, array.shape) for name, array in its.items()}
             for group, its in groups.items()
         }
-        body = {"app": good.app, "step": good.step, "state": good.state, "arithmetic": good.arithmetic}
-        sharded.save(OneRank(), 0, good.folder, pieces, body, 3)
+        body = {"app": good.app, "step": good.step, "state": good.state, "arithmetic": good.resume_invariants}
+        storage.save(OneRank(), 0, good.folder, pieces, body, 3)
     else:
-        checkpoint.save(run_dir, good.app, good.step, groups, good.state, good.arithmetic, 3)
+        checkpoint.save(run_dir, good.app, good.step, groups, good.state, good.resume_invariants, 3)
     checkpoint.finish()
 
 

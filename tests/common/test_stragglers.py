@@ -27,7 +27,7 @@ def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, st
 
 
 def said(outcome: Outcome) -> list[str]:
-    return [line for line in outcome.stderr.splitlines() if "holds the others up" in line]
+    return [line for line in outcome.stderr.splitlines() if "is a straggler" in line]
 
 
 def named(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -47,10 +47,10 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
         assert (found["rank"], found["phase"]) == (rank, phase)
         assert first + 40 <= step <= first + WITHIN
         assert found["seconds"] > 0.7e-3 * harness.app.delay
-        told = re.match(rf"warning: rank {rank} holds the others up: (\S+) s a step in {phase}, ", line)
+        told = re.match(rf"warning: rank {rank} is a straggler: (\S+) s per step in {phase}, ", line)
         assert told, line
         assert float(told[1]) == pytest.approx(found["seconds"], abs=1e-3)
-        assert line.endswith(f" to step {step}); said once")
+        assert line.endswith(f" to step {step}); reported once")
 
 
 @pytest.mark.soak

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from harness import ROOT, Harness, Job, Shape, bare, faulty, last_step, options_of
 from processes import free_port
-from samestep import UserError
+from samestep import ConfigError
 
 pytestmark = pytest.mark.torchrun
 
@@ -42,7 +42,7 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -63,14 +63,14 @@ def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: py
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is 0: start the ranks with torchrun"):
+    with pytest.raises(ConfigError, match="--local-rank 1, but LOCAL_RANK is 0: start the ranks with torchrun"):
         parse(["--local-rank=1"])
     monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(UserError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
+    with pytest.raises(ConfigError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
         parse(["--local-rank=1"])
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None:
     """The key in the run dir's name is for launchers that start ranks again by themselves."""
     command = [*TORCHRUN, "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
@@ -84,7 +84,7 @@ def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None
     assert len(list((harness.folder / "runs" / harness.app.name).iterdir())) == 1
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_one_process_by_plain_python(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, *short(harness)]), 1)
     assert result["launcher"] == "none"
@@ -103,7 +103,7 @@ def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., 
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -123,7 +123,7 @@ def test_a_wrong_environment_is_one_line(harness: Harness, environ: dict[str, st
     assert words in outcome.stderr
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def test_a_taken_master_port_is_one_line(harness: Harness) -> None:
     assert "Traceback" not in outcome.stderr
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_ranks_end_when_torchrun_is_killed(harness: Harness) -> None:
     """torchrun gives each rank a session of its own, so nothing but the rank's watchdog ends it."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", train(harness), *harness.app.small]
@@ -177,7 +177,7 @@ def test_two_machines_without_a_shared_disk_stop_together(
     assert result["weights_sha256"] == undisturbed(3)["weights_sha256"]
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_two_machines_without_a_shared_disk_recover_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -221,7 +221,7 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
 
 
 @pytest.mark.compared
-@pytest.mark.once
+@pytest.mark.core_only
 @pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_flipped_bit_is_named_and_undone(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int

@@ -22,7 +22,7 @@ RESULT_KEYS = set(
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), None])
 def test_the_defaults_reach_their_accuracy(harness: Harness, n: int | None) -> None:
     """At N = 4 for the app that shows what is of core alone, else at N = 2."""
-    n = n or (2 if "once" in harness.app.left_out else 4)
+    n = n or (2 if "core_only" in harness.app.skipped_marks else 4)
     outcome = harness.run(n, "--data-dir=nowhere", *harness.app.defaults)
     result = harness.checked(outcome, n)
     assert set(result) >= RESULT_KEYS - ({"test_accuracy"} if harness.app.accuracy is None else set())
@@ -63,7 +63,7 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
     assert not [path for path in run_dir.rglob("*.tmp") if path.parent.name != "log"]
 
 
-@pytest.mark.once
+@pytest.mark.core_only
 def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     trained = undisturbed(2)
     weights = Path(trained["run_dir"]) / "model.safetensors"
@@ -101,7 +101,7 @@ def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: 
 
 def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """At another number of ranks, of a run that it leaves as it is."""
-    n = 1 if "once" in harness.app.left_out else 3
+    n = 1 if "core_only" in harness.app.skipped_marks else 3
     result, run_dir = undisturbed(2), harness.folder / "run"
     shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
@@ -115,7 +115,7 @@ def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str,
 
 
 # In the matrix one app shows the first; others do by being compared with it, or show the second, of their own variants.
-@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.once), pytest.param(1, marks=pytest.mark.curves)])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.core_only), pytest.param(1, marks=pytest.mark.curves)])
 def test_losses_are_the_same_at_any_number_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, which: int
 ) -> None:

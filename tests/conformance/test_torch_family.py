@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Harness, losses, relative_difference, row
+from harness import Harness, losses, relative_difference, app_spec
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
 EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"]
@@ -17,7 +17,7 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     made = {}
     for name in NAMES:
         (tmp_path / name).mkdir()
-        made[name] = Harness(row(name), "cpu", tmp_path / name)
+        made[name] = Harness(app_spec(name), "cpu", tmp_path / name)
     yield made
     for harness in made.values():
         harness.check_nothing_left()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from samestep.watchdog import Watchdog
+from samestep.recovery.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ LIMIT = 30  # seconds that no child process needs
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
-from samestep import FatalError, RankZeroError, UserError, log, rundir
+from samestep import ConfigError, NonRetryableError, RemoteRankError, log, rundir
 from samestep.metrics import Metrics
 
 run_dir = Path(sys.argv[1])

@@ -2,7 +2,7 @@
 
     python shards.py RANK WORLD_SIZE FOLDER [options]
 
-Ranks talk by files in FOLDER. All of the toy's numbers are sums of few powers of two, the same at any number of ranks.
+Ranks communicate by files in FOLDER. All of the toy's numbers are sums of few powers of two, the same at any number of ranks.
 SAMESTEP_KILL=n ends the process, as a kill does, at its n-th change of the checkpoints' files and folders.
 """
 
@@ -19,9 +19,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from samestep import checkpoint, datasets, log
+from samestep import checkpoint, log
+from samestep.data import datasets
 from samestep.env import World
-from samestep.sharded import Piece, ShardedRun, Shards
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import StepStats
+from samestep.sharded.run import ShardedRun
+from samestep.sharded.tensors import StoredGroups, TensorShard
 from samestep.sharding import GlobalBatches
 from threads import LIMIT, loss_of, parse
 
@@ -36,7 +40,7 @@ LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
 }
 
 
-class FileRanks:
+class FileCollectives:
     """What an app's ranks.py is to `Run`, by files in a folder."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
@@ -77,17 +81,17 @@ def part(name: str, rank: int, world_size: int) -> tuple[tuple[int, ...], tuple[
     return offset, tuple(extent if each == axis else length for each, length in enumerate(shape))
 
 
-def whole(name: str, first: float = 0.0) -> NDArray[Any]:
+def whole_array(name: str, first: float = 0.0) -> NDArray[Any]:
     """An array's initial values, each another."""
     shape, dtype, _ = LAYOUT[name]
     return (np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape) + len(name) * 100 + first).astype(dtype)
 
 
-def cut(array: NDArray[Any], name: str, rank: int, world_size: int) -> Piece:
+def cut(array: NDArray[Any], name: str, rank: int, world_size: int) -> TensorShard:
     """A rank's piece of a whole array."""
     offset, extent = part(name, rank, world_size)
     values = np.array(array[tuple(slice(a, a + b) for a, b in zip(offset, extent))])
-    return Piece(values, offset, array.shape, copy=LAYOUT[name][2] is None and rank > 0)
+    return TensorShard(values, offset, array.shape, copy=LAYOUT[name][2] is None and rank > 0)
 
 
 class Model:
@@ -95,13 +99,13 @@ class Model:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.groups = {
-            group: {name: cut(whole(name, first), name, rank, world_size) for name in LAYOUT}
+            group: {name: cut(whole_array(name, first), name, rank, world_size) for name in LAYOUT}
             for group, first in (("model", 0.0), ("optimizer", 0.5))
         }
 
-    def load(self, shards: Shards) -> None:
+    def load(self, shards: StoredGroups) -> None:
         for group, arrays in shards.items():
-            if difference := checkpoint.mismatch(arrays, self.groups[group]):
+            if difference := checkpoint.state_dict_diff(arrays, self.groups[group]):
                 raise ValueError(difference)
             for name, piece in self.groups[group].items():
                 piece.values[...] = arrays[name].read(piece.offset, piece.values.shape)
@@ -115,27 +119,28 @@ class Model:
 def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     options = parse(*sys.argv[4:])
-    ranks, model = FileRanks(folder, rank, world_size), Model(rank, world_size)
-    run = ShardedRun("sharded toy", options, World(rank, world_size))
+    ranks, model = FileCollectives(folder, rank, world_size), Model(rank, world_size)
+    run = ShardedRun("sharded toy", options, World(rank, world_size), Watchdog(), datasets.resolve)
     run.restore(ranks, model.load)
     n = len(datasets.load(options.dataset, options.data_dir).train_labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, rank, world_size)
-    run.begin(batches, 6, "toy", "cpu", {"numpy": np.__version__})
-    sum_since, tested = 0.0, {}
-    for step in range(run.start, run.stop):
+    run.start(batches, 6, "toy", "cpu", {"numpy": np.__version__})
+    running_loss, tested = 0.0, {}
+    for step in range(run.first_step, run.last_step):
         loss_sum = sum((loss_of(int(sample), step) for sample in batches.indices(step)), 0.0)  # a rank may have none
-        sum_since += loss_sum
+        running_loss += loss_sum
         model.update(float(np.round(ranks.all_gather(np.array([loss_sum])).sum())))
-        due = run.done(step)
-        if due.talk:
-            last, since, *said = ranks.all_gather(np.array([loss_sum, sum_since, *run.says()])).sum(axis=0).tolist()
-            due = run.heard(due, said)
-        if due.log:
-            sum_since, tested = 0.0, {"test_loss": 1.0 + step % 3, "test_examples": 6} if due.test else {}
-            run.record(last, since, tested)
-        if due.save:
+        run.after_step(step)
+        actions = run.actions(step)
+        if actions.sync:
+            local = run.local_stats(loss_sum, running_loss).to_vector()
+            actions = run.apply_global_stats(StepStats.from_vector(ranks.all_gather(np.array(local)).sum(axis=0).tolist()))
+        if actions.log:
+            running_loss, tested = 0.0, {"test_loss": 1.0 + step % 3, "test_examples": 6} if actions.evaluate else {}
+            run.log_metrics(tested)
+        if actions.save:
             run.save(ranks, model.groups)
-    run.finish(ranks, model.groups["model"], run.tested or {"test_loss": 1.0, "test_examples": 6})
+    run.finish(ranks, model.groups["model"], run.eval_metrics or {"test_loss": 1.0, "test_examples": 6})
     run.report("numpy", np.__version__, "files", "cpu")
 
 
@@ -157,7 +162,7 @@ def kill_at(count: int) -> None:
 def start(
     world_size: int, folder: Path, *options: str, environ: Mapping[int, Mapping[str, str]] | None = None
 ) -> list[subprocess.Popen[str]]:
-    """The toy's ranks, which talk in the new folder ``folder``; ``environ`` is what some have of their own."""
+    """The toy's ranks, which communicate in the new folder ``folder``; ``environ`` is what some have of their own."""
     folder.mkdir()
     paths = os.pathsep.join([str(Path(checkpoint.__file__).parents[1]), str(Path(__file__).parent)])
     return [

@@ -20,14 +20,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import samestep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from numpy.typing import NDArray
-from samestep import UserError, datasets, download
-from samestep.datasets import EMBEDDED, FILES, load, read_idx, resolve
+from samestep import ConfigError
+from samestep.data import datasets, download, files
+from samestep.data.datasets import EMBEDDED, FILES, load, read_idx, resolve
+from samestep.rundir import DatasetInfo
 
-CORE = str(Path(datasets.__file__).parent.parent)
+CORE = str(Path(samestep.__file__).parent.parent)
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -77,7 +80,7 @@ def cached(name: str = "mnist") -> list[str]:
     return sorted(set(os.listdir(folder)) - {".lock"}) if folder.exists() else []
 
 
-def resolved(found: datasets.Found) -> tuple[str, Path]:
+def resolved(found: DatasetInfo) -> tuple[str, Path]:
     """What was found and where, without a notice that it is something else."""
     assert found.notice is None
     return found.name, found.folder
@@ -123,7 +126,7 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
     content, message = DAMAGE[kind]
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_idx(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -131,7 +134,7 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
 
 def test_unreadable_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match=f"cannot read {path}: "):
+        with pytest.raises(ConfigError, match=f"cannot read {path}: "):
             read_idx(path)
 
 
@@ -150,7 +153,7 @@ WRONG = {
 def test_what_does_not_fit_is_named_before_ranks_start(kind: str, call: object, tmp_path: Path) -> None:
     file, array, message = WRONG[kind]
     put(tmp_path / "mnist", {**tiny(), file: idx(array)}, packed=False)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         call(name="mnist", data_dir=tmp_path)  # type: ignore[operator]
     assert str(tmp_path / "mnist" / file) in str(caught.value)
 
@@ -215,7 +218,7 @@ def test_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert load("fashion-mnist", data_dir).test_labels.tolist() == [label] * 2
         for file in place.iterdir():
             file.unlink()
-    with pytest.raises(UserError):
+    with pytest.raises(ConfigError):
         resolve("fashion-mnist", data_dir)
 
 
@@ -243,9 +246,9 @@ def test_without_a_home_that_can_be_written_data_are_kept_with_temporary_files(
     monkeypatch.setattr(os, "access", lambda path, mode: str(path).startswith(str(tmp_path)))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME")
-    spare = tmp_path / f"samestep-{os.getuid()}" / "synthetic-cifar10"
-    assert resolve("synthetic-cifar10", tmp_path / "data").folder == spare
-    assert resolve("synthetic-cifar10", tmp_path / "data").folder == spare  # and found again
+    temporary = tmp_path / f"samestep-{os.getuid()}" / "synthetic-cifar10"
+    assert resolve("synthetic-cifar10", tmp_path / "data").folder == temporary
+    assert resolve("synthetic-cifar10", tmp_path / "data").folder == temporary  # and found again
 
 
 def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,18 +266,18 @@ def test_a_folder_of_someone_else_among_temporary_files_is_not_trusted(
     put(tmp_path / f"samestep-{os.getuid()}" / "mnist", tiny())
     assert resolve("mnist", tmp_path / "data").name == "mnist"
     os.chown(tmp_path / f"samestep-{os.getuid()}", 12345, -1)
-    with pytest.raises(UserError, match="cannot write the data cache /proc/nowhere"):
+    with pytest.raises(ConfigError, match="cannot write the data cache /proc/nowhere"):
         resolve("mnist", tmp_path / "data")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "nowhere")
-    with pytest.raises(UserError, match=r"no home folder .* is someone else's: set XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match=r"no home folder .* is someone else's: set XDG_CACHE_HOME"):
         resolve("mnist", tmp_path / "data")
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     folder = put(tmp_path / "mnist", tiny())
     (folder / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(UserError, match=f"{folder} lacks t10k-labels-idx1-ubyte"):
+    with pytest.raises(ConfigError, match=f"{folder} lacks t10k-labels-idx1-ubyte"):
         resolve("mnist", tmp_path)
 
 
@@ -282,7 +285,7 @@ def test_data_dir_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.touch()
     for name in datasets.NAMES:
-        with pytest.raises(UserError, match=f"{path} is not a folder"):
+        with pytest.raises(ConfigError, match=f"{path} is not a folder"):
             resolve(name, path)
 
 
@@ -303,7 +306,7 @@ def test_data_dir_may_be_read_only_and_is_never_written(tmp_path: Path) -> None:
 
 
 def test_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown data set 'mnits'; choose from mnist, fashion-mnist, mnist-5k"):
+    with pytest.raises(ConfigError, match="unknown dataset 'mnits'; choose from mnist, fashion-mnist, mnist-5k"):
         resolve("mnits", tmp_path)
 
 
@@ -321,12 +324,12 @@ def test_mnist_falls_back_loudly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", [functools.partial(resolve, fallback=False), load])
 def test_no_fallback_where_none_is_wanted(call: object, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot download mnist \(.*refused\).*mnist-5k"):
+    with pytest.raises(ConfigError, match=r"cannot download mnist \(.*refused\).*mnist-5k"):
         call("mnist", tmp_path)  # type: ignore[operator]
 
 
 def test_fashion_mnist_names_package_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="install Debian's package dataset-fashion-mnist") as caught:
+    with pytest.raises(ConfigError, match="install Debian's package dataset-fashion-mnist") as caught:
         resolve("fashion-mnist", tmp_path)
     for words in (str(tmp_path / "fashion-mnist"), "refused", *FILES):
         assert words in str(caught.value)
@@ -423,7 +426,7 @@ def test_next_mirror_is_tried(tmp_path: Path, server: Server, monkeypatch: pytes
 def test_wrong_checksum_is_an_error_and_not_kept(tmp_path: Path, server: Server) -> None:
     good = (tmp_path / "www" / f"{FILES[1]}.gz").read_bytes()
     (tmp_path / "www" / f"{FILES[1]}.gz").write_bytes(good + b"\0")
-    with pytest.raises(UserError, match=f"{server.url}{FILES[1]}.gz failed: its SHA-256 is"):
+    with pytest.raises(ConfigError, match=f"{server.url}{FILES[1]}.gz failed: its SHA-256 is"):
         resolve("mnist", tmp_path)
     assert cached() == [f"{FILES[0]}.gz"]
 
@@ -436,7 +439,7 @@ def test_broken_transfer_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(download, "TIMEOUT", 0.3)
     server.trouble = trouble
-    with pytest.raises(UserError, match=f"{server.url}{FILES[0]}.gz failed: {message}"):
+    with pytest.raises(ConfigError, match=f"{server.url}{FILES[0]}.gz failed: {message}"):
         resolve("mnist", tmp_path)
     assert cached() == []
     server.trouble = ""
@@ -452,12 +455,13 @@ def test_http_error_counts_as_no_network(tmp_path: Path, server: Server) -> None
 CHILD = """
 import resource, sys
 from pathlib import Path
-from samestep import UserError, datasets, download
+from samestep import ConfigError
+from samestep.data import datasets, download
 download.MIRRORS = {"mnist": (sys.argv[1],)}
 download.SHA256 = {"mnist": tuple(sys.argv[3:])}
 try:
     print(datasets.resolve("mnist", Path(sys.argv[2])).name)
-except UserError as error:
+except ConfigError as error:
     print("error:", error)
 """
 
@@ -492,7 +496,7 @@ def test_disk_full_is_not_taken_for_no_network(tmp_path: Path, server: Server) -
 
 def test_cache_that_cannot_be_made(tmp_path: Path, server: Server) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(UserError, match=r"cannot look into .*: Not a directory"):
+    with pytest.raises(ConfigError, match=r"cannot look into .*: Not a directory"):
         resolve("mnist", tmp_path)
     assert server.asked == []
 
@@ -506,15 +510,15 @@ RECORDS = (3, 2, 2, 2, 2, 4)
 @pytest.fixture
 def small_cifar(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """CIFAR-10's six files, with few images: the pixel at row r, column c of plane p of image i is i + 40 p + r + c."""
-    monkeypatch.setattr(datasets, "CIFAR_RECORDS", {**datasets.CIFAR_RECORDS, "cifar10": RECORDS})
-    files = {}
-    for file, count in zip(datasets.CIFAR_FILES, RECORDS):
+    monkeypatch.setattr(files, "CIFAR_RECORDS", {**files.CIFAR_RECORDS, "cifar10": RECORDS})
+    contents = {}
+    for file, count in zip(files.CIFAR_FILES, RECORDS):
         records = b""
         for i in range(count):
             planes = [[i + 40 * p + r + c for r in range(32) for c in range(32)] for p in range(3)]
             records += bytes([i % 10]) + b"".join(bytes(plane) for plane in planes)
-        files[file] = records
-    return files
+        contents[file] = records
+    return contents
 
 
 def put_cifar(folder: Path, files: dict[str, bytes]) -> Path:
@@ -555,7 +559,7 @@ def test_a_damaged_cifar_file_is_named(
     file = "data_batch_3.bin"
     put_cifar(tmp_path / "cifar10", {**small_cifar, file: change(small_cifar[file])})
     for call in (resolve, load):
-        with pytest.raises(UserError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             call("cifar10", tmp_path)
         assert str(tmp_path / "cifar10" / file) in str(caught.value)
 
@@ -563,7 +567,7 @@ def test_a_damaged_cifar_file_is_named(
 def test_a_missing_cifar_file_is_named(tmp_path: Path, small_cifar: dict[str, bytes]) -> None:
     folder = put_cifar(tmp_path / "cifar10", small_cifar)
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(UserError, match=rf"{folder} lacks test_batch.bin; add what is missing"):
+    with pytest.raises(ConfigError, match=rf"{folder} lacks test_batch.bin; add what is missing"):
         resolve("cifar10", tmp_path)
 
 
@@ -573,19 +577,19 @@ def test_cifar_is_downloaded_once(
     """From a real server, as the archive that it is published as, whose checksum is known."""
     www = tmp_path / "www"
     put_cifar(www / "cifar-10-batches-bin", {**small_cifar, "batches.meta.txt": b"airplane\n", "readme.html": b"<p>"})
-    archive = www / datasets.CIFAR_ARCHIVE
+    archive = www / files.CIFAR_ARCHIVE
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(www / "cifar-10-batches-bin", "cifar-10-batches-bin")
     with Server(www) as server:
         monkeypatch.setattr(download, "MIRRORS", {"cifar10": (server.url,)})
         monkeypatch.setattr(download, "SHA256", {"cifar10": ("0" * 64,)})
-        with pytest.raises(UserError, match="its SHA-256 is"):
+        with pytest.raises(ConfigError, match="its SHA-256 is"):
             resolve("cifar10", tmp_path)
         assert cached("cifar10") == []
         monkeypatch.setattr(download, "SHA256", {"cifar10": (hashlib.sha256(archive.read_bytes()).hexdigest(),)})
         found = resolve("cifar10", tmp_path)
         assert resolved(found) == ("cifar10", tmp_path / "cache" / "samestep" / "cifar10")
-        assert cached("cifar10") == sorted(datasets.CIFAR_FILES)
+        assert cached("cifar10") == sorted(files.CIFAR_FILES)
         asked = len(server.asked)
         assert load("cifar10", tmp_path).train_labels.tolist() == [0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 1]
         assert len(server.asked) == asked
@@ -599,7 +603,7 @@ def test_cifar_falls_back_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for words in ("CIFAR-10 could not be downloaded", "refused", "synthetic-cifar10 instead", "made up", str(tmp_path)):
         assert words in (found.notice or "")
     for call in (functools.partial(resolve, fallback=False), load):
-        with pytest.raises(UserError, match=r"cannot download cifar10 \(.*refused\); choose synthetic-cifar10"):
+        with pytest.raises(ConfigError, match=r"cannot download cifar10 \(.*refused\); choose synthetic-cifar10"):
             call("cifar10", tmp_path)
 
 
@@ -609,7 +613,7 @@ def test_the_made_up_images_are_the_same_everywhere(tmp_path: Path, monkeypatch:
     assert data.test_images.shape == (256, 32, 32, 3)
     assert all(100 <= count <= 105 for count in np.bincount(data.train_labels, minlength=10))
     assert data.fingerprint == "cfb81253a4cada27122dd387b9604f4261b9798c78a3c76fecd48aaf91ffed5c"
-    assert cached("synthetic-cifar10") == sorted(datasets.CIFAR_FILES)
+    assert cached("synthetic-cifar10") == sorted(files.CIFAR_FILES)
     kept = {path.name: path.stat().st_mtime_ns for path in resolve("synthetic-cifar10", tmp_path).folder.iterdir()}
     load("synthetic-cifar10", tmp_path)
     again = {path.name: path.stat().st_mtime_ns for path in resolve("synthetic-cifar10", tmp_path).folder.iterdir()}
@@ -623,7 +627,7 @@ def test_the_made_up_images_are_the_same_everywhere(tmp_path: Path, monkeypatch:
 def test_a_damaged_made_up_file_is_named(tmp_path: Path) -> None:
     file = resolve("synthetic-cifar10", tmp_path).folder / "test_batch.bin"
     os.truncate(file, 1000)
-    with pytest.raises(UserError, match=f"{file} is damaged"):
+    with pytest.raises(ConfigError, match=f"{file} is damaged"):
         load("synthetic-cifar10", tmp_path)
     file.unlink()
     assert load("synthetic-cifar10", tmp_path).name == "synthetic-cifar10"

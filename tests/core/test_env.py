@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samestep import UserError
+from samestep import ConfigError
 from samestep.env import EnvError, World, detect
 
 ALONE = World(0, 1, 0, 1, 0, 1)
@@ -379,7 +379,7 @@ def test_refused_in_one_line_with_names_values_and_remedy(environ: dict[str, str
 
 
 def test_an_env_error_is_the_callers_mistake() -> None:
-    assert issubclass(EnvError, UserError)
+    assert issubclass(EnvError, ConfigError)
     assert issubclass(EnvError, ValueError)
 
 
@@ -468,7 +468,7 @@ def launches(counts: list[int]) -> dict[str, list[dict[str, Any]]]:
     made: dict[str, list[dict[str, Any]]] = {}
     for rank, (node, local, here) in enumerate(places):
         cross = [index for index, count in enumerate(counts) if count > local]
-        mine: dict[str, dict[str, Any]] = {
+        environs: dict[str, dict[str, Any]] = {
             "torchrun": {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local}
             | {"LOCAL_WORLD_SIZE": here, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes},
             "slurm": {"SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": local}
@@ -483,7 +483,7 @@ def launches(counts: list[int]) -> dict[str, list[dict[str, Any]]]:
             | {"PADDLE_LOCAL_SIZE": here, "PADDLE_NNODES": nodes},
             "env": {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here},
         }
-        for launcher, environ in mine.items():
+        for launcher, environ in environs.items():
             made.setdefault(launcher, []).append(environ)
     return made
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samestep import UserError, checkpoint, log
+from samestep import ConfigError, checkpoint, log
 from threads import job, put
 
 STORED = Path(__file__).parent / "stored"  # "data" would hide the apps' data.py from mypy
@@ -40,14 +40,14 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(
     assert found.arrays("model")["updates"] == STEP
     assert found.arrays("model")["w"].dtype == np.float32
 
-    monkeypatch.setattr(log, "start", lambda run_dir, rank, quiet: (run_dir / "log").mkdir(exist_ok=True))
+    monkeypatch.setattr(log, "start", lambda run_dir, rank, quiet, crashes: (run_dir / "log").mkdir(exist_ok=True))
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "data")
     shutil.copytree(stored, tmp_path / "resumed")
     results = {}
     for name in ("resumed", "undisturbed"):
         for rank in job(2, ["--run-dir", str(tmp_path / name), "--quiet"]):
-            assert rank.done.stop == 12
+            assert rank.done.last_step == 12
         results[name] = json.loads((tmp_path / name / "result.json").read_text())
     assert (results["resumed"]["resumed_from_step"], results["undisturbed"]["resumed_from_step"]) == (STEP, None)
     for same in ("weights_sha256", "train_loss", "test_loss"):
@@ -72,7 +72,7 @@ def test_of_a_format_that_is_not_known_one_line_says_how_and_nothing_is_lost(tmp
     sealed = {"manifest": body, "sha256": hashlib.sha256(canonical).hexdigest()}
     (newer / "manifest.json").write_text(json.dumps(sealed))
     for verify in (True, False):  # rank 0, and the launch script
-        with pytest.raises(UserError) as mistake:
+        with pytest.raises(ConfigError) as mistake:
             checkpoint.newest(run_dir, no_warning, verify)
         said = rf"format {unknown}, this program reads {checkpoint.FORMAT}: use that version, or start anew with --no-"
         assert re.search(said, str(mistake.value))

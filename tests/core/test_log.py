@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import LIMIT, child, rank_log, running, start, verdict
-from samestep import FatalError
+from samestep import NonRetryableError
 from samestep.metrics import Metrics
 
 
@@ -144,7 +144,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     for step in range(1000):
         metrics.write(step=step)
-except FatalError as problem:
+except NonRetryableError as problem:
     print(problem, flush=True)
     os._exit(0)
 """
@@ -155,7 +155,7 @@ except FatalError as problem:
 
 
 def test_metrics_are_refused_in_a_folder_that_is_gone(tmp_path: Path) -> None:
-    with pytest.raises((OSError, FatalError)):
+    with pytest.raises((OSError, NonRetryableError)):
         Metrics(tmp_path / "gone", {"app": "toy"}, None)
 
 
@@ -283,9 +283,9 @@ def run(body: str, run_dir: Path, started: bool = True) -> subprocess.CompletedP
     ("body", "code", "said"),
     [
         ("pass", 0, ""),
-        ("raise UserError('--lr 9 is too high')", 2, "error: --lr 9 is too high\n"),
-        ("raise FatalError('the disk is full')", 1, "error: the disk is full\n"),
-        ("raise FatalError('over\\n two lines')", 1, "error: over two lines\n"),
+        ("raise ConfigError('--lr 9 is too high')", 2, "error: --lr 9 is too high\n"),
+        ("raise NonRetryableError('the disk is full')", 1, "error: the disk is full\n"),
+        ("raise NonRetryableError('over\\n two lines')", 1, "error: over two lines\n"),
     ],
 )
 def test_a_known_failure_is_one_line_and_a_code(tmp_path: Path, body: str, code: int, said: str, started: bool) -> None:
@@ -337,13 +337,13 @@ log.run(main, lambda text: text.splitlines()[-1])
 
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_rank_whose_rank_0_has_failed_ends_silently_with_its_code(tmp_path: Path, code: int) -> None:
-    done = run(f"raise RankZeroError({code})", tmp_path)
+    done = run(f"raise RemoteRankError({code})", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
     assert verdict(tmp_path) == {"code": code}  # rank 0's, which may be on another machine
     assert "Traceback" not in rank_log(tmp_path)
 
 
-@pytest.mark.parametrize("failure", ["UserError('x')", "FatalError('x')", "RankZeroError(2)", "RuntimeError('x')"])
+@pytest.mark.parametrize("failure", ["ConfigError('x')", "NonRetryableError('x')", "RemoteRankError(2)", "RuntimeError('x')"])
 def test_what_was_printed_before_a_failure_is_in_the_log(tmp_path: Path, failure: str) -> None:
     run(f"print('my last print'); raise {failure}", tmp_path)
     assert "my last print" in rank_log(tmp_path)
@@ -367,7 +367,7 @@ def test_ctrl_c_is_130_without_a_traceback_on_the_console(tmp_path: Path) -> Non
     assert verdict(tmp_path) is None
 
 
-@pytest.mark.parametrize("failure", ["FatalError", "RuntimeError"])
+@pytest.mark.parametrize("failure", ["NonRetryableError", "RuntimeError"])
 def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, failure: str) -> None:
     code = f"""
 import resource, signal

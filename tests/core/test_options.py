@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samestep import UserError, options
-from samestep.options import MAY_CHANGE_AT_RESUME, Options, Parser, add_common, arithmetic, as_json
+from samestep import ConfigError, options
+from samestep.options import RESUME_MUTABLE, Options, Parser, add_common, as_json, resume_invariants
 
 
-def parse(*arguments: str, may_change_at_resume: Sequence[str] = ()) -> Options:
+def parse(*arguments: str, resume_mutable: Sequence[str] = ()) -> Options:
     parser = Parser(prog="toy")
     add_common(
         parser,
@@ -21,7 +21,7 @@ def parse(*arguments: str, may_change_at_resume: Sequence[str] = ()) -> Options:
         lr="0.1",
         datasets=("mnist-5k", "mnist"),
         devices=("auto", "cpu", "cuda"),
-        may_change_at_resume=may_change_at_resume,
+        resume_mutable=resume_mutable,
     )
     return parser.parse(arguments)
 
@@ -55,7 +55,7 @@ NOT_REAL = ("", "x", "0", "-0.0", "-1", "nan", "-nan", "inf", "-inf", "1e400", "
 )
 @pytest.mark.parametrize("form", ["two words", "one word"])
 def test_a_bad_value_is_one_line_that_names_its_option(option: str, value: str, form: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse(*([option, value] if form == "two words" else [f"{option}={value}"]))
     text = str(caught.value)
     assert text.startswith(f"{option}: ")
@@ -64,9 +64,9 @@ def test_a_bad_value_is_one_line_that_names_its_option(option: str, value: str, 
 
 @pytest.mark.parametrize("option", [*WHOLE, *REAL, "--dataset", "--data-dir", "--run-dir", "--init-from", "--device"])
 def test_an_option_without_its_value_is_named(option: str) -> None:
-    with pytest.raises(UserError, match=f"^{option}: expected one argument"):
+    with pytest.raises(ConfigError, match=f"^{option}: expected one argument"):
         parse(option)
-    with pytest.raises(UserError, match=f"^{option}: expected one argument"):
+    with pytest.raises(ConfigError, match=f"^{option}: expected one argument"):
         parse(option, "--quiet")
 
 
@@ -84,14 +84,14 @@ def test_an_option_without_its_value_is_named(option: str) -> None:
 )
 def test_an_unknown_argument_is_named_with_a_guess(argument: str, said: str) -> None:
     """Also an abbreviation, which argparse would accept: a new option must not change what an old call means."""
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse(argument)
     assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("argument", ["--quiet=1", "--no-resume=1", "--resume=no"])
 def test_a_flag_takes_no_value(argument: str) -> None:
-    with pytest.raises(UserError, match=r"resume|quiet"):
+    with pytest.raises(ConfigError, match=r"resume|quiet"):
         parse(argument)
 
 
@@ -155,11 +155,11 @@ def test_a_good_value_is_taken(arguments: list[str], name: str, value: Any) -> N
 )
 def test_a_real_number_below_a_limit(text: str, good: bool) -> None:
     parser = Parser()
-    parser.add_argument("--dropout", type=options.real(0.0, below=1.0))
+    parser.add_argument("--dropout", type=options.bounded_float(0.0, below=1.0))
     if good:
         assert parser.parse(["--dropout", text]).dropout == float(text)
         return
-    with pytest.raises(UserError, match=r"^--dropout: .* at least 0 and less than 1"):
+    with pytest.raises(ConfigError, match=r"^--dropout: .* at least 0 and less than 1"):
         parser.parse(["--dropout", text])
 
 
@@ -196,30 +196,30 @@ CHANGED: dict[str, Any] = {
 @pytest.mark.parametrize("name", sorted(vars(parse())))
 def test_an_option_counts_unless_it_may_change(name: str) -> None:
     given = parse("--dataset=mnist-5k", "--lr=0.1")
-    before = arithmetic(given)
+    before = resume_invariants(given)
     setattr(given, name, CHANGED[name])
     may_change = name not in ("global_batch_size", "lr", "seed", "dataset")
-    assert (arithmetic(given) == before) == may_change
-    assert (name in MAY_CHANGE_AT_RESUME) == may_change
+    assert (resume_invariants(given) == before) == may_change
+    assert (name in RESUME_MUTABLE) == may_change
 
 
 def test_an_apps_own_option_counts_unless_the_app_says_otherwise() -> None:
-    given = parse("--lr=0.1", may_change_at_resume=["logger"])
-    before = arithmetic(given)
+    given = parse("--lr=0.1", resume_mutable=["logger"])
+    before = resume_invariants(given)
     given.momentum, given.logger = 0.9, "csv"
-    assert arithmetic(given) == {**before, "momentum": 0.9}
+    assert resume_invariants(given) == {**before, "momentum": 0.9}
 
 
 def test_what_the_parser_knows_stands_beside_the_options() -> None:
-    given = parse(may_change_at_resume=["logger"])
-    assert (given.default_dataset, given.may_change_at_resume) == ("mnist-5k", ["logger"])
-    for found in (vars(given), arithmetic(given), as_json(given)):
-        assert not {"default_dataset", "may_change_at_resume"} & found.keys()
+    given = parse(resume_mutable=["logger"])
+    assert (given.default_dataset, given.resume_mutable) == ("mnist-5k", ["logger"])
+    for found in (vars(given), resume_invariants(given), as_json(given)):
+        assert not {"default_dataset", "resume_mutable", "resume_pinned", "resolve_dataset"} & found.keys()
 
 
 def test_options_become_json_and_come_back_the_same() -> None:
     given = parse("--lr=0.1", "--run-dir=runs/x", "--max-steps=7", "--init-from=m.safetensors")
-    for found in (arithmetic(given), as_json(given)):
+    for found in (resume_invariants(given), as_json(given)):
         assert json.loads(json.dumps(found)) == found
         assert list(found) == sorted(found)
     assert as_json(given).keys() == vars(given).keys()
@@ -229,7 +229,7 @@ def test_options_become_json_and_come_back_the_same() -> None:
 
 def test_a_schedule_makes_a_resume_keep_its_horizon() -> None:
     options = parse("--epochs=5")
-    assert "epochs" not in arithmetic(options)
-    options.must_stay_at_resume = ("epochs",)
-    assert arithmetic(options)["epochs"] == 5
-    assert "must_stay_at_resume" not in as_json(options)
+    assert "epochs" not in resume_invariants(options)
+    options.resume_pinned = ("epochs",)
+    assert resume_invariants(options)["epochs"] == 5
+    assert "resume_pinned" not in as_json(options)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import HOLD, LIMIT, TRY, child, running, start
-from samestep import FatalError, UserError, checkpoint, datasets, log, rundir
-from samestep.options import Options, Parser, add_common, arithmetic
+from samestep import NonRetryableError, ConfigError, checkpoint, log, rundir
+from samestep.data import datasets
+from samestep.options import Options, Parser, add_common, resume_invariants
 from threads import parse, put
 
 
@@ -144,14 +145,14 @@ def test_a_run_dir_that_cannot_be_locked_is_the_callers_mistake(tmp_path: Path, 
 
 
 def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> None:
-    rundir.set_aside(tmp_path)
+    rundir.archive_previous_run(tmp_path)
     assert list(tmp_path.iterdir()) == []
     for _ in range(3):  # all within a second, perhaps
         save(tmp_path, 3)
         for name in ("metrics.jsonl", "model.safetensors", "result.json", "notes.txt"):
             (tmp_path / name).write_text(name)
         (tmp_path / "log").mkdir(exist_ok=True)
-        rundir.set_aside(tmp_path)
+        rundir.archive_previous_run(tmp_path)
         assert checkpoint.newest(tmp_path, no_warning) is None
     aside = sorted(tmp_path.glob("earlier-*"))
     assert len(aside) == 3
@@ -168,7 +169,7 @@ def test_make_unique_never_returns_a_folder_twice(tmp_path: Path) -> None:
 
 
 def test_a_claimed_run_dir_is_made_and_told_as_an_absolute_path(run_folder: Path) -> None:
-    found, _ = rundir.claim("toy", Path("a", "..", "run"))
+    found, _ = rundir.lock_run_dir("toy", Path("a", "..", "run"))
     assert found == run_folder / "run"
     assert (found / "log").is_dir()
     assert f"toy, started by {Path(sys.argv[0]).name} (host " in (found / ".lock").read_text()
@@ -177,7 +178,7 @@ def test_a_claimed_run_dir_is_made_and_told_as_an_absolute_path(run_folder: Path
 CLAIM = """
 rundir.LOCK_SECONDS = 0.0
 def main():
-    rundir.claim("toy", run_dir)
+    rundir.lock_run_dir("toy", run_dir)
     print("got it")
 log.run(main)
 """
@@ -203,7 +204,7 @@ def test_rank_0_holds_both_bytes_where_no_launch_script_holds_the_first(
 def test_a_new_run_dir_that_cannot_be_made_is_the_callers_mistake(run_folder: Path, in_the_way: str) -> None:
     (run_folder / in_the_way).parent.mkdir(exist_ok=True)
     (run_folder / in_the_way).write_text("a file")
-    with pytest.raises(UserError, match=r"cannot make .*/runs/toy/.*: name another with --run-dir"):
+    with pytest.raises(ConfigError, match=r"cannot make .*/runs/toy/.*: name another with --run-dir"):
         rundir.new("toy")
 
 
@@ -220,15 +221,15 @@ def test_ranks_that_their_launcher_starts_again_find_their_run_dir_and_a_new_job
 ) -> None:
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    first = rundir.resolve("toy", parse()).run_dir
-    second = rundir.resolve("toy", parse()).run_dir
+    first = rundir.resolve("toy", parse(), datasets.resolve).run_dir
+    second = rundir.resolve("toy", parse(), datasets.resolve).run_dir
     assert first.parent == run_folder / "runs" / "toy"
     assert first != second
     for name, value in restart.items():
         monkeypatch.setenv(name, value)
-    assert rundir.resolve("toy", parse(), fresh=False).run_dir == second
+    assert rundir.resolve("toy", parse(), datasets.resolve, fresh=False).run_dir == second
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert rundir.resolve("toy", parse(), fresh=False).run_dir not in (first, second)
+    assert rundir.resolve("toy", parse(), datasets.resolve, fresh=False).run_dir not in (first, second)
 
 
 # --- what a run in it goes on from -------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def begun(run_dir: Path, *saved: int, **state: Any) -> Options:
     fingerprint = datasets.resolve("mnist", options.data_dir).fingerprint
     for step in saved:
         state = {"requested_dataset": "mnist", "dataset_fingerprint": fingerprint, **state}
-        recorded = {**arithmetic(options), "dataset": "mnist"}
+        recorded = {**resume_invariants(options), "dataset": "mnist"}
         checkpoint.save(run_dir, "toy", step, {"model": {"w": np.ones(3)}}, state, recorded, keep=9)
     checkpoint.finish()
     return options
@@ -260,12 +261,12 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
     spoil(run_folder / "run" / "checkpoints" / "step-00000003")
     (run_folder / "run" / "checkpoints" / "step-00000004" / "manifest.json").write_bytes(b"{}")
     before = contents(run_folder / "run" / "checkpoints")
-    quick = rundir.resolve("toy", options, verify=False)
+    quick = rundir.resolve("toy", options, datasets.resolve, verify=False)
     assert quick.checkpoint is not None
     assert quick.checkpoint.step == 3  # whose manifest is good
     assert said.getvalue() == ""
     assert contents(run_folder / "run" / "checkpoints") == before
-    verified = rundir.resolve("toy", options)
+    verified = rundir.resolve("toy", options, datasets.resolve)
     assert verified.checkpoint is not None
     assert verified.checkpoint.step == 2
     warnings = said.getvalue().splitlines()
@@ -285,8 +286,8 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
 def test_other_data_are_refused_before_any_array_is_read(run_folder: Path, verify: bool) -> None:
     options = begun(run_folder / "run", 1, 2)
     put(run_folder / "data", label=1)
-    with pytest.raises(UserError, match=r"was trained on other data: .*/data/mnist has changed since"):
-        rundir.resolve("toy", options, verify=verify)
+    with pytest.raises(ConfigError, match=r"was trained on other data: .*/data/mnist has changed since"):
+        rundir.resolve("toy", options, datasets.resolve, verify=verify)
     assert steps(run_folder / "run") == [1, 2]
 
 
@@ -295,7 +296,7 @@ def test_that_a_checkpoint_does_not_name_its_data_is_told_once(
     run_folder: Path, said: StringIO, verify: bool, warnings: int
 ) -> None:
     options = begun(run_folder / "run", 1, dataset_fingerprint=None)
-    assert rundir.resolve("toy", options, verify=verify).fingerprint is not None
+    assert rundir.resolve("toy", options, datasets.resolve, verify=verify).dataset.fingerprint is not None
     assert len(said.getvalue().splitlines()) == warnings
 
 
@@ -306,18 +307,18 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens to the port of discard
     monkeypatch.delenv("no_proxy", raising=False)
-    found = rundir.resolve("toy", parse("--run-dir=run"))
-    assert (found.dataset, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
+    found = rundir.resolve("toy", parse("--run-dir=run"), datasets.resolve)
+    assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
     assert "MNIST could not be downloaded" in said.getvalue()
 
 
 def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None:
     options = begun(run_folder / "run", 1)
     spoil(run_folder / "run" / "checkpoints" / "step-00000001")
-    with pytest.raises(FatalError, match="no checkpoint"):
-        rundir.resolve("toy", options)
+    with pytest.raises(NonRetryableError, match="no checkpoint"):
+        rundir.resolve("toy", options, datasets.resolve)
     options.resume = False
-    assert rundir.resolve("toy", options).checkpoint is None
+    assert rundir.resolve("toy", options, datasets.resolve).checkpoint is None
     assert steps(run_folder / "run") == []
     assert len(list((run_folder / "run").glob("earlier-*"))) == 1
 
@@ -326,22 +327,22 @@ def test_an_app_may_bring_a_data_set_of_its_own(run_folder: Path) -> None:
     """Found by the app's function, with the same promises: what was asked for, and that a resume has the same."""
     asked: list[tuple[str, Path, bool]] = []
 
-    def resolve(name: str, data_dir: Path, fallback: bool = True) -> datasets.Found:
+    def resolve(name: str, data_dir: Path, fallback: bool = True) -> rundir.DatasetInfo:
         asked.append((name, data_dir, fallback))
         content = (data_dir / "own.bin").read_bytes()
-        return datasets.Found(name, data_dir, fingerprint=hashlib.sha256(content).hexdigest())
+        return rundir.DatasetInfo(name, data_dir, fingerprint=hashlib.sha256(content).hexdigest())
 
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=1, lr="1", datasets=("own",), devices=("cpu",), resolve=resolve)
     options = parser.parse(["--run-dir=run"])
     (run_folder / "data" / "own.bin").write_bytes(b"one")
-    found = rundir.resolve("toy", options)
-    assert (found.dataset, found.fingerprint) == ("own", hashlib.sha256(b"one").hexdigest())
-    state = {"requested_dataset": "own", "dataset_fingerprint": found.fingerprint}
-    checkpoint.save(Path("run"), "toy", 3, {}, state, {**arithmetic(options), "dataset": "own"}, keep=1)
+    found = rundir.resolve("toy", options, datasets.resolve)
+    assert (found.dataset.name, found.dataset.fingerprint) == ("own", hashlib.sha256(b"one").hexdigest())
+    state = {"requested_dataset": "own", "dataset_fingerprint": found.dataset.fingerprint}
+    checkpoint.save(Path("run"), "toy", 3, {}, state, {**resume_invariants(options), "dataset": "own"}, keep=1)
     checkpoint.finish()
-    assert rundir.resolve("toy", options).checkpoint is not None
+    assert rundir.resolve("toy", options, datasets.resolve).checkpoint is not None
     assert asked == [("own", Path("data"), True), ("own", Path("data"), False)]
     (run_folder / "data" / "own.bin").write_bytes(b"two")
-    with pytest.raises(UserError, match="was trained on other data"):
-        rundir.resolve("toy", options)
+    with pytest.raises(ConfigError, match="was trained on other data"):
+        rundir.resolve("toy", options, datasets.resolve)

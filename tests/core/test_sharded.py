@@ -18,22 +18,23 @@ from typing import Any
 import numpy as np
 import pytest
 import shards
-from samestep import FatalError, RankZeroError, checkpoint, sharded
-from samestep.checkpoint import Damaged
-from samestep.sharded import Piece, Stored
-from shards import LAYOUT, cut, whole
-from threads import Meeting, Ranks, put
+from samestep import NonRetryableError, RemoteRankError, checkpoint
+from samestep.checkpoint import CorruptCheckpoint
+from samestep.sharded import storage, tensors
+from samestep.sharded.tensors import StoredTensor, TensorShard
+from shards import LAYOUT, cut, whole_array
+from threads import Collectives, Meeting, put
 
 BODY = {"app": "sharded toy", "state": {}, "arithmetic": {}}
 
 
-def on_each(world_size: int, call: Callable[[Ranks, int], Any]) -> list[Any]:
+def on_each(world_size: int, call: Callable[[Collectives, int], Any]) -> list[Any]:
     """What ``call`` gives, or raises, on each of ``world_size`` threads."""
     meeting, found = Meeting(world_size), [None] * world_size
 
     def live(rank: int) -> None:
         try:
-            found[rank] = call(Ranks(meeting, rank), rank)
+            found[rank] = call(Collectives(meeting, rank), rank)
         except Exception as problem:
             found[rank] = problem  # type: ignore[call-overload]
         finally:
@@ -52,17 +53,17 @@ def save(run_dir: Path, step: int, world_size: int = 3, first: float = 0.0) -> P
     """A checkpoint by so many ranks, of the toy's arrays, which begin at ``first``."""
     folder = checkpoint.folder_of(run_dir, step)
 
-    def write(ranks: Ranks, rank: int) -> None:
-        groups = {"model": {name: cut(whole(name, first), name, rank, world_size) for name in LAYOUT}}
-        sharded.save(ranks, rank, folder, groups, {**BODY, "step": step} if rank == 0 else None, keep=9)
+    def write(ranks: Collectives, rank: int) -> None:
+        groups = {"model": {name: cut(whole_array(name, first), name, rank, world_size) for name in LAYOUT}}
+        storage.save(ranks, rank, folder, groups, {**BODY, "step": step} if rank == 0 else None, keep=9)
 
     assert on_each(world_size, write) == [None] * world_size
     checkpoint.finish()
     return folder
 
 
-def arrays_of(folder: Path) -> dict[str, Stored]:
-    return dict(sharded.shards_of(sharded.read(folder))["model"])
+def arrays_of(folder: Path) -> dict[str, StoredTensor]:
+    return dict(storage.stored_groups(storage.read(folder))["model"])
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 4, 9])
@@ -70,13 +71,13 @@ def test_any_part_is_read_whoever_wrote_it(tmp_path: Path, writers: int) -> None
     arrays = arrays_of(save(tmp_path, 5, writers))
     assert arrays.keys() == LAYOUT.keys()
     for name, stored in arrays.items():
-        expected = whole(name)
+        expected = whole_array(name)
         assert (stored.shape, stored.dtype) == (expected.shape, expected.dtype)
         np.testing.assert_array_equal(stored.read(), expected)
         for readers in (1, 2, 3, 5):  # other ranks than those that wrote
             for rank in range(readers):
-                mine = cut(expected, name, rank, readers)
-                np.testing.assert_array_equal(stored.read(mine.offset, mine.values.shape), mine.values)
+                local = cut(expected, name, rank, readers)
+                np.testing.assert_array_equal(stored.read(local.offset, local.values.shape), local.values)
         every = [
             [(low, high - low) for low, high in itertools.combinations(range(length + 1), 2)] for length in stored.shape
         ]
@@ -91,9 +92,9 @@ def test_a_piece_is_written_once_and_copies_are_not(tmp_path: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert sizes.keys() == {f"model-{rank:05d}.safetensors" for rank in range(3)}
     held = sum(
-        sum(Stored.read(stored).nbytes for stored in sharded.stored_file(folder / name).values()) for name in sizes
+        sum(StoredTensor.read(stored).nbytes for stored in storage.stored_file(folder / name).values()) for name in sizes
     )
-    assert held == sum(whole(name).nbytes for name in LAYOUT)
+    assert held == sum(whole_array(name).nbytes for name in LAYOUT)
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
     assert manifest["pieces"]["model"]["tall"] == {
         "dtype": "float32",
@@ -107,36 +108,36 @@ def test_what_is_gathered_is_what_one_rank_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """One definition of weights_sha256, and one file, whatever the ranks and the block."""
-    monkeypatch.setattr(sharded, "BLOCK", block)
-    arrays, wholes = arrays_of(save(tmp_path, 5, 3)), {name: whole(name) for name in LAYOUT}
+    monkeypatch.setattr(tensors, "BLOCK", block)
+    arrays, wholes = arrays_of(save(tmp_path, 5, 3)), {name: whole_array(name) for name in LAYOUT}
     for name, stored in arrays.items():
         blocks = [*stored.blocks()]
         assert all(each.nbytes <= max(block, 4) for each in blocks)
         assert b"".join(each.tobytes() for each in blocks) == wholes[name].tobytes()
     checkpoint.save_weights(tmp_path / "expected.safetensors", wholes)
-    digest = sharded.gather(arrays, tmp_path / "model.safetensors")
-    assert digest == sharded.gather(arrays) == checkpoint.weights_sha256(wholes)
+    digest = storage.consolidate(arrays, tmp_path / "model.safetensors")
+    assert digest == storage.consolidate(arrays) == checkpoint.weights_sha256(wholes)
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
-    from_file = sharded.stored_file(tmp_path / "model.safetensors")
-    assert sharded.gather(from_file) == digest
+    from_file = storage.stored_file(tmp_path / "model.safetensors")
+    assert storage.consolidate(from_file) == digest
     assert not list(tmp_path.glob(".*"))
 
 
 def test_gathering_holds_a_block_and_not_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "BLOCK", 2**16)
+    monkeypatch.setattr(tensors, "BLOCK", 2**16)
     folder = checkpoint.folder_of(tmp_path, 1)
 
-    def write(ranks: Ranks, rank: int) -> None:
+    def write(ranks: Collectives, rank: int) -> None:
         values = np.full((1000, 500), rank, np.float32)
-        sharded.save(
-            ranks, rank, folder, {"model": {"w": Piece(values, (1000 * rank, 0), (2000, 500))}}, {"step": 1, **BODY}
+        storage.save(
+            ranks, rank, folder, {"model": {"w": TensorShard(values, (1000 * rank, 0), (2000, 500))}}, {"step": 1, **BODY}
         )
 
     on_each(2, write)
     checkpoint.finish()
     tracemalloc.start()
     try:
-        digest = sharded.gather(arrays_of(folder), tmp_path / "model.safetensors")
+        digest = storage.consolidate(arrays_of(folder), tmp_path / "model.safetensors")
         part = arrays_of(folder)["w"].read((999, 0), (2, 500))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -170,10 +171,10 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     folder = save(tmp_path, 5)
     strike, said = DAMAGES[damage]
     strike(folder / "model-00001.safetensors")
-    with pytest.raises(Damaged, match=said):
-        sharded.read(folder)
+    with pytest.raises(CorruptCheckpoint, match=said):
+        storage.read(folder)
     warnings: list[str] = []
-    found = checkpoint.newest(tmp_path, warnings.append, reader=sharded.read)
+    found = checkpoint.newest(tmp_path, warnings.append, reader=storage.read)
     assert found is not None
     assert found.step == 4
     assert len(warnings) == 1
@@ -199,19 +200,19 @@ def test_a_manifest_that_does_not_make_sense_is_damaged(tmp_path: Path, change: 
     checkpoint.temporary_of(folder).mkdir()
     for path in folder.glob("*.safetensors"):
         shutil.copy(path, checkpoint.temporary_of(folder))
-    checkpoint.seal(folder, [], body, 1, None)
+    checkpoint.commit(folder, body, 1, None)
     checkpoint.finish()
-    with pytest.raises(Damaged, match="manifest"):
-        sharded.read(folder)
+    with pytest.raises(CorruptCheckpoint, match="manifest"):
+        storage.read(folder)
 
 
 def test_pieces_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
-    def write(ranks: Ranks, rank: int) -> None:
-        piece = Piece(np.zeros((2, 2), np.float32), (2 * rank, 0), (5, 2))
-        sharded.save(ranks, rank, checkpoint.folder_of(tmp_path, 1), {"model": {"w": piece}}, {"step": 1, **BODY})
+    def write(ranks: Collectives, rank: int) -> None:
+        piece = TensorShard(np.zeros((2, 2), np.float32), (2 * rank, 0), (5, 2))
+        storage.save(ranks, rank, checkpoint.folder_of(tmp_path, 1), {"model": {"w": piece}}, {"step": 1, **BODY})
 
     assert all(isinstance(each, ValueError) and "w" in str(each) for each in on_each(2, write))
-    assert checkpoint.newest(tmp_path, print, reader=sharded.read) is None
+    assert checkpoint.newest(tmp_path, print, reader=storage.read) is None
 
 
 def test_a_rank_that_cannot_write_tells_why_and_no_checkpoint_is_lost(tmp_path: Path) -> None:
@@ -219,22 +220,22 @@ def test_a_rank_that_cannot_write_tells_why_and_no_checkpoint_is_lost(tmp_path: 
     folder = checkpoint.folder_of(tmp_path, 5)
     (checkpoint.temporary_of(folder) / "model-00001.safetensors").mkdir(parents=True)
 
-    def write(ranks: Ranks, rank: int) -> None:
-        groups = {"model": {name: cut(whole(name), name, rank, 3) for name in LAYOUT}}
-        sharded.save(ranks, rank, folder, groups, {**BODY, "step": 5})
+    def write(ranks: Collectives, rank: int) -> None:
+        groups = {"model": {name: cut(whole_array(name), name, rank, 3) for name in LAYOUT}}
+        storage.save(ranks, rank, folder, groups, {**BODY, "step": 5})
 
     ends = on_each(3, write)
-    assert [type(each) for each in ends] == [RankZeroError, FatalError, RankZeroError]
+    assert [type(each) for each in ends] == [RemoteRankError, NonRetryableError, RemoteRankError]
     assert f"cannot write checkpoint {folder}" in str(ends[1])
     assert "model-00001.safetensors" in str(ends[1])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
-    assert sharded.read(folder.with_name("step-00000004")).step == 4
+    assert storage.read(folder.with_name("step-00000004")).step == 4
 
 
 def test_contents_of_any_length_are_exchanged() -> None:
     contents = [b"", b"\0", b"three\n\0", bytes(1000)]
-    assert on_each(4, lambda ranks, rank: sharded.exchange(ranks, contents[rank])) == [contents] * 4
-    assert on_each(2, lambda ranks, rank: sharded.exchange(ranks, b"")) == [[b"", b""]] * 2
+    assert on_each(4, lambda ranks, rank: storage.all_gather_bytes(ranks, contents[rank])) == [contents] * 4
+    assert on_each(2, lambda ranks, rank: storage.all_gather_bytes(ranks, b"")) == [[b"", b""]] * 2
 
 
 # --- the life of a run, its ranks being processes --------------------------------------------------------------------
@@ -291,12 +292,12 @@ def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> N
 
 def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
     fresh = toy.done(2, "--max-steps=0")
-    assert fresh["weights_sha256"] == checkpoint.weights_sha256({name: whole(name) for name in LAYOUT})
+    assert fresh["weights_sha256"] == checkpoint.weights_sha256({name: whole_array(name) for name in LAYOUT})
     trained = toy.done(3, "--max-steps=4", "--keep-best", "--evaluate-every=1", "--keep-checkpoints=1")
     assert trained["best_step"] == 1
     best = checkpoint.load_weights(toy.run_dir / "model-best.safetensors")
-    kept = sharded.read(checkpoint.folder_of(toy.run_dir, 1))
-    assert checkpoint.weights_sha256(best) == sharded.gather(sharded.shards_of(kept)["model"])
+    kept = storage.read(checkpoint.folder_of(toy.run_dir, 1))
+    assert checkpoint.weights_sha256(best) == storage.consolidate(storage.stored_groups(kept)["model"])
     before = sorted(toy.run_dir.rglob("*"))
     only = toy.job(2, "--evaluate-only")
     assert [code for code, *_ in only] == [0, 0], only
@@ -351,7 +352,7 @@ def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy) 
             if all(code == 0 for code, *_ in ends):
                 break
             assert ends[rank][0] == -9, ends
-            newest = checkpoint.newest(toy.run_dir, pytest.fail, reader=sharded.read)
+            newest = checkpoint.newest(toy.run_dir, pytest.fail, reader=storage.read)
             assert newest is not None
             found.setdefault(rank, []).append(newest.step)
             if count == 3:  # the rest of the life of one

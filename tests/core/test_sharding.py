@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from samestep import sharding
-from samestep.sharding import GlobalBatches, Rows, permute, sample_bits, shard, step_seed
+from samestep.sharding import BatchSlice, GlobalBatches, permute, sample_bits, shard, step_seed
 
 SEEDS = st.integers(0, 2**64 - 1)
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.sampled_from([1023, 1024, 1025, 2**11, 2**11 + 1]))
@@ -280,7 +280,7 @@ def test_rows_say_where_a_ranks_indices_stand_in_the_global_batch(
     for rank in range(world_size):
         batches = GlobalBatches(n, batch, seed, rank, world_size)
         indices, (first, global_size) = batches.indices(step), batches.rows(step)
-        assert batches.rows(step) == Rows(first, global_size)
+        assert batches.rows(step) == BatchSlice(first, global_size)
         assert global_size == len(whole)
         assert np.array_equal(whole[first : first + len(indices)], indices)
 
@@ -345,7 +345,7 @@ def test_who_walks_computes_each_sample_once_in_blocks(monkeypatch: pytest.Monke
     batches = GlobalBatches(2**20, 128, seed=0, rank=1, world_size=2)
     for step in range(1000):
         batches.indices(step)
-    assert sum(evaluated) <= 1.04 * (1000 * 64 + sharding.AHEAD)
+    assert sum(evaluated) <= 1.04 * (1000 * 64 + sharding.PREFETCH_SAMPLES)
     assert len(evaluated) < 100
 
 

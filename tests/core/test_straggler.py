@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from samestep import log
-from samestep.phases import PHASES
-from samestep.straggler import Judge, of_others
+from samestep.recovery.straggler import StragglerDetector, leave_one_out_median
+from samestep.step_timer import PHASES
 
 BASE = {"input": 0.001, "computing": 0.010, "waiting": 0.005, "optimizer": 0.001}
 
@@ -22,20 +22,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def named(
-    judge: Judge,
+    detector: StragglerDetector,
     world_size: int,
-    talks: Iterable[int],
+    syncs: Iterable[int],
     more: Callable[[int, int], dict[str, float]],
     begin: int = 0,
 ) -> list[tuple[int, int, str]]:
     """Who is named when (step, rank, phase); ``more(rank, step)`` seconds are spent beside BASE."""
     found, before = [], begin
-    for step in talks:
+    for step in syncs:
         slots = np.zeros((world_size, len(PHASES)))
         for each in range(before, step):
             for rank in range(world_size):
                 slots[rank] += [BASE[phase] + more(rank, each).get(phase, 0.0) for phase in PHASES]
-        found += [(step, one["rank"], one["phase"]) for one in judge.hear(step, slots.reshape(-1).tolist())]
+        found += [(step, one["rank"], one["phase"]) for one in detector.update(step, slots.reshape(-1).tolist())]
         before = step
     return found
 
@@ -48,33 +48,34 @@ def every(log_every: int, last: int = 300) -> list[int]:
 @pytest.mark.parametrize("phase", ["input", "computing", "optimizer"])
 @pytest.mark.parametrize("log_every", [1, 3, 10, 50, 100])
 def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, log_every: int) -> None:
-    judge = Judge(1.5, world_size, 36 * world_size, 0)
+    detector = StragglerDetector(1.5, world_size, 36 * world_size, 0)
     slow = world_size - 1
     ((step, rank, its),) = named(
-        judge, world_size, every(log_every), lambda rank, step: {phase: 0.2} if rank == slow and step >= 99 else {}
+        detector, world_size, every(log_every), lambda rank, step: {phase: 0.2} if rank == slow and step >= 99 else {}
     )
     assert (rank, its) == (slow, phase)
     assert 99 < step <= max(99 + 50 + 10, 200)  # and a part of 10 steps that had begun
-    assert named(judge, world_size, every(10), lambda rank, step: {}, begin=0) == []
+    assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 
 def test_it_is_told_what_the_others_take(said: list[str]) -> None:
-    judge = Judge(1.5, 3, 60, 100)
-    talks = [101, *range(110, 200, 10)]
-    assert named(judge, 3, talks, lambda rank, step: {"input": 0.21} if rank == 1 else {}, 100) == [(160, 1, "input")]
+    detector = StragglerDetector(1.5, 3, 60, 100)
+    syncs = [101, *range(110, 200, 10)]
+    found = named(detector, 3, syncs, lambda rank, step: {"input": 0.21} if rank == 1 else {}, 100)
+    assert found == [(160, 1, "input")]
     assert said == [
-        "rank 1 holds the others up: 0.211 s a step in input, the others 0.001 (over 59 steps to step 160); said once"
+        "rank 1 is a straggler: 0.211 s per step in input, the others 0.001 (over 59 steps to step 160); reported once"
     ]
 
 
 def test_two_slow_ranks_of_five_are_both_named() -> None:
     slow = {1: {"input": 0.1}, 4: {"optimizer": 0.3}}
-    found = named(Judge(1.5, 5, 60, 0), 5, every(10), lambda rank, step: slow.get(rank, {}))
+    found = named(StragglerDetector(1.5, 5, 60, 0), 5, every(10), lambda rank, step: slow.get(rank, {}))
     assert found == [(60, 1, "input"), (60, 4, "optimizer")]
 
 
 def test_of_two_ranks_that_are_both_slow_none_is() -> None:
-    assert named(Judge(1.5, 2, 60, 0), 2, every(10), lambda rank, step: {"input": 0.2}) == []
+    assert named(StragglerDetector(1.5, 2, 60, 0), 2, every(10), lambda rank, step: {"input": 0.2}) == []
 
 
 @pytest.mark.parametrize(
@@ -83,37 +84,44 @@ def test_of_two_ranks_that_are_both_slow_none_is() -> None:
 )
 def test_the_factor_is_of_what_a_rank_does_not_wait_for(factor: float, extra: float, expected: bool) -> None:
     """12 ms of its own a step, and 5 that it waits; with the factor 1 a tenth of the step is the least that counts."""
-    judge = Judge(factor, 2, 60, 0)
-    assert bool(named(judge, 2, every(10, 2000), lambda rank, step: {"computing": extra * rank})) == expected
+    detector = StragglerDetector(factor, 2, 60, 0)
+    assert bool(named(detector, 2, every(10, 2000), lambda rank, step: {"computing": extra * rank})) == expected
 
 
-def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps() -> None:
+@pytest.mark.parametrize(
+    "is_slow",
+    [
+        lambda rank, step: rank and 100 <= step < 139,
+        lambda rank, step: rank and step % 25 == 0,
+        lambda rank, step: (step // 10) % 2 == rank,
+    ],
+)
+def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps(is_slow: Callable[[int, int], bool]) -> None:
     """Bursts of other work on its machine: however long they take, they are over in the next part."""
-    slow = {"computing": 5.0}
-    assert not named(Judge(1.5, 2, 60, 0), 2, every(10), lambda rank, step: slow if rank and 100 <= step < 139 else {})
-    assert not named(Judge(1.5, 2, 60, 0), 2, every(10), lambda rank, step: slow if rank and step % 25 == 0 else {})
-    assert not named(Judge(1.5, 2, 60, 0), 2, every(10), lambda rank, step: slow if (step // 10) % 2 == rank else {})
+    detector, slow = StragglerDetector(1.5, 2, 60, 0), {"computing": 5.0}
+    assert not named(detector, 2, every(10), lambda rank, step: slow if is_slow(rank, step) else {})
 
 
 def test_what_costs_less_than_a_second_is_not_told_yet() -> None:
     """10 ms a step more than the others' 12."""
-    ((step, rank, phase),) = named(Judge(1.5, 2, 60, 0), 2, every(10), lambda rank, step: {"input": 0.01 * rank})
+    detector = StragglerDetector(1.5, 2, 60, 0)
+    ((step, rank, phase),) = named(detector, 2, every(10), lambda rank, step: {"input": 0.01 * rank})
     assert (rank, phase) == (1, "input")
     assert 100 <= step <= 110
 
 
 def test_the_first_step_does_not_count() -> None:
     """It allocates, and compiles; so it may be long on one rank."""
-    assert not named(
-        Judge(1.5, 2, 60, 0), 2, [1, *range(100, 400, 100)], lambda rank, step: {"computing": 9.0 * rank * (not step)}
-    )
+    detector = StragglerDetector(1.5, 2, 60, 0)
+    syncs = [1, *range(100, 400, 100)]
+    assert not named(detector, 2, syncs, lambda rank, step: {"computing": 9.0 * rank * (not step)})
 
 
 def test_one_sample_more_is_no_slowness() -> None:
     """Three ranks and a batch of 4: two samples on rank 0, one on each of the others."""
     double: dict[str, Any] = {"computing": 0.011, "input": 0.001}
-    assert not named(Judge(1.5, 3, 4, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)
-    assert named(Judge(1.5, 3, 400, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)
+    assert not named(StragglerDetector(1.5, 3, 4, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)
+    assert named(StragglerDetector(1.5, 3, 400, 0), 3, every(10, 1000), lambda rank, step: {} if rank else double)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8])
@@ -121,4 +129,4 @@ def test_the_median_of_the_others(world_size: int) -> None:
     random = np.random.default_rng(world_size)
     for values in (random.random(world_size), np.ones(world_size), random.integers(0, 3, world_size).astype(float)):
         expected = [np.median(np.delete(values, rank)) for rank in range(world_size)]
-        assert np.allclose(of_others(values), expected)
+        assert np.allclose(leave_one_out_median(values), expected)

@@ -1,4 +1,4 @@
-"""The watchdog: waits in vain end, and the rank that holds the others up is named. Real processes, real signals."""
+"""The watchdog ends a rank that waits in vain, and names the rank that is stuck. Real processes, real signals."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samestep import watchdog
+import samestep
+from samestep.recovery import watchdog
 
-CORE = str(Path(watchdog.__file__).parents[1])
+CORE = str(Path(samestep.__file__).parents[1])
 LIMIT = 15.0  # seconds that nothing here needs
 HOST = socket.gethostname()
 
 # A rank of 'world' ranks. It makes 'steps' steps and then waits as in a collective, or beats for 'beats' seconds.
 RANK = """
 import json, sys, time
+from argparse import Namespace
 from pathlib import Path
-from samestep import log, watchdog
+from samestep import log
 from samestep.env import World
+from samestep.recovery import watchdog
 
 its = json.loads(sys.argv[1])
 run_dir = Path(its["run_dir"])
 watchdog._TICK, watchdog._SILENT = its["tick"], its["silent"]
 log.start(run_dir, its["rank"], False)
 world = World(its["rank"], its["world"], launcher=its["launcher"])
-dog = watchdog.Watchdog(world, its["timeout"], its["first_step_timeout"])
+dog = watchdog.Watchdog()
+dog.start(world, Namespace(timeout=its["timeout"], first_step_timeout=its["first_step_timeout"]))
 dog.write_to(run_dir / "log")
 if its["restored"]:
-    dog.restored(its["restored"])
+    dog.resume_at(its["restored"])
 time.sleep(its["compiles"])
 for step in range(its["restored"], its["steps"]):
     dog.beat(step + 1)
 if its["evaluation_compiles"]:
-    dog.compiles()
+    dog.expect_compilation()
     time.sleep(its["evaluation_compiles"])
     dog.beat()
 if its["stops"]:

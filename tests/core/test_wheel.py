@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,67 +10,34 @@ import zipfile
 from email.message import Message
 from email.parser import BytesParser
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import samestep
 import tomllib
+from wheel import LIMIT, Built, build, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core"
-LIMIT = 600.0  # seconds; a package index may be slow
 PROGRAM = """
 import importlib
-import pkgutil
+import re
 from pathlib import Path
 
 import samestep
-from samestep import datasets
+from samestep.data import datasets
 
-names = [found.name for found in pkgutil.iter_modules(samestep.__path__, "samestep.")]
-modules = [importlib.import_module(name) for name in names if "track_" not in name]  # what an extra is needed for
+files = [path.relative_to(samestep.__path__[0]) for path in Path(samestep.__path__[0]).rglob("[a-z]*.py")]
+names = [".".join(("samestep", *path.with_suffix("").parts)) for path in files]
+needs = re.compile(r"samestep\\.(torch|.*track_)|.*__main__$")  # a framework, an extra; or it runs
+modules = [importlib.import_module(name) for name in names if not needs.match(name)]
 digits = datasets.load("mnist-5k", Path("nowhere"))
 print(samestep.__file__, samestep.__version__, len(modules), digits.train_images.shape, digits.test_labels.shape)
 """
 
 
-class Built(NamedTuple):
-    """The two files that are published."""
-
-    sdist: Path
-    wheel: Path
-
-
-def run(*command: str | Path, folder: Path, **variables: str) -> str:
-    """What a command says, run outside the repository, which is on no path of it."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env={**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The sdist of core/, and the wheel that is built of what the sdist holds."""
-    folder = tmp_path_factory.mktemp("built")
-    backend = tomllib.loads((CORE / "pyproject.toml").read_text())["build-system"]["requires"]
-    tools = str(folder / "tools")
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", tools, *backend, folder=folder)
-    hatchling = (sys.executable, "-m", "hatchling", "build", "-d", folder)
-    run(*hatchling, "-t", "sdist", folder=CORE, PYTHONPATH=tools)
-    sdist = next(folder.glob("*.tar.gz"))
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    run(*hatchling, "-t", "wheel", folder=folder / sdist.name.removesuffix(".tar.gz"), PYTHONPATH=tools)
-    return Built(sdist, next(folder.glob("*.whl")))
+    return build(tmp_path_factory.mktemp("built"))
 
 
 def metadata(wheel: Path) -> Message:
@@ -81,14 +47,22 @@ def metadata(wheel: Path) -> Message:
 
 
 def test_they_hold_the_package_and_nothing_else(built: Built) -> None:
-    listed = subprocess.run(["git", "ls-files", "samestep"], cwd=CORE, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "samestep"],
+        cwd=CORE,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     package = set(listed.stdout.split())
     assert {"samestep/py.typed", "samestep/data/mnist-5k/README.md"} <= package
     with zipfile.ZipFile(built.wheel) as archive:
         found = set(archive.namelist())
     about = f"samestep-{samestep.__version__}.dist-info"
     licences = {f"{about}/licenses/{name}" for name in ("LICENSE", "samestep/data/mnist-5k/README.md")}
-    assert found == package | licences | {f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL")}
+    assert found == package | licences | {
+        f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt")
+    }
     with tarfile.open(built.sdist) as archive:
         files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     # hatchling adds the last two by itself.
@@ -119,9 +93,15 @@ def test_a_project_elsewhere_imports_it_has_its_types_and_its_digits(built: Buil
     run(python, "-m", "pip", "install", "--quiet", "--no-compile", built.wheel, mypy, folder=tmp_path)
     said = run(python, "-c", PROGRAM, folder=tmp_path).split(maxsplit=3)
     assert Path(said[0]).is_relative_to(tmp_path / "venv")
-    modules = [path for path in (CORE / "samestep").glob("[a-z]*.py") if not path.name.startswith("track_")]
+    paths = [path.relative_to(CORE / "samestep") for path in (CORE / "samestep").rglob("[a-z]*.py")]
+    modules = [path for path in paths if path.parts[0] != "torch" and not path.name.startswith("track_")]
     assert (said[1], int(said[2])) == (samestep.__version__, len(modules))
     assert said[3].strip() == "(4000, 28, 28) (1000,)"
+    script = tmp_path / "venv" / "bin" / "samestep"
+    assert run(script, "--version", folder=tmp_path) == f"samestep {samestep.__version__}\n"
+    assert run(script, "run", "--help", folder=tmp_path) == run(
+        python, "-m", "samestep.launch", "run", "--help", folder=tmp_path
+    )
     # The README's programs run as they stand, and its types are known to another project's mypy.
     blocks = re.findall(r"^```python\n(.*?)^```$", (CORE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2

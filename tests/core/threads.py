@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from samestep import checkpoint, datasets
+from samestep import checkpoint
+from samestep.data import datasets
 from samestep.checkpoint import Arrays
 from samestep.env import World
-from samestep.options import Options, Parser, add_common, real
-from samestep.phases import PHASES
-from samestep.run import Due, Groups, Run
+from samestep.options import Options, Parser, add_common, bounded_float
+from samestep.recovery.watchdog import Watchdog
+from samestep.step_timer import PHASES
+from samestep.run import Groups, Run, StepActions, StepStats
 from samestep.sharding import GlobalBatches, shard
 
 LIMIT = 30.0  # seconds that no exchange needs
@@ -43,12 +45,12 @@ class Meeting:
         self._given: list[dict[int, Any]] = []  # of each exchange, by rank
         self._ended: set[int] = set()
 
-    def exchange(self, rank: int, turn: int, mine: Any) -> list[Any]:
+    def exchange(self, rank: int, turn: int, local: Any) -> list[Any]:
         with self._changed:
             while len(self._given) <= turn:
                 self._given.append({})
             given = self._given[turn]
-            given[rank] = mine
+            given[rank] = local
             self._changed.notify_all()
             settled = self._changed.wait_for(
                 lambda: len(given) == self._world_size or bool(self._ended - given.keys()), LIMIT
@@ -64,8 +66,8 @@ class Meeting:
 
 
 @dataclass
-class Ranks:
-    """What an app's ranks.py is to `Run`, for one thread."""
+class Collectives:
+    """What an app's ``distributed`` module is to `Run`, for one thread."""
 
     meeting: Meeting
     rank: int
@@ -80,16 +82,16 @@ class Ranks:
         assert row.ndim == 1
         return np.stack(self._exchange(row.copy()))
 
-    def _exchange(self, mine: Any) -> list[Any]:
+    def _exchange(self, local: Any) -> list[Any]:
         self.turn += 1
-        return self.meeting.exchange(self.rank, self.turn - 1, mine)
+        return self.meeting.exchange(self.rank, self.turn - 1, local)
 
 
 def parse(*arguments: str) -> Options:
     """The toy's options; without more, 3 epochs of 4 steps on what `put` writes."""
     parser = Parser(prog="toy")
     add_common(parser, epochs=3, global_batch_size=6, lr="1", datasets=("mnist", "mnist-5k"), devices=("auto", "cpu"))
-    parser.add_argument("--momentum", type=real(0.0), default=0.5)
+    parser.add_argument("--momentum", type=bounded_float(0.0), default=0.5)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     options = parser.parse([*arguments])
     options.lr = 1.0 if options.lr is None else options.lr
@@ -130,7 +132,7 @@ class Model:
     def load(self, groups: Groups) -> None:
         """Raises ValueError for what does not fit."""
         for group, arrays in groups.items():
-            difference = checkpoint.mismatch(arrays, self.groups[group])
+            difference = checkpoint.state_dict_diff(arrays, self.groups[group])
             if difference:
                 raise ValueError(difference)
             for name, array in arrays.items():
@@ -167,9 +169,9 @@ class Rank:
     model: Model
     loaded: list[list[str]] = field(default_factory=list)  # the groups of each call of `load`
     run: Run | None = None
-    dues: dict[int, Due] = field(default_factory=dict)
+    actions: dict[int, StepActions] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    talks: dict[str, int] = field(default_factory=dict)  # exchanges that Run itself made, by its method
+    exchanges: dict[str, int] = field(default_factory=dict)  # those that Run itself made, by its method
     first_beat: str | None = None  # the heartbeat's file after the first update
     error: BaseException | None = None
 
@@ -182,7 +184,7 @@ class Rank:
         return self.run
 
 
-def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> None:
+def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) -> None:
     """The loop of every app, and its `main`."""
     options, model = me.options, me.model
 
@@ -193,56 +195,56 @@ def train(me: Rank, app: str, world: World, ranks: Ranks, faults: Faults) -> Non
     def counted(name: str, call: Callable[[], Any]) -> Any:
         before = ranks.turn
         result = call()
-        me.talks[name] = me.talks.get(name, 0) + ranks.turn - before
+        me.exchanges[name] = me.exchanges.get(name, 0) + ranks.turn - before
         return result
 
-    me.run = run = Run(app, options, world)
+    me.run = run = Run(app, options, world, Watchdog(), datasets.resolve)
     counted("restore", lambda: run.restore(ranks, load))
     data = datasets.load(options.dataset, options.data_dir)
     n = len(data.train_labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, world.rank, world.world_size)
-    counted("begin", lambda: run.begin(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
-    sum_since, hits_since = 0.0, 0
-    for step in range(run.start, run.stop):
-        run.phases.begin()
+    counted("start", lambda: run.start(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
+    running_loss, hits_since = 0.0, 0
+    for step in range(run.first_step, run.last_step):
         for phase in PHASES:
-            faults.spend(world.rank, step, phase)
-            run.phases.end(phase)
+            with run.timer.phase(phase):
+                faults.spend(world.rank, step, phase)
         loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale.get(
             step, 1.0
         )
-        sum_since += loss_sum
+        running_loss += loss_sum
         hits_since += sum(is_hit(int(sample), step) for sample in batches.indices(step))
         gradient = ranks.all_gather(np.array([loss_sum])).sum() / batches.rows(step).global_size
         model.update(gradient, options.momentum)
         faults.after_update(world.rank, step + 1, model)
-        due: Due = counted("done", partial(run.done, step))
-        me.dues[step + 1] = due
+        counted("after_step", partial(run.after_step, step))
+        actions: StepActions = counted("actions", partial(run.actions, step))
+        me.actions[step + 1] = actions
         if me.first_beat is None:
             me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
-        if due.talk:
-            mine = [loss_sum, sum_since, hits_since, *run.says()]
-            last, since, hits, *said = ranks.all_gather(np.array(mine)).sum(axis=0).tolist()
-            due = run.heard(due, said)
-        if due.log:
-            sum_since, hits_since = 0.0, 0
-            tested = evaluate(model, data.test_labels, ranks, world, faults) if due.test else {}
-            own: dict[str, Any] = {"correct": hits, "weight": model.groups["model"]["w"].sum().item()}
+        if actions.sync:
+            local = run.local_stats(loss_sum, running_loss, hits_since if app == COUNTING else None)
+            total = ranks.all_gather(np.array(local.to_vector())).sum(axis=0).tolist()
+            actions = run.apply_global_stats(StepStats.from_vector(total))
+        if actions.log:
+            running_loss, hits_since = 0.0, 0
+            tested = evaluate(model, data.test_labels, ranks, world, faults) if actions.evaluate else {}
+            own: dict[str, Any] = {"weight": model.groups["model"]["w"].sum().item()}
             me.lines.append(
-                counted("record", partial(run.record, last, since, tested, **(own if app == COUNTING else {})))
+                counted("log_metrics", partial(run.log_metrics, tested, **(own if app == COUNTING else {})))
             )
-        if due.save:
+        if actions.save:
             counted("save", lambda: run.save(ranks, model.groups))
-    tested = run.tested or evaluate(model, data.test_labels, ranks, world, faults)
+    tested = run.eval_metrics or evaluate(model, data.test_labels, ranks, world, faults)
     faults.before_finish(world.rank, model)
     counted("finish", lambda: run.finish(ranks, model.groups["model"], tested))
     counted("report", lambda: run.report("numpy", np.__version__, "threads", "cpu"))
 
 
-def evaluate(model: Model, labels: NDArray[np.uint8], ranks: Ranks, world: World, faults: Faults) -> dict[str, Any]:
+def evaluate(model: Model, labels: NDArray[np.uint8], ranks: Collectives, world: World, faults: Faults) -> dict[str, Any]:
     first, last = shard(len(labels), world.rank, world.world_size)
-    mine = np.array([float(model.groups["model"]["w"][0]) * (last - first), float(last - first)])
-    loss_sum, examples = ranks.all_gather(mine).sum(axis=0).tolist()
+    local = np.array([float(model.groups["model"]["w"][0]) * (last - first), float(last - first)])
+    loss_sum, examples = ranks.all_gather(local).sum(axis=0).tolist()
     accuracy = faults.accuracy.get(int(model.groups["model"]["updates"]), 0.5)
     return {"test_loss": loss_sum / examples, "test_accuracy": accuracy, "test_examples": int(examples)}
 
@@ -264,13 +266,13 @@ def job(
     def live(rank: int) -> None:
         me = ranks[rank]
         try:
-            train(me, app, World(rank, world_size, **(world or {})), Ranks(meeting, rank), faults or Faults())
+            train(me, app, World(rank, world_size, **(world or {})), Collectives(meeting, rank), faults or Faults())
         except BaseException as problem:
             me.error = problem
         finally:
             meeting.end(rank)
-            if me.run and hasattr(me.run, "watchdog"):
-                me.run.watchdog.stop()  # of a failed rank it would end this process
+            if me.run and hasattr(me.run, "monitor"):
+                me.run.monitor.stop()  # of a failed rank it would end this process
 
     threads = [threading.Thread(target=live, args=[rank], daemon=True) for rank in range(world_size)]
     for thread in threads:

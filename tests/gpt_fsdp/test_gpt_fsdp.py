@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import ROOT, Harness, faulty, last_step, losses, metrics, relative_difference, told_by
-from samestep import checkpoint, sharded
+from samestep import checkpoint
+from samestep.sharded import storage
 from samestep.sharding import GlobalBatches
 
 APP = ROOT / "apps" / "gpt_fsdp"
@@ -226,9 +227,9 @@ def test_weights_are_gathered_and_text_is_written(harness: Harness) -> None:
     assert (said.returncode, said.stderr) == (0, "")
     assert result["weights_sha256"] in said.stdout
     assert (run_dir / "model.safetensors").read_bytes() == at_its_end
-    found = sharded.read(checkpoint.folder_of(run_dir, 10))
+    found = storage.read(checkpoint.folder_of(run_dir, 10))
     held = [
-        sum(int(np.prod(shape)) for _, _, shape in each.pieces) for each in sharded.shards_of(found)["model"].values()
+        sum(int(np.prod(shape)) for _, _, shape in each.pieces) for each in storage.stored_groups(found)["model"].values()
     ]
     assert len(found.files) == 6
     assert sum(held) == sum(array.size for array in checkpoint.load_weights(run_dir / "model.safetensors").values())
@@ -244,7 +245,7 @@ def test_weights_are_gathered_and_text_is_written(harness: Harness) -> None:
 
 
 def program(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(Path(sharded.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(Path(storage.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command: Sequence[str] = [sys.executable, str(APP / name), *map(str, arguments)]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 

@@ -1,4 +1,4 @@
-"""What is particular to this app: three APIs, two launchers, two counts of right answers, and VisualDL."""
+"""Test what is particular to this app: three APIs, two launchers, two counts of correct predictions, and VisualDL."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ IN_MATRIX = [
     ("basic", "launch", 3),
     ("fleet", "launch", 2),
     ("highlevel", "spawn", 2),
-]  # the others by the hash of a run that was killed, below
+]  # the tests of killed runs, below, compare the others by hash
 
 
 def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool) -> None:
-    """A global batch of 125 is no multiple of 2 or 3."""
+    """A global batch of 125 is not a multiple of 2 or 3."""
     options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]
     expected = harness.train(1, *options, run_dir=harness.folder / "expected")
     curve = losses(harness.folder / "expected")
@@ -55,7 +55,7 @@ def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool
 
 
 def accuracies(run_dir: Path) -> list[float]:
-    """The share of right answers in training, since the line before."""
+    """Return the share of correct predictions in training since the line before, for each line."""
     return [line["accuracy"] for line in metrics(run_dir)]
 
 
@@ -79,22 +79,23 @@ def test_the_weights_have_pytorchs_names_and_layouts(harness: Harness) -> None:
     assert sum(array.size for array in weights.values()) == 61_610
 
 
-# --- what ranks say to each other, and what a checkpoint holds ------------------------------------------------------
+# --- collectives, and what a checkpoint holds ------------------------------------------------------------------------
 
 RENDEZVOUS = """
 import os
+import distributed
 import numpy as np
 import paddle
-import ranks
+import paddle.nn.functional as F
 from samestep import env
 world = env.detect(os.environ)
-ranks.rendezvous(world, "cpu", 60, "basic")
+distributed.rendezvous(world, "cpu", 60, "basic")
 """
 TRAINED = """
 import paddle
 import weights
 from paddle import nn
-from samestep import FatalError
+from samestep import NonRetryableError
 
 def trained(build):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -110,7 +111,7 @@ def update(model, optimizer):
 
 
 def in_app(harness: Harness, n: int, code: str, **environ: str) -> Outcome:
-    """Run ``code`` with the app's modules, on n ranks."""
+    """Run ``code`` with the app's modules on n ranks."""
     file = harness.folder / "in_app.py"
     file.write_text(code)
     path = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
@@ -122,15 +123,15 @@ def in_app(harness: Harness, n: int, code: str, **environ: str) -> Outcome:
 def test_bytes_and_arrays_arrive_bit_for_bit(harness: Harness, n: int) -> None:
     code = """
 for content in (b"", bytes(range(256)), bytes(100_000)):
-    assert ranks.broadcast(content if world.rank == 0 else b"another") == content
+    assert distributed.broadcast(content if world.rank == 0 else b"another") == content
 rows = [np.array([2**62 + 1, -1]), np.array([2**31 - 1, 7], np.int32), np.array([0.1, -0.0, np.nan]), np.zeros(3, "u1")]
 for row in rows:
-    mine = row + np.array(world.rank, row.dtype)
-    everyones = ranks.all_gather(mine)
-    assert everyones.dtype == row.dtype
-    assert everyones.shape == (world.world_size, len(row))
+    local = row + np.array(world.rank, row.dtype)
+    gathered = distributed.all_gather(local)
+    assert gathered.dtype == row.dtype
+    assert gathered.shape == (world.world_size, len(row))
     expected = [row + np.array(rank, row.dtype) for rank in range(world.world_size)]
-    assert everyones.tobytes() == np.stack(expected).tobytes()
+    assert gathered.tobytes() == np.stack(expected).tobytes()
 """
     outcome = in_app(harness, n, RENDEZVOUS + code)
     assert outcome.code == 0, outcome
@@ -139,7 +140,12 @@ for row in rows:
 @pytest.mark.parametrize("n", [1, 2])
 def test_ordering_the_buckets_leaves_batch_normalisation_as_it_was(harness: Harness, n: int) -> None:
     code = """
+from types import SimpleNamespace
 from highlevel import HighLevel
+from samestep.monitor import Monitor
+from samestep.step_timer import StepTimer
+
+run = SimpleNamespace(monitor=Monitor(), timer=StepTimer())
 
 def count(layer, inputs):
     layer.own.add_(paddle.ones([2]))
@@ -156,9 +162,10 @@ for api in ("basic", "highlevel"):
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
     before = bits(model)
     if api == "basic":
-        ranks.order_sums(ranks.distribute(api, model, optimizer)[0], images, labels)
+        parallel, _ = distributed.distribute(api, model, optimizer)
+        distributed.fix_reduction_order(model, lambda: F.cross_entropy(parallel(images), labels).backward())
     else:
-        HighLevel(model, optimizer, images, labels)
+        HighLevel(run, model, optimizer, images, labels)
     assert bits(model) == before, api
     assert not any(each.grad is not None and each.grad.abs().sum().item() for each in model.parameters())
     model(images)
@@ -179,11 +186,11 @@ for build in (
     model, optimizer = trained(build)
     saved = weights.groups(model, optimizer)
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    its_optimizer = build(other.parameters())
-    weights.load(other, its_optimizer, saved)
+    other_optimizer = build(other.parameters())
+    weights.load(other, other_optimizer, saved)
     update(model, optimizer)
-    update(other, its_optimizer)
-    one, two = weights.groups(model, optimizer), weights.groups(other, its_optimizer)
+    update(other, other_optimizer)
+    one, two = weights.groups(model, optimizer), weights.groups(other, other_optimizer)
     for group in ("model", "optimizer"):
         assert list(one[group]) == list(two[group])
         assert all(one[group][name].tobytes() == two[group][name].tobytes() for name in one[group])
@@ -193,7 +200,7 @@ for build in (
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused(harness: Harness) -> None:
-    """It would be resumed without a part of its state, and nobody would notice."""
+    """A resumed run would silently lack a part of its state."""
     code = """
 schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
 for build, words in (
@@ -204,7 +211,7 @@ for build, words in (
 ):
     try:
         weights.groups(*trained(build))
-    except FatalError as problem:
+    except NonRetryableError as problem:
         assert words in str(problem), problem
         assert "use another optimizer" in str(problem)
     else:
@@ -214,7 +221,7 @@ for build, words in (
     assert outcome.code == 0, outcome
 
 
-# --- recovery by every API and launcher ----------------------------------------------------------------------------
+# --- recovery with every API and launcher ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,15 +237,35 @@ def test_a_killed_rank_changes_nothing(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, api: str, launcher: str, n: int
 ) -> None:
     options = [*harness.app.small, f"--api={api}", f"--launcher={launcher}"]
-    expected = undisturbed(n, *([] if api == "basic" else [f"--api={api}"]))  # by either launcher the same
+    expected = undisturbed(n, *([] if api == "basic" else [f"--api={api}"]))  # the same with either launcher
     for i in range(5 if soak else 1):
         job = harness.start(n, *options, run_dir=harness.folder / str(i))
         job.wait_for_step(10 + i)
-        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # spawn shows no rank in its environment
+        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # a rank of spawn has no number in its environment
         result = harness.checked(job.finish(), n)
         assert result["restarts"] == 1
         assert result["weights_sha256"] == expected["weights_sha256"]
         assert accuracies(harness.folder / str(i)) == accuracies(Path(expected["run_dir"]))
+
+
+STORED = Path(__file__).parent / "stored"
+STORED_OPTIONS = ["--dataset=mnist-5k", "--seed=3", "--log-every=1", "--global-batch-size=500", "--checkpoint-every=2"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_run_of_version_0_1_resumes_with_the_same_losses(harness: Harness, n: int) -> None:
+    """``stored/version-0.1`` has what version 0.1 wrote with STORED_OPTIONS on 1 rank.
+
+    ``run`` is a run dir of --max-steps=2, without logs and final weights; ``longer`` is metrics.jsonl of --max-steps=6.
+    """
+    run_dir = harness.folder / "run"
+    shutil.copytree(STORED / "version-0.1" / "run", run_dir)
+    result = harness.train(n, *STORED_OPTIONS, "--max-steps=6")
+    assert (result["resumed_from_step"], result["steps"]) == (2, 6)
+    expected = STORED / "version-0.1" / "longer"
+    assert len(losses(expected)) == 6
+    assert relative_difference(losses(expected), losses(run_dir)) < 1e-6
+    assert accuracies(run_dir) == accuracies(expected)
 
 
 # --- launchers without the script ----------------------------------------------------------------------------------
@@ -247,7 +274,7 @@ def test_a_killed_rank_changes_nothing(
 def test_paddles_launchers_alone_take_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
-    """In the matrix fleetrun; the other starts two ranks on two addresses below."""
+    """The test suite starts fleetrun here; the other launcher starts two ranks on two addresses below."""
     expected = undisturbed(2)
     for name, command in {"fleetrun": FLEETRUN, **({"launch": LAUNCH} if soak else {})}.items():
         outcome = bare(harness, [*command, TRAIN, *harness.app.small, f"--run-dir={name}"])
@@ -270,11 +297,11 @@ def test_spawn_alone_takes_the_processors_that_it_may_use(harness: Harness) -> N
 
 
 def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """--ips, on two addresses of this machine: Paddle refuses 127.0.0.1 where there are several."""
+    """Use --ips with two addresses of this machine: Paddle refuses 127.0.0.1 in a list of several."""
     hosts = ("127.0.0.2", "127.0.0.3")
     words = [f"--ips={','.join(hosts)}", f"--start_port={free_port()}", "--nproc_per_node=1"]
     jobs = []
-    for host in hosts:  # --log_dir is relative to the folder, which stands for the machine's own disk
+    for host in hosts:  # --log_dir is relative to the folder, which takes the place of the machine's own disk
         folder = harness.folder / host
         folder.mkdir()
         command = [*LAUNCH[:3], *words, f"--host={host}", "--log_dir=log", TRAIN, *harness.app.small, "--max-steps=6"]
@@ -289,7 +316,7 @@ def test_two_addresses_take_the_same_steps(harness: Harness, undisturbed: Callab
 @pytest.mark.soak
 @pytest.mark.parametrize(("late", "flag", "ends"), [(36, "3600", True), (15, "1", False)])
 def test_gloos_own_30_seconds_decide_and_no_flag_does(harness: Harness, late: int, flag: str, ends: bool) -> None:
-    """What the README says of FLAGS_stop_check_timeout: it does not change how long a rank is waited for."""
+    """FLAGS_stop_check_timeout does not change how long ranks wait for another, as the README says."""
     code = f"""
 import sys, time
 import paddle.distributed as dist
@@ -317,7 +344,7 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
     assert second.code == 0, second
 
 
-# --- its mistakes --------------------------------------------------------------------------------------------------
+# --- mistakes of the caller ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -344,7 +371,7 @@ def test_a_mistake_is_one_line(harness: Harness, options: list[str], environ: di
 
 
 def test_as_many_ranks_come_as_were_asked_for(harness: Harness) -> None:
-    """Of several --launcher the last counts, for the script as for train.py: else one rank would train alone."""
+    """The script and train.py both take the last of several --launcher; otherwise one rank would train alone."""
     assert harness.train(2, *SMALL, "--launcher=spawn", "--launcher=launch")["world_size"] == 2
     for words, spawned in (("--launcher launch --launcher spawn", True), ("--launcher=spawn --launcher launch", False)):
         shown = harness.run(2, *words.split(), "--dry-run").stdout
@@ -378,11 +405,11 @@ def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) ->
     assert not list(folder.glob("*"))  # the next start, in a run dir of its own, may have the folder
 
 
-# --- GPUs, of which there are none: what is decided without one ----------------------------------------------------
+# --- decisions about GPUs that need none -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "said"),
+    ("words", "environ", "message"),
     [
         (["3", "--gpus=0,1"], {}, "--gpus 0,1 names 2 GPUs for 3 ranks"),
         (["1", "--gpus=0,1", "--launcher=spawn"], {}, "--gpus 0,1 names 2 GPUs for 1 ranks"),
@@ -394,21 +421,21 @@ def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) ->
     ids=str,
 )
 def test_gpus_that_do_not_suit_n_are_one_line_before_anything_starts(
-    harness: Harness, words: list[str], environ: dict[str, str], said: str
+    harness: Harness, words: list[str], environ: dict[str, str], message: str
 ) -> None:
     outcome = bare(harness, ["bash", SCRIPT, *words, "--run-dir=run"], **environ)
     assert (outcome.code, outcome.stdout) == (2, ""), outcome
     assert len(outcome.stderr.splitlines()) == 1
-    assert said in outcome.stderr
+    assert message in outcome.stderr
     assert not (harness.folder / "run").exists()
 
 
 def test_a_rank_under_paddles_launcher_alone_compares_its_gpus(harness: Harness) -> None:
     outcome = bare(harness, [*LAUNCH, TRAIN, *SMALL, "--gpus=3", "--run-dir=run"])
-    # The code is the launcher's own: -15 where it ended rank 0 for rank 1's mistake before rank 0 came to its own.
+    # The code is the launcher's own: -15 if it ended rank 0 for rank 1's mistake before rank 0 found its own.
     assert outcome.code in (2, 256 - signal.SIGTERM), outcome
-    said = "".join(path.read_text() for path in (harness.folder / "paddle-log").glob("workerlog.*"))
-    assert "error: --gpus 3 names 1 GPUs for 2 ranks" in said, outcome
+    logs = "".join(path.read_text() for path in (harness.folder / "paddle-log").glob("workerlog.*"))
+    assert "error: --gpus 3 names 1 GPUs for 2 ranks" in logs, outcome
     assert not (harness.folder / "run").exists()
 
 
@@ -419,44 +446,44 @@ def test_the_launcher_sees_the_gpus_that_are_named(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"),
+    ("gpus", "message"),
     [
         ("3", "error: --gpus 3 names no GPU for local rank 1: name one for each rank"),
         ("0,1", "error: --device gpu: this machine has 0 GPUs for local rank 1 (this Paddle is the CPU build): "),
     ],
 )
-def test_plain_ranks_without_local_world_size_compare_what_they_know(harness: Harness, gpus: str, said: str) -> None:
+def test_plain_ranks_without_local_world_size_compare_what_they_know(harness: Harness, gpus: str, message: str) -> None:
     command = [sys.executable, TRAIN, *SMALL, f"--gpus={gpus}"]
     outcome = bare(harness, command, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
     assert outcome.code == 2, outcome
-    assert outcome.errors[0].startswith(said)
+    assert outcome.errors[0].startswith(message)
     assert len(outcome.errors) == 1
 
 
 def test_the_gpu_build_of_paddle_counts_the_gpus_before_its_launcher_does(harness: Harness) -> None:
-    """A Paddle that sees two GPUs stands in: what the launch script calls imports it in another process only."""
+    """A fake Paddle sees two GPUs. The function that the launch script calls imports it in another process only."""
     code = """
 import os, sys
 from pathlib import Path
 from options import check_installed, parse
-from samestep import UserError
+from samestep import ConfigError
 
-def said(ranks, *words):
+def error(ranks, *words):
     try:
         return check_installed(parse(words), ranks)
-    except UserError as problem:
+    except ConfigError as problem:
         return str(problem)
 
 LINE = "this machine has 2 GPUs, and Paddle's launcher gives each of 3 ranks one of them: start fewer, or use "
 for device in ("auto", "cpu", "gpu"):
-    assert said(3, f"--device={device}") == LINE + "--launcher spawn"
-assert said(2) is said(3, "--launcher=spawn") is said(3, "--gpus=0,1,2") is None
+    assert error(3, f"--device={device}") == LINE + "--launcher spawn"
+assert error(2) is error(3, "--launcher=spawn") is error(3, "--gpus=0,1,2") is None
 os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"  # check_ranks has compared them
-assert said(3) is None
+assert error(3) is None
 del os.environ["CUDA_VISIBLE_DEVICES"]
 for broken in ("raise ImportError", Path("paddle.py").read_text().replace("2", "0")):
     Path("paddle.py").write_text(broken)
-    assert said(3) is None
+    assert error(3) is None
 assert "paddle" not in sys.modules
 """
     installed = harness.folder / "paddlepaddle_gpu-3.3.1.dist-info"
@@ -467,13 +494,13 @@ assert "paddle" not in sys.modules
     assert outcome.code == 0, outcome
 
 
-# In a rank to which Paddle's own launcher gave one of two GPUs. What CUDA would answer is put in; all else is real.
+# Run in a rank to which Paddle's own launcher gave one of two GPUs. CUDA's answers are fake; all else is real.
 TWO_GPUS = """
 import os, sys
 import paddle
-import ranks, spawn
+import distributed, spawn
 from options import parse
-from samestep import UserError, env
+from samestep import ConfigError, env
 from samestep.env import World
 
 paddle.is_compiled_with_cuda, paddle.device.cuda.device_count = lambda: True, lambda: 2
@@ -481,19 +508,19 @@ chosen, flags = [], {}
 paddle.set_device, paddle.set_flags = chosen.append, flags.update
 
 def device(wanted, gpus, world):
-    kind = ranks.choose_device(wanted, gpus, world)
-    if kind == "gpu":  # Paddle itself is told the same
+    kind = distributed.choose_device(wanted, gpus, world)
+    if kind == "gpu":  # Paddle gets the same number
         assert chosen[-1] == "gpu:" + os.environ["FLAGS_selected_gpus"] == "gpu:" + flags["FLAGS_selected_gpus"]
     return kind, chosen[-1]
 
 def refused(call, *arguments):
     try:
         call(*arguments)
-    except UserError as problem:
+    except ConfigError as problem:
         return "has 2 GPUs for 3 ranks" in str(problem) or "has 2 GPUs for local rank 2:" in str(problem)
 
 world = env.detect(os.environ)
-mine, other = world.rank, 1 - world.rank
+own, other = world.rank, 1 - world.rank
 assert world.launcher == "paddle"
 assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
 """
@@ -501,15 +528,15 @@ assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
 
 def test_each_rank_gets_its_own_gpu_from_any_launcher(harness: Harness) -> None:
     code = """
-assert device("auto", None, world) == ("gpu", f"gpu:{mine}")  # as Paddle's launcher numbered it
+assert device("auto", None, world) == ("gpu", f"gpu:{own}")  # as Paddle's launcher numbered it
 assert flags["FLAGS_cudnn_deterministic"] is True
-assert device("gpu", "5,7", world) == ("gpu", f"gpu:{mine}")
+assert device("gpu", "5,7", world) == ("gpu", f"gpu:{own}")
 assert device("gpu", "7,5", world) == ("gpu", f"gpu:{other}")
 assert device("cpu", None, world) == ("cpu", "cpu")
-three = World(mine, 3, local_rank=mine, local_world_size=3, launcher="torchrun")
+three = World(own, 3, local_rank=own, local_world_size=3, launcher="torchrun")
 assert device("auto", None, three) == ("cpu", "cpu")
 assert refused(device, "gpu", None, three)
-for rank in (0, 1, 2):  # three plain ranks with LOCAL_RANK alone: nobody takes another's, and with auto all do the same
+for rank in (0, 1, 2):  # three plain ranks with LOCAL_RANK alone: no GPU is taken twice, and auto decides alike on all
     plain = env.detect({"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)})
     assert device("auto", None, plain) == ("cpu", "cpu")
     if rank < 2:
@@ -517,9 +544,9 @@ for rank in (0, 1, 2):  # three plain ranks with LOCAL_RANK alone: nobody takes 
 assert refused(device, "gpu", None, plain)
 two = env.detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
 assert device("auto", None, two) == ("gpu", "gpu:1")
-os.environ["FLAGS_selected_gpus"] = "0"  # of whoever started torchrun: it is not each rank's
-torchrun = World(2 + mine, 4, local_rank=mine, local_world_size=2, launcher="torchrun")
-assert device("auto", None, torchrun) == ("gpu", f"gpu:{mine}")
+os.environ["FLAGS_selected_gpus"] = "0"  # inherited from the shell that started torchrun: it is not each rank's
+torchrun = World(2 + own, 4, local_rank=own, local_world_size=2, launcher="torchrun")
+assert device("auto", None, torchrun) == ("gpu", f"gpu:{own}")
 assert device("gpu", "7,5", torchrun) == ("gpu", f"gpu:{other}")
 del os.environ["CUDA_VISIBLE_DEVICES"]
 assert device("gpu", "1,0", torchrun) == ("gpu", f"gpu:{other}")
@@ -529,7 +556,7 @@ assert device("gpu", "1,0", torchrun) == ("gpu", f"gpu:{other}")
 
 
 def test_spawn_takes_each_visible_gpu(harness: Harness) -> None:
-    """And what it tells Paddle makes Paddle number them as the ranks do."""
+    """With the settings for Paddle, Paddle numbers the GPUs as the ranks do."""
     code = """
 def choice(*words):
     return spawn.choose(parse(["--launcher=spawn", *words]))
@@ -546,9 +573,10 @@ for gpus in ("7,5", None):
     count, settings = choice(*([f"--gpus={gpus}"] if gpus else []))
     for rank, environ in enumerate(sys.modules["paddle.distributed.spawn"]._get_subprocess_env_list(count, settings)):
         os.environ |= environ  # as in the process that it starts
-        its = env.detect(environ)
-        assert (its.rank, its.local_rank, its.local_world_size) == (rank, rank, 2)
-        assert ranks.gpu_number(gpus, its) == environ["FLAGS_selected_gpus"] == str(1 - rank if gpus else rank)
+        spawned = env.detect(environ)
+        assert (spawned.rank, spawned.local_rank, spawned.local_world_size) == (rank, rank, 2)
+        number = str(1 - rank if gpus else rank)
+        assert distributed.gpu_number(gpus, spawned) == environ["FLAGS_selected_gpus"] == number
 paddle.device.cuda.device_count = lambda: 0
 assert choice() == (processors, {"backend": "gloo"})
 """
@@ -557,7 +585,7 @@ assert choice() == (processors, {"backend": "gloo"})
 
 
 def test_the_gpu_wheel_needs_no_cpu_wheel_beside_it(harness: Harness) -> None:
-    """The package paddlepaddle-gpu, whose module is paddle, too: here this one under that name."""
+    """The package paddlepaddle-gpu also has the module paddle; here the CPU package gets that name."""
     venv = harness.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
     (packages,) = venv.glob("lib/python*/site-packages")
@@ -587,14 +615,14 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
 
     folder = harness.folder / "scalars"
     folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.txt").write_text("own")
     options = [*SMALL, "--global-batch-size=1000", f"--visualdl={folder}"]  # 4 steps an epoch
     harness.train(2, *options, "--max-steps=5")
     result = harness.train(1, *options, "--max-steps=9")
     assert result["resumed_from_step"] == 5
     (file,) = folder.glob("*vdlrecords*")
     assert (harness.folder / "run" / "visualdl-file").read_text() == f"{file.name}\n"
-    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "notes.txt").read_text() == "own"
     reader = LogReader(file_path=str(file))
     read = {tag: [(record.id, record.value) for record in reader.get_data("scalar", tag)] for tag in SCALARS}
     assert [step for step, _ in read["train/loss"]] == list(range(1, 10))
@@ -617,7 +645,7 @@ def test_visualdl_deletes_nobody_elses_file(harness: Harness) -> None:
     code = """
 import json
 from pathlib import Path
-from samestep import UserError
+from samestep import ConfigError
 from visual import Scalars
 
 def written(folder, run):
@@ -627,7 +655,7 @@ def written(folder, run):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 one = written("shown/one", "one")
-assert list(written("shown/one", "one")) == list(one)  # a resume writes its own anew
+assert list(written("shown/one", "one")) == list(one)  # a resume rewrites its own file
 assert list(written("shown/two", "two")) != list(one)
 Path("others").mkdir()
 Path("others", "vdlrecords.1587375595.log").write_text("somebody's")
@@ -635,7 +663,7 @@ for folder in ("shown/one", "others"):
     before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     try:
         written(folder, "three")
-    except UserError as problem:
+    except ConfigError as problem:
         assert str(problem).startswith(f"--visualdl {folder} holds {next(iter(before))}, of another run"), problem
     else:
         raise AssertionError(folder)
@@ -677,7 +705,7 @@ def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
 
 
 def test_the_run_dir_holds_no_pickle_and_the_console_no_chatter(harness: Harness) -> None:
-    """Paddle's launcher repeats on the console what rank 0 says, were it not for the launch script."""
+    """Without the launch script, Paddle's launcher would repeat rank 0's output on the console."""
     outcome = harness.run(1, *SMALL, OMP_NUM_THREADS="2")
     harness.checked(outcome, 1)
     assert len(outcome.stdout.splitlines()) == 2

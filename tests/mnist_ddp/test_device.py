@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness import told_by
 
-# ranks.py believes torch.cuda.device_count. Tensors of torch's device "meta" have a device, but no content: an
+# The app believes torch.cuda.device_count. Tensors of torch's device "meta" have a device, but no content: an
 # operation refuses to mix them with the CPU's, as it would a GPU's.
 PROGRAM = """
 import json
@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-import ranks, train
+import train
 from data import Split
 from model import build_model
 from options import parse
-from samestep import UserError
+from samestep import ConfigError
 from samestep.env import World
 from samestep.sharding import GlobalBatches
-from samestep.watchdog import Watchdog
+from samestep.run import Run
+from samestep.torch import distributed
 
 told = {}
 current = []
@@ -34,9 +35,9 @@ for gpus in (0, 1, 4):
         for wanted in ("auto", "cpu", "cuda"):
             current.clear()
             try:
-                device = ranks.choose_device(wanted, World(n - 1, n, local_rank=n - 1, local_world_size=n))
-                answer = [str(device), ranks.backend(device), [str(each) for each in current]]
-            except UserError as problem:
+                device = distributed.choose_device(wanted, World(n - 1, n, local_rank=n - 1, local_world_size=n))
+                answer = [str(device), distributed.backend(device), [str(each) for each in current]]
+            except ConfigError as problem:
                 answer = str(problem)
             told[f"{gpus} GPUs, {n} ranks, {wanted}"] = answer
 
@@ -51,10 +52,11 @@ for options in (parse(["--model=net"]), parse(["--model=lenet", "--optimizer=ada
     for step in range(2):
         (images, labels), rows = split.batch(batches.indices(step), torch.float32), batches.rows(step)
         loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
-        train.train_step(optimizer, loss_sum, rows)
+        (loss_sum * (2 / rows.global_size)).backward()
+        optimizer.step()
     state = {str(v.device) for s in optimizer.state.values() for k, v in s.items() if v is not None and k != "step"}
     try:
-        evaluated = str(train.evaluate(model, split, torch.float32, Watchdog(World(1, 2), 10.0)))
+        evaluated = str(train.evaluate(Run("mnist_ddp", options, World(1, 2)), model, split, torch.float32))
     except NotImplementedError as problem:  # sums.tolist(), after everything else: there is no content
         evaluated = str(problem)
     told[options.model] = [str(images.device), str(labels.device), str(loss_sum.device), *state, evaluated]

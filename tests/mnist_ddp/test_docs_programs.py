@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from processes import marked
 from samestep import checkpoint
+from wheel import build, clean_environment, run
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240.0
@@ -92,3 +96,64 @@ def test_a_loop_of_ones_own_goes_on_to_the_same_weights(folder: Path) -> None:
     step = max(int(kept.name[5:]) for kept in checkpoint.folders(folder / "killed"))
     whole = last_line(torchrun(folder, "whole", step + 20))
     assert last_line(torchrun(folder, "killed", step + 20)) == whole
+
+
+# --- the wheel alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``samestep`` in an environment that has the wheel, and this environment's other packages by their folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "venv", "venv", folder=folder)
+    python = folder / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", build(folder).wheel, folder=folder)
+    packages = next(folder.glob("venv/lib/python*/site-packages"))
+    (packages / "packages.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    where = run(python, "-c", "import samestep; print(samestep.__file__)", folder=folder).strip()
+    assert Path(where).is_relative_to(folder)
+    return folder / "venv" / "bin" / "samestep"
+
+
+def start(installed: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    shutil.copy(ROOT / "docs" / "own_loop_run.py", folder)
+    command = [str(installed), "run", "-n", "2", "--run-dir=run", "own_loop_run.py", *options]
+    mine = clean_environment(SAMESTEP_TEST=str(folder), OMP_NUM_THREADS="1")
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=mine, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
+    until = time.monotonic() + LIMIT
+    while not any(int(kept.name[5:]) >= step for kept in checkpoint.folders(folder / "run")):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_the_wheel_alone_runs_a_loop_with_a_run(installed: Path, folder: Path) -> None:
+    """A killed rank costs a restart and no bit of the result; TERM saves the step, and nothing is left running."""
+    options = ("--epochs=40", "--checkpoint-every=100", "--max-steps=1500")
+    job = start(installed, folder, *options)
+    wait_for_step(job, folder, 100)
+    os.kill(json.loads((folder / "run" / "log" / "alive-1").read_text())["pid"], signal.SIGKILL)
+    out, errors = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0, errors
+    assert "starting it again (1 of 3)" in errors
+    recovered = json.loads(out.splitlines()[-1].removeprefix("RESULT "))
+    assert (recovered["restarts"], recovered["steps"], recovered["world_size"]) == (1, 1500, 2)
+    assert recovered["resumed_from_step"] >= 100
+    assert recovered["test_accuracy"] > 0.85
+
+    shutil.rmtree(folder / "run")
+    job = start(installed, folder, *options)
+    wait_for_step(job, folder, 100)
+    job.send_signal(signal.SIGTERM)
+    out, errors = job.communicate(timeout=LIMIT)
+    assert job.returncode == 143, errors
+    stopped = re.search(r"^stopped by SIGTERM at step (\d+), which is saved$", out, re.MULTILINE)
+    assert stopped, out
+    assert checkpoint.folders(folder / "run")[0].name == f"step-{int(stopped[1]):08}"
+    assert not marked("SAMESTEP_TEST", str(folder))
+    out, errors = start(installed, folder, *options).communicate(timeout=LIMIT)
+    assert json.loads(out.splitlines()[-1].removeprefix("RESULT "))["weights_sha256"] == recovered["weights_sha256"]

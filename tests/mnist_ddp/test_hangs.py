@@ -1,4 +1,4 @@
-"""Hangs that need a collective: the console names rank and line. tests/core/test_hang.py has those that need none."""
+"""Hangs that need a collective: the console names rank and line. tests/core/test_hang_diagnosis.py has those that need none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 
 import pytest
 from harness import ROOT, Harness, Outcome, python_path
-from samestep import hang
+from samestep.recovery import hang_diagnosis
 
 APP = ROOT / "apps" / "mnist_ddp"
 WHO = rf"\({re.escape(os.uname().nodename)}, pid \d+\)"
-GRADIENTS = r"\[(?:21840\] float|87456\] byte)"  # alone, or with a log line's sums
+GRADIENTS = r"\[21840\] float"
 
 
 def place(file: str, code: str, nth: int = 0) -> str:
@@ -31,8 +31,8 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     outcome = harness.run(2, *options, SAMESTEP_HANG=json.dumps(what), PYTHONPATH=path)
     assert outcome.code == 1, outcome
     logs = harness.folder / "run" / "log"
-    if stalled := hang.read_json(logs / "stalled"):
-        over = hang.read_json(logs / f"hang-{stalled['rank']}.json")["waited"] - timeout  # when its line was told
+    if stalled := hang_diagnosis.read_json(logs / "stalled"):
+        over = hang_diagnosis.read_json(logs / f"hang-{stalled['rank']}.json")["waited"] - timeout  # when its line was told
         print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP
     return outcome
 
@@ -41,10 +41,10 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     ("kind", "its"),
     ids=["skip", "order"],
     argvalues=[
-        ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('ranks.py', 'dist.gather(')}add_up "),
+        ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('train.py', '.backward()')}train "),
         pytest.param(
             "order",
-            rf"broadcast (?P<number>\d+) \[12\] double at {place('ranks.py', 'add_up(*along, mine)')}averaged ",
+            rf"broadcast (?P<number>\d+) \[16\] double at {place('train.py', 'dist.all_reduce(stats)')}train ",
             marks=pytest.mark.soak,
         ),
     ],
@@ -53,8 +53,8 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     """Of two nobody can say which one is wrong: the one that left out a collective, or called them in another order."""
     line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
-        "skip": rf"all_gather (\d+) \[16\] long at {place('ranks.py', 'dist.all_gather(')}all_gather ",
-        "order": rf"all_reduce (\d+) \[12\] double at {place('ranks.py', 'add_up(*along, mine)')}averaged ",
+        "skip": rf"all_gather (\d+) \[16\] long at {place('train.py', 'run.save(')}train ",
+        "order": rf"all_reduce (\d+) \[16\] double at {place('train.py', 'dist.all_reduce(stats)')}train ",
     }
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
@@ -74,10 +74,10 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
 
 def test_a_rank_that_never_comes_is_named_and_the_others_wait_at_the_rendezvous(harness: Harness) -> None:
     line = hung(harness, "never", 1, 5).errors[0]
-    code = "dist.init_process_group(init_method="
+    code = "distributed.rendezvous("
     assert re.fullmatch(
         rf"error: no progress for 5 s: 1 of 2 ranks never seen from here: 1 \(rank 1 is pid \d+, .*\); "
-        rf"rank 0 {WHO} waits at {place('ranks.py', code)}rendezvous .*",
+        rf"rank 0 {WHO} waits at {place('train.py', code)}main .*",
         line,
     ), line
 
@@ -92,16 +92,16 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
         line,
     )
     assert found, line
-    file, number, function = hang.read_json(harness.folder / "run" / "log" / "alive-0")["at"]
+    file, number, function = hang_diagnosis.read_json(harness.folder / "run" / "log" / "alive-0")["at"]
     assert found[1] == f"{os.path.basename(file)}:{number} in {function}"
 
 
 def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
     """Under gloo no hang: who gets more than it expects aborts in C++; the other does so too, or loses a connection."""
     outcome = hung(harness, "shapes", 1, 15)
-    where = place("ranks.py", "dist.gather(")
+    where = place("train.py", "dist.all_reduce(stats)")
     assert re.search(
-        rf"error: the job ended with code \d+.*; rank 0 {WHO} died \(Aborted\) at {where}add_up "
-        r"\(dist\.gather\(sent, everyones\)\).*: see ",
+        rf"error: the job ended with code \d+.*; rank 0 {WHO} died \(Aborted\) at {where}train "
+        r"\(dist\.all_reduce\(stats\)\).*: see ",
         outcome.stderr,
     ), outcome.stderr

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from harness import ROOT, Harness, bare, losses, relative_difference, write_fashion
-from samestep import checkpoint, datasets
+from samestep import checkpoint
+from samestep.data import datasets
 from samestep.sharding import GlobalBatches
 
 TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")

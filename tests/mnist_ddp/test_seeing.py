@@ -1,4 +1,4 @@
-"""A real run as `samestep.watch` and `samestep.report` show it: while it trains, and after a kill."""
+"""A real run as `samestep.observe.watch` and `samestep.observe.report` show it: while it trains, and after a kill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from harness import ROOT, Harness
-from samestep import rundata
+from samestep.observe import run_reader
 
 
 def said(harness: Harness, *arguments: str | Path) -> str:
@@ -31,7 +31,7 @@ def said(harness: Harness, *arguments: str | Path) -> str:
 def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> None:
     job = harness.start(2, *harness.app.small, "--epochs=40")
     job.wait_for_step(20)
-    live = said(harness, "samestep.watch", job.run_dir, "--once")
+    live = said(harness, "samestep.observe.watch", job.run_dir, "--once")
     assert live.splitlines()[:2] == [f"mnist_ddp  {job.run_dir}", "running"]
     assert re.search(r"^step \d+ of 640  [█░]+ \d+%$", live, re.MULTILINE)
     assert re.search(r"samples/s  .* steps/s  .* left$", live, re.MULTILINE)
@@ -40,11 +40,11 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
         assert re.search(rf"^ +{rank}  {re.escape(os.uname().nodename)} +step \d+  ", live, re.MULTILINE)
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
-    after = said(harness, "samestep.watch", job.run_dir)
+    after = said(harness, "samestep.observe.watch", job.run_dir)
     assert "finished at step 640" in after
     assert f"started 2 times; resumed at step {result['resumed_from_step']}" in after
-    said(harness, "samestep.report", job.run_dir, "-o", "report.html")
-    data = rundata.read(job.run_dir)
+    said(harness, "samestep.observe.report", job.run_dir, "-o", "report.html")
+    data = run_reader.read(job.run_dir)
     assert (data.problems, data.stop, data.world_size) == ([], 640, 2)
     assert [event.step for event in data.events if event.kind == "restart"] == [result["resumed_from_step"]]
     assert len(data.launches) == 2

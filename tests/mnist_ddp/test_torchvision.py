@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from harness import ROOT
 from layouts import TORCHVISION, digest
-from samestep import datasets
+from samestep.data import datasets
 
 
 def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,39 +1,19 @@
-"""weights.py of the torch family, and the order of DDP's buckets: in one process, with torch alone."""
+"""The weights of samestep.torch as arrays, and the order of DDP's buckets: in one process, with torch alone."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT
-from samestep import FatalError
-from samestep.phases import Phases
+from samestep import NonRetryableError
+from samestep.step_timer import StepTimer
+from samestep.torch import weights
+from samestep.torch.reduction import fix_reduction_order
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-APP = ROOT / "apps" / "mnist_ddp"
-
-
-@pytest.fixture
-def app(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """A module of the app by its name."""
-
-    def load(name: str) -> Any:
-        spec = importlib.util.spec_from_file_location(f"mnist_ddp_{name}", APP / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, f"mnist_ddp_{name}", module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 def small_model() -> nn.Module:
@@ -65,8 +45,8 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_is_saved_of_an_optimizer_goes_on_as_if_nothing_had_happened(app: Any, name: str) -> None:
-    weights, make = app("weights"), MAKERS[name]
+def test_what_is_saved_of_an_optimizer_goes_on_as_if_nothing_had_happened(name: str) -> None:
+    make = MAKERS[name]
     model = small_model()
     optimizer = make(model.parameters())
     for step in range(3):
@@ -89,7 +69,7 @@ def test_what_is_saved_of_an_optimizer_goes_on_as_if_nothing_had_happened(app: A
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
-def test_what_could_not_be_loaded_is_refused_when_it_is_saved(app: Any, name: str) -> None:
+def test_what_could_not_be_loaded_is_refused_when_it_is_saved(name: str) -> None:
     model = small_model()
     optimizer = getattr(torch.optim, name)(model.parameters())
 
@@ -100,13 +80,13 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(app: Any, name: st
         return loss
 
     optimizer.step(closure)
-    with pytest.raises(FatalError, match=f"{name}'s .* cannot be kept in a checkpoint"):
-        app("weights").groups(model, optimizer)
+    with pytest.raises(NonRetryableError, match=f"{name}'s .* cannot be kept in a checkpoint"):
+        weights.groups(model, optimizer)
 
 
-def test_weights_are_the_models_or_are_refused(app: Any) -> None:
+def test_weights_are_the_models_or_are_refused() -> None:
     """What --init-from and a checkpoint give: exactly the model's names, shapes and dtypes; else nothing is loaded."""
-    weights, model = app("weights"), small_model()
+    model = small_model()
     right = {name: array.copy() for name, array in weights.model_arrays(model).items()}
     bias = right.pop("2.bias")
     for wrong, words in (
@@ -121,8 +101,8 @@ def test_weights_are_the_models_or_are_refused(app: Any) -> None:
     assert all(array.tobytes() == kept[name].tobytes() for name, array in right.items())
 
 
-def test_state_that_does_not_fit_is_named(app: Any) -> None:
-    weights, model = app("weights"), small_model()
+def test_state_that_does_not_fit_is_named() -> None:
+    model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     update(model, optimizer, 0)
     arrays = weights.optimizer_arrays(model, optimizer)
@@ -142,9 +122,7 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(
-    app: Any, one_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(one_process: None) -> None:
     """Batch normalisation counts the batches that it sees, and its running statistics move with each."""
 
     class Normalised(nn.Module):
@@ -159,7 +137,7 @@ def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     images, labels = torch.randn(1, 1, 8, 8) + 5, torch.tensor([3])
-    app("ranks").order_sums(DistributedDataParallel(model), Phases(), images, labels)
+    fix_reduction_order(DistributedDataParallel(model), StepTimer(), images, labels)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())

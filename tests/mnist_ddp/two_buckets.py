@@ -1,6 +1,6 @@
-"""Steps of a model whose gradients fill two of DDP's buckets; rank 1 is slow in the input of each, and says something.
+"""Take steps of a model whose gradients fill two of DDP's buckets; rank 1 is slow in the input of each.
 
-Started by torchrun at 2 ranks; rank 0 prints the seconds of its phases in the last three, and what was said, as JSON.
+torchrun starts it at 2 ranks; rank 0 prints the seconds of its phases in the last three steps as JSON.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import json
 import os
 import time
 
-import ranks  # type: ignore[import-not-found]
 import torch
 from samestep import env
-from samestep.phases import PHASES, Phases
+from samestep.step_timer import PHASES, StepTimer
+from samestep.torch import distributed, reduction
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,29 +20,25 @@ SLOW = 0.3  # seconds
 
 
 def main() -> None:
-    ranks.rendezvous(env.detect(os.environ), torch.device("cpu"), 60)
-    rank, phases = int(os.environ["RANK"]), Phases()
+    distributed.rendezvous(env.detect(os.environ), torch.device("cpu"), 60)
+    rank, timer = int(os.environ["RANK"]), StepTimer()
     last = nn.Linear(512, 512)
     model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB, of which DDP's first bucket takes 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
-    along = ranks.order_sums(ddp, phases, torch.empty(0), torch.empty(0))  # no sample, as it is a small model
-    ranks.time_phases(model, optimizer, phases)
+    reduction.fix_reduction_order(ddp, timer, torch.empty(0), torch.empty(0))  # no sample, as it is a small model
+    reduction.time_phases(model, optimizer, timer)
     for step in range(5):
         if step == 2:
-            phases.take()  # the second forward pass waits until all ranks order their buckets
-        phases.begin()
-        time.sleep(SLOW * rank)
-        phases.end("input")
-        said = torch.tensor([rank + step / 10, 1 / 3], dtype=torch.float64)
-        along[:] = [said]
+            timer.pop()  # the second forward pass waits until all ranks have rebuilt their buckets
+        with timer.phase("input"):
+            time.sleep(SLOW * rank)
         optimizer.zero_grad()
         ddp(torch.ones(4, 256)).sum().backward()
         optimizer.step()
     if rank == 0:
         assert last.bias.grad is not None
-        told = {"said": said.tolist(), "left": len(along), "gradient": last.bias.grad.unique().tolist()}
-        print(json.dumps({**dict(zip(PHASES, phases.take())), **told}), flush=True)
+        print(json.dumps({**dict(zip(PHASES, timer.pop())), "gradient": last.bias.grad.unique().tolist()}), flush=True)
     os._exit(0)  # gloo's threads may abort an orderly end
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT, Harness, Outcome, bare, losses, relative_difference
-from samestep import UserError
+from samestep import ConfigError
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
 BUILD = str(ROOT / "apps" / "mnist_horovod" / "build_horovod.py")
@@ -102,7 +102,7 @@ def test_ranks_that_horovod_did_not_start_are_refused(harness: Harness) -> None:
 
 @pytest.mark.parametrize("option", ["--local-rank=0", "--local_rank=1"])
 def test_torchs_old_launcher_is_told_what_to_use(option: str) -> None:
-    with pytest.raises(UserError, match="use horovodrun"):
+    with pytest.raises(ConfigError, match="use horovodrun"):
         app_options().parse([option])
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, Harness, bare, losses, metrics, told_by
-from samestep import checkpoint, datasets
+from samestep import checkpoint
+from samestep.data import datasets
 
 TRAIN = str(ROOT / "apps" / "mnist_lightning" / "train.py")
 SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import APPS, ROOT, Harness, Job, Shape, losses, metrics, options_of, relative_difference, row
+from harness import APPS, ROOT, Harness, Job, Shape, losses, metrics, options_of, relative_difference, app_spec
 from hosts import Host, network
 from ssh import ssh_between
 
@@ -28,7 +28,7 @@ def of(tmp_path: Path) -> Iterator[Callable[[str], Harness]]:
         if app not in made:
             folder = tmp_path / app
             folder.mkdir()
-            made[app] = Harness(row(app), "cpu", folder)
+            made[app] = Harness(app_spec(app), "cpu", folder)
         return made[app]
 
     yield one

@@ -19,7 +19,8 @@ import pytest
 from harness import ROOT, Harness, Outcome, losses, metrics, relative_difference
 from layouts import TORCHVISION, digest
 from processes import free_port
-from samestep import UserError, checkpoint, datasets
+from samestep import ConfigError, checkpoint
+from samestep.data import datasets
 from samestep.sharding import GlobalBatches
 
 APP = ROOT / "apps" / "resnet50_mindspore"
@@ -253,7 +254,7 @@ import auto_parallel, data, highlevel, ranks
 from options import check_steps
 from samestep import RestartError, UserError
 from samestep.env import World
-from samestep.phases import Phases
+from samestep.step_timer import Phases
 
 messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
 told = {"headlines": [ranks.headline(message) for message in messages]}
@@ -381,10 +382,10 @@ def test_ascends_driver_decides(ascend_options: dict[str, Any], monkeypatch: pyt
         parsed = ascend_options["parse"](given)
         assert (parsed.device, parsed.image_size, parsed.first_step_timeout) == ("ascend", 224, 1800)
     assert ascend_options["parse"](["--timeout=2000"]).first_step_timeout == 2000
-    with pytest.raises(UserError, match="nothing to cut for 1 rank"):
+    with pytest.raises(ConfigError, match="nothing to cut for 1 rank"):
         ascend_options["check_ranks"](ascend_options["parse"](["--parallel=auto"]), 1)
     for given in (["--api=highlevel"], ["--sink-size=5"]):
-        with pytest.raises(UserError, match="--parallel auto takes --api functional and --sink-size 1 alone"):
+        with pytest.raises(ConfigError, match="--parallel auto takes --api functional and --sink-size 1 alone"):
             ascend_options["parse"](["--parallel=auto", *given])
     monkeypatch.delenv("RANK_TABLE_FILE")
     parsed = ascend_options["parse"](["--device=cpu"])
@@ -410,7 +411,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 from data import MEAN, STD, Split, augment, feed, load
-from samestep.phases import Phases
+from samestep.step_timer import Phases
 from samestep.sharding import GlobalBatches
 
 training, test = load("synthetic-cifar10", Path("nowhere"))

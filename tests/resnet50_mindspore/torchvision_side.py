@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from samestep import datasets  # noqa: E402
+from samestep.data import datasets  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torchvision.models import resnet50  # noqa: E402

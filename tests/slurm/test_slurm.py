@@ -14,7 +14,7 @@ from typing import Any
 import cluster
 import pytest
 from cluster import Cluster
-from harness import ROOT, Harness, Outcome, faulty, last_step, losses, row
+from harness import ROOT, Harness, Outcome, faulty, last_step, losses, app_spec
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 LONGER = ["--epochs=12"]  # 192 steps: time enough to be stopped in their midst
@@ -207,7 +207,7 @@ def test_every_app_has_a_script_that_sbatch_takes(slurm: Site) -> None:
 
 
 def test_horovod_knows_a_slurm_job_only_in_one(harness: Harness) -> None:
-    horovod = Harness(row("mnist_horovod"), "cpu", harness.folder)
+    horovod = Harness(app_spec("mnist_horovod"), "cpu", harness.folder)
     for transport, job, words in (("mpi", "", "this is no Slurm job"), ("gloo", "1", "add --transport mpi")):
         outcome = horovod.run(2, "--dry-run", f"--transport={transport}", HOROVOD_HOSTS="slurm", SLURM_JOB_ID=job)
         assert (outcome.code, len(outcome.errors)) == (2, 1)

@@ -17,7 +17,8 @@ import pytest
 from harness import ROOT
 from processes import free_port
 from readback import OF, database, of_mlflow, records, runs, scalars, written
-from samestep import checkpoint, track
+from samestep import checkpoint
+from samestep.observe import track
 from samestep.metrics import Metrics
 
 LIMIT = 900.0  # seconds that nothing here needs but on a machine with much other work
@@ -58,16 +59,16 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], track.Follower]]:
+def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], track.TrackerThread]]:
     """Starts followers, which are ended here."""
     monkeypatch.setattr(track, "POLL_SECONDS", 0.05)
     for name, value in track.SETTINGS.items():
         monkeypatch.setenv(name, value)
     ended = threading.Event()
-    started: list[track.Follower] = []
+    started: list[track.TrackerThread] = []
 
-    def start(name: str, run_dir: Path) -> track.Follower:
-        started.append(track.Follower(name, run_dir, ended))
+    def start(name: str, run_dir: Path) -> track.TrackerThread:
+        started.append(track.TrackerThread(name, run_dir, ended))
         started[-1].start()
         return started[-1]
 
@@ -82,7 +83,7 @@ def once(name: str, run_dir: Path) -> None:
     """Give all that there is, as without --follow."""
     ended = threading.Event()
     ended.set()
-    follower = track.Follower(name, run_dir, ended)
+    follower = track.TrackerThread(name, run_dir, ended)
     follower.run()
     assert follower.done, follower.problem
 
@@ -103,7 +104,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("name", track.TRACKERS)
 def test_after_a_resume_each_step_is_there_once_as_the_file_has_it(
-    run: Run, follow: Callable[[str, Path], track.Follower], name: str
+    run: Run, follow: Callable[[str, Path], track.TrackerThread], name: str
 ) -> None:
     run.steps(1, 5)
     run.save(5)
@@ -133,7 +134,7 @@ def test_started_again_and_again_it_gives_nothing_twice(run: Run, name: str) -> 
 def test_a_line_that_has_no_end_waits_for_it_and_a_damaged_one_is_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(track, "PART", 64)  # less than a line
+    monkeypatch.setattr(track, "CHUNK_BYTES", 64)  # less than a line
     run.steps(1, 2)
     run.save(4)
     with (run.run_dir / "metrics.jsonl").open("a") as file:
@@ -149,14 +150,14 @@ def test_a_line_that_has_no_end_waits_for_it_and_a_damaged_one_is_left_out(
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_file_of_many_blocks(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(track, "PART", 10_007)
+    monkeypatch.setattr(track, "CHUNK_BYTES", 10_007)
     run.steps(1, 3000)
     once(name, run.run_dir)
     assert OF[name](run.run_dir) == written(run.run_dir)
 
 
 def test_a_tensorboard_that_is_open_sees_what_a_resume_has_cut_back(
-    run: Run, follow: Callable[[str, Path], track.Follower]
+    run: Run, follow: Callable[[str, Path], track.TrackerThread]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -237,9 +238,9 @@ def server(folder: Path, port: str) -> Iterator[str]:
 
 
 def test_a_server_that_goes_and_comes_back_has_all(
-    run: Run, follow: Callable[[str, Path], track.Follower], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, follow: Callable[[str, Path], track.TrackerThread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(track, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(track, "MAX_RETRY_SECONDS", 1.0)
     port, folder = free_port(), tmp_path / "server"
     folder.mkdir()
     with server(folder, port) as uri:
@@ -267,7 +268,7 @@ def test_a_server_that_goes_and_comes_back_has_all(
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "samestep.track", str(tmp_path), *arguments]
+    command = [sys.executable, "-m", "samestep.observe.track", str(tmp_path), *arguments]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

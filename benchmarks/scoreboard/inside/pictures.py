@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from samestep import datasets
+from samestep.data import datasets
 
 
 class Pictures:

@@ -57,14 +57,14 @@ def _tell_addresses(path: str) -> None:
 
 def _make_slow(rank: int, sharding: Any) -> None:
     """Sleep in the phases that ``slow`` gives this rank, before what the program calls there does what it does."""
-    mine = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
+    local = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
     at: list[int] = []  # the step
 
     def slow(place: Any, name: str, phase: str) -> None:
         does = getattr(place, name)
 
         def sleep_and_do(*arguments: Any, **others: Any) -> Any:
-            if at[0] in mine.get(phase, ()):
+            if at[0] in local.get(phase, ()):
                 time.sleep(_fault["seconds"])
             return does(*arguments, **others)
 
@@ -99,7 +99,8 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _arm() -> None:
-    from samestep import env, sharding, watchdog
+    from samestep import env, sharding
+    from samestep.recovery import watchdog
 
     rank = env.detect(os.environ).rank
     if "slow" in _fault:

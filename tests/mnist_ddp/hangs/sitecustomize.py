@@ -5,7 +5,7 @@ SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``:
 - ``never``: the rank comes to nothing, not even to its first import;
 - ``skip``: it leaves out the all_gather by which ranks compare before the next checkpoint;
 - ``order``: it calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast;
-- ``shapes``: it adds one number more to the next log line's sums than the others;
+- ``shapes``: it reduces more numbers at the next log line than the others;
 - ``write``: it is stopped while it writes its first checkpoint, with one file open.
 
 Nothing of the program is replaced but this.
@@ -40,33 +40,32 @@ def _at_step(act: Any) -> None:
 
 
 def _skip() -> None:
-    sys.modules["ranks"].__dict__["all_gather"] = lambda row: row[None]
+    sys.modules["samestep.torch.distributed"].__dict__["all_gather"] = lambda row: row[None]
 
 
 def _at_log_lines(instead: Any) -> None:
-    """``instead(add_up, sums, gradients)`` where a log line's sums go along with the gradients."""
-    ranks: Any = sys.modules["ranks"]
-    add_up = ranks.add_up
-    ranks.add_up = lambda *mine: instead(add_up, *mine) if len(mine) == 2 else add_up(*mine)
+    """Call ``instead(all_reduce, stats)`` where the app reduces a log line's statistics; an evaluation has 3 sums."""
+    import torch.distributed as dist
+
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda tensor: instead(all_reduce, tensor) if tensor.numel() > 3 else all_reduce(tensor)
 
 
 def _order() -> None:
     import torch.distributed as dist
 
-    calls: list[Any] = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
-
-    def and_broadcast(add_up: Any, sums: Any, gradients: Any) -> None:
+    def reordered(all_reduce: Any, stats: Any) -> None:
+        calls: list[Any] = [all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
         for call in calls[::-1] if _rank == _hang["rank"] else calls:
-            call(sums)
-        add_up(gradients)
+            call(stats)
 
-    _at_log_lines(and_broadcast)
+    _at_log_lines(reordered)
 
 
 def _shapes() -> None:
     import torch
 
-    _at_log_lines(lambda add_up, sums, gradients: add_up(torch.cat([sums, sums[:1]]), gradients))
+    _at_log_lines(lambda all_reduce, stats: all_reduce(torch.cat([stats] * 100)))
 
 
 def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:

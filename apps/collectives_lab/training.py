@@ -1,0 +1,61 @@
+"""Train mnist_ddp's model by one strategy, on this rank's part of every global batch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+import torch.nn.functional as F
+from data import Split
+from distributed import collective
+from model import build_model
+from samestep.env import World
+from samestep.sharding import BatchSlice, GlobalBatches, step_seed
+from strategies import Strategy
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor, BatchSlice]  # images [m, 1, 28, 28], labels [m], and which rows of the global batch
+
+
+class Trainer:
+    """Hold a model, its optimizer and its batches; ``batch`` and ``update`` are one step."""
+
+    def __init__(self, strategy: Strategy, options: Namespace, split: Split, world: World) -> None:
+        """Build the model with its initial weights, the same on every rank.
+
+        Args:
+            strategy: how gradients or parameters are averaged over ranks.
+            options: the training options of ``aggregate``.
+            split: the training set, on the device that trains.
+            world: which part of each global batch is trained on here.
+        """
+        self.strategy, self.split, self.seed, self.world_size = strategy, split, options.seed, world.world_size
+        self.dtype = getattr(torch, options.dtype)
+        self.model = build_model(options.dropout, self.dtype, options.seed).to(split.images.device)
+        self.module = strategy.prepare(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=options.lr, momentum=options.momentum)
+        shard = (world.rank, world.world_size)
+        self.batches = GlobalBatches(len(split.labels), options.global_batch_size, options.seed, *shard)
+        self.steps = 0  # done
+
+    def batch(self) -> Batch:
+        """Return this rank's part of the next step's global batch, and seed what the step draws."""
+        torch.manual_seed(step_seed(self.seed, self.steps))
+        return *self.split.batch(self.batches.indices(self.steps), self.dtype), self.batches.rows(self.steps)
+
+    def update(self, batch: Batch, is_last: bool = False) -> Tensor:
+        """Take one step; return the summed loss of this rank's part. The strategy's collectives are in here."""
+        images, labels, rows = batch
+        self.optimizer.zero_grad()
+        loss_sum = F.nll_loss(self.module(images, rows), labels, reduction="sum")
+        with collective(self.strategy.backward):
+            (loss_sum * (self.world_size / rows.global_size)).backward()
+        self.strategy.after_backward()
+        self.optimizer.step()
+        self.strategy.after_step(self.steps, is_last)
+        self.steps += 1
+        return loss_sum.detach()
+
+    def weights(self) -> Tensor:
+        """Return the model's parameters as one vector [n]."""
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])

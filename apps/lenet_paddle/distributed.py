@@ -1,0 +1,203 @@
+"""Choose a rank's device, join the other ranks, and exchange bytes and numpy arrays with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from numpy.typing import NDArray
+from paddle import Tensor, nn
+from samestep import ConfigError
+from samestep.env import World
+from samestep.run import processor
+from samestep.step_timer import COMPUTE, StepTimer
+
+SELECTED_GPUS = "FLAGS_selected_gpus"  # Paddle's launchers set it to each rank's GPU; others do not
+
+
+def gpu_count() -> int:
+    """Return the number of GPUs that this Paddle can use on this machine."""
+    return paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+
+
+def choose_device(requested: str, gpus: str | None, world: World) -> str:
+    """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
+
+    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank knows only the ranks before it on its machine. "auto" then
+    takes the GPU only if the machine has one for every rank of the job, so that all ranks decide the same.
+
+    Args:
+        requested: "auto", "cpu" or "gpu".
+        gpus: the value of --gpus, one GPU for each rank of this machine, or None.
+        world: this rank's place in the job.
+
+    Raises:
+        ConfigError: "gpu" is requested, and ranks would share GPUs.
+    """
+    available, ranks = gpu_count(), world.local_world_size
+    if ranks is None:
+        ranks = 1 if world.local_rank is None else world.world_size if requested == "auto" else world.local_rank + 1
+    if requested == "gpu" and available < ranks:
+        known = world.local_world_size is not None or world.local_rank is None
+        users = f"{ranks} ranks" if known else f"local rank {world.local_rank}"
+        build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
+        raise ConfigError(
+            f"--device gpu: this machine has {available} GPUs for {users}{build}: start fewer, or use --device cpu"
+        )
+    if requested == "cpu" or available < ranks:
+        paddle.set_device("cpu")
+        return "cpu"
+    number = gpu_number(gpus, world)
+    os.environ[SELECTED_GPUS] = number  # Paddle's rendezvous reads it here
+    # A resumed run must end with the same bits.
+    paddle.set_flags({SELECTED_GPUS: number, "FLAGS_cudnn_deterministic": True})
+    paddle.set_device(f"gpu:{number}")
+    return "gpu"
+
+
+def gpu_number(gpus: str | None, world: World) -> str:
+    """Return the number by which CUDA knows this rank's GPU: its position among the visible ones."""
+    local_rank, visible = world.local_rank or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        own = gpus.split(",")[local_rank]
+        return str([gpu.strip() for gpu in visible.split(",")].index(own)) if visible else own
+    selected = os.environ.get(SELECTED_GPUS) if world.launcher in ("none", "paddle") else None
+    return selected.split(",")[0] if selected else str(local_rank)
+
+
+def backend(device: str) -> str:
+    """Return the name of the library that carries the gradients."""
+    return "nccl" if device == "gpu" else "gloo"
+
+
+def run_metadata(device: str) -> dict[str, Any]:
+    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    return {
+        "paddle": paddle.__version__,
+        "cuda": paddle.version.cuda(),
+        "device": paddle.device.cuda.get_device_name() if device == "gpu" else processor(),
+        "backend": backend(device),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "0")) or len(os.sched_getaffinity(0)),
+    }
+
+
+def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
+    """Join the other ranks at the address that Paddle's launcher chose, or at MASTER_ADDR:MASTER_PORT.
+
+    Args:
+        world: this rank's place in the job. A single rank gets no process group.
+        device: "cpu" or "gpu"; decides the backend.
+        timeout: seconds without progress after which the watchdog acts. NCCL gives up 30 s later, so that the watchdog,
+            which can name the missing rank, reports first.
+        api: the value of --api.
+
+    Raises:
+        ConfigError: the launcher gives no address.
+    """
+    os.environ["PADDLE_PG_TIMEOUT"] = str(int(1000 * (timeout + 30)))  # milliseconds
+    if device == "cpu":
+        os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
+    if world.launcher not in ("none", "paddle"):  # Paddle reads only its own variables
+        if world.master_addr is None or world.master_port is None:
+            raise ConfigError(
+                f"{world.launcher} gives no MASTER_ADDR and MASTER_PORT: set both, the same on every rank"
+            )
+        endpoint = f"{world.master_addr}:{world.master_port}"
+        os.environ |= {"PADDLE_TRAINER_ID": str(world.rank), "PADDLE_TRAINERS_NUM": str(world.world_size)}
+        os.environ |= {"PADDLE_MASTER": endpoint, "PADDLE_CURRENT_ENDPOINT": endpoint}
+    if world.world_size == 1:
+        return
+    if api == "fleet":
+        if device == "cpu":
+            fresh_store()  # collective
+        dist.fleet.init(is_collective=True)  # collective
+    else:
+        dist.init_parallel_env()  # collective
+
+
+def fresh_store() -> None:
+    """Join the other ranks, and give the groups that fleet makes next a store of their own.
+
+    A gloo group leaves its ranks' addresses in the store under names that do not name the group (Paddle 3.3.1). Fleet
+    makes a second group of all ranks for data parallelism. A rank that reads before the others have written gets
+    addresses of the first group and waits forever: 5 of 40 starts on 3 ranks did.
+    """
+    dist.init_parallel_env()  # collective
+    # init_parallel_env finds rank 0 in the same way: spawn gives no PADDLE_MASTER, and other launchers no endpoints.
+    host = (os.environ.get("PADDLE_MASTER") or dist.ParallelEnv().trainer_endpoints[0]).split(":")[0]
+    with socket.socket() as probe:
+        probe.bind((host if dist.get_rank() == 0 else "", 0))
+        port = paddle.to_tensor([probe.getsockname()[1]])
+    dist.broadcast(port, src=0)  # collective
+    store = paddle.base.core.TCPStore(host, port.item(), dist.get_rank() == 0, dist.get_world_size())  # collective
+    dist.collective._set_default_store(store)
+
+
+def broadcast(content: bytes) -> bytes:
+    """Return rank 0's ``content`` on every rank."""
+    if dist.get_world_size() == 1:
+        return content
+    length = paddle.to_tensor([len(content)])
+    dist.broadcast(length, src=0)  # collective
+    if not length.item():
+        return b""
+    local = np.frombuffer(content, np.uint8) if dist.get_rank() == 0 else np.empty(length.item(), np.uint8)
+    received = paddle.to_tensor(local)
+    dist.broadcast(received, src=0)  # collective
+    return bytes(received.numpy())
+
+
+def all_gather(row: NDArray[Any]) -> NDArray[Any]:
+    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    if dist.get_world_size() == 1:
+        return row[None]
+    gathered: list[Tensor] = []
+    dist.all_gather(gathered, paddle.to_tensor(np.frombuffer(row.tobytes(), np.uint8)))  # collective
+    return np.stack([tensor.numpy().view(row.dtype) for tensor in gathered])
+
+
+def all_reduce(tensor: Tensor) -> list[float]:
+    """Sum ``tensor`` [k] over all ranks, in place, and return the sums."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)  # collective
+    return list(map(float, tensor.tolist()))
+
+
+def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> tuple[nn.Layer, Any]:
+    """Return model and optimizer wrapped as ``api`` ("basic" or "fleet") requires, all ranks with rank 0's weights."""
+    if dist.get_world_size() == 1:  # DataParallel would only warn, and fleet fail (as of Paddle 3.3.1)
+        return model, optimizer
+    if api == "fleet":
+        return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective
+    return paddle.DataParallel(model), optimizer  # collective
+
+
+def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:
+    """Let DataParallel order its gradient buckets before training, and leave the model as it was.
+
+    DataParallel orders them after the first backward pass, by the order in which gradients came. From 3 ranks on, the
+    position of a gradient in its bucket decides the order of its sum. Without this function a resumed run, whose first
+    step comes before the reordering, would not end with the same bits as an uninterrupted one.
+
+    Args:
+        model: the network, whose weights, buffers and gradients do not change.
+        backward: makes one forward and one backward pass of the distributed model.
+    """
+    # Paddle counts batch normalization's running mean and variance among the parameters.
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    for _ in range(2):
+        backward()  # collective
+    model.clear_gradients()
+    for tensor, value in before:
+        tensor.set_value(value)
+
+
+def time_gradients(model: nn.Layer, timer: StepTimer) -> None:
+    """Let ``timer`` end a step's compute phase with its last gradient; the rest of the backward pass communicates."""
+    for parameter in (tensor for tensor in model.parameters() if not tensor.stop_gradient):
+        parameter.register_hook(lambda gradient: timer.mark(COMPUTE))

@@ -1,0 +1,100 @@
+"""Choose a rank's device, join the other ranks, and exchange bytes, numpy arrays and gradients with them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import horovod
+import horovod.torch as hvd
+import torch
+from numpy.typing import NDArray
+from options import NO_MPI
+from samestep import ConfigError, log
+from samestep.env import World
+from samestep.torch import distributed as torch_distributed
+from samestep.torch.distributed import generator as generator
+from torch import nn
+
+
+def choose_device(requested: str, world: World) -> torch.device:
+    """Return the CPU, or this rank's own GPU if this Horovod can send what is on it.
+
+    Raises ConfigError if "cuda" is requested and impossible. Rank 0 warns if GPUs cannot be used with "auto".
+    """
+    device = torch_distributed.choose_device(requested, world)
+    if device.type == "cpu" or hvd.cuda_built():
+        return device
+    build = "HOROVOD_GPU_OPERATIONS=NCCL bash scripts/run_mnist_horovod.sh, where nvcc is, builds one with it"
+    if requested == "cuda":
+        raise ConfigError(f"--device cuda: this Horovod was built without CUDA: use --device cpu; {build}")
+    if world.rank == 0:
+        gpus = torch.cuda.device_count()
+        log.warning(f"this Horovod was built without CUDA: training on the CPU, not on {gpus} GPUs; {build}")
+    return torch.device("cpu")
+
+
+def backend(device: torch.device) -> str:
+    """Return the name of the library that carries the gradients."""
+    if device.type == "cuda" and hvd.nccl_built():
+        return "nccl"
+    return os.environ["HOROVOD_CPU_OPERATIONS"]  # which `rendezvous` chose
+
+
+def run_metadata(device: torch.device) -> dict[str, Any]:
+    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    return {"horovod": horovod.__version__, **torch_distributed.run_metadata(device), "backend": backend(device)}
+
+
+def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:
+    """Join the other ranks of horovodrun or mpirun. A process without a launcher trains alone.
+
+    Raises ConfigError if Horovod finds another number of ranks than the launcher started.
+    """
+    # Collectives give up later than the watchdog, which can name the missing rank.
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
+    # Horovod reduces together what is ready at one moment. From 3 ranks on, the place of a gradient among the others
+    # decides the order of its summation, so no two runs would end with the same bits. A step's gradients are one group,
+    # in one order, which nothing may join.
+    os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"
+    if transport == "mpi" and not hvd.mpi_built():
+        raise ConfigError(NO_MPI)
+    # A Horovod that has both would take MPI, for what ranks agree on and for the tensors.
+    os.environ |= {"HOROVOD_CONTROLLER": transport, "HOROVOD_CPU_OPERATIONS": transport}
+    # Where Open MPI waits, in Horovod's own thread, it would keep from a processor what computes.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    hvd.init()  # collective
+    if (size := hvd.size()) != world.world_size:
+        hvd.shutdown()
+        start = "horovodrun --gloo" if transport == "gloo" else "horovodrun --mpi, or the mpirun of its own MPI"
+        raise ConfigError(
+            f"{world.launcher} started {world.world_size} ranks, but Horovod found {size}: "
+            f"with --transport {transport} it is started by {start}"
+        )
+
+
+def broadcast(content: bytes) -> bytes:
+    """Return rank 0's ``content`` on every rank."""
+    length = torch.tensor([len(content)])
+    hvd.broadcast_(length, root_rank=0)  # collective
+    received = torch.empty(int(length), dtype=torch.uint8)
+    if content and hvd.rank() == 0:
+        received.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    hvd.broadcast_(received, root_rank=0)  # collective
+    return received.numpy().tobytes()
+
+
+def all_gather(row: NDArray[Any]) -> NDArray[Any]:
+    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    rows: NDArray[Any] = hvd.allgather(torch.from_numpy(row.copy()).unsqueeze(0)).numpy()  # collective
+    return rows
+
+
+def all_reduce_gradients(model: nn.Module, compression: str) -> None:
+    """Replace each gradient by its sum over ranks: one group, in one order, so that a resume ends with the same bits."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    compressor = getattr(hvd.Compression, compression)
+    sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compressor, op=hvd.Sum)  # collective
+    for parameter, total in zip(parameters, sums):
+        parameter.grad = total

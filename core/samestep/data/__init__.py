@@ -1,0 +1,1 @@
+"""Find, download, verify and read datasets."""

@@ -1,0 +1,46 @@
+"""Read CIFAR-10's binary version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.data import files
+from samestep.data.files import CIFAR_FILES, CIFAR_SIDE
+
+
+def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Read one file of CIFAR-10's binary version.
+
+    Format: one record per image, its label in one byte, then its red, its green and its blue plane, each 32 x 32 in C
+    order. Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
+
+    Args:
+        path: the file.
+        records: the number of images in it.
+
+    Returns:
+        Images uint8 [records, 32, 32, 3], the planes now last, and labels uint8 [records].
+
+    Raises:
+        ConfigError: the file, which is named, cannot be read or is damaged.
+    """
+    data, size = files.read(path), 1 + 3 * CIFAR_SIDE**2
+    files.check_size(path, len(data) - records * size, f"{records} images")
+    rows = np.frombuffer(data, np.uint8).reshape(records, size)
+    if rows[:, 0].max() > 9:
+        raise files.damaged(path, f"label {rows[:, 0].max()}, expected 0 to 9")
+    images = rows[:, 1:].reshape(records, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), rows[:, 0].copy()
+
+
+def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """Return training images, training labels, test images and test labels of a folder's six files.
+
+    ``records`` is the number of images in each file. Raises ConfigError as `read`.
+    """
+    images, labels = zip(*(read(folder / file, count) for file, count in zip(CIFAR_FILES, records)))
+    return [np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1]]

@@ -1,0 +1,224 @@
+"""Find datasets as files in their standard format, and read them as uint8 arrays.
+
+MNIST and its like are four IDX files, CIFAR-10 is the six files of its binary version.
+
+Files are looked for in this order; plain and .gz names are both read:
+
+1. `<data_dir>/<name>/`, then torchvision's layout, `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the
+   folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`;
+2. the system's folder (Debian's package dataset-fashion-mnist);
+3. the user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`, or
+   `/tmp/samestep-<user id>/<name>` if that cannot be written;
+4. the network, into that cache: once per machine, checked against a SHA-256.
+
+`mnist-5k`, 5,000 real MNIST digits, is part of the package. Without a network it replaces `mnist`, with a notice;
+`synthetic-cifar10`, 1,280 generated images in the same format, replaces `cifar10`. The first use generates them.
+A launch script calls `resolve` once, before it starts a rank, so that a rank's `load` finds all files in place.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep import ConfigError
+from samestep.data import cifar, files
+from samestep.data.files import CIFAR_ARCHIVE, damaged, missing
+from samestep.rundir import DatasetInfo
+
+NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
+
+# Mean and standard deviation of MNIST's training pixels, scaled to [0, 1]; all MNIST-like sets are normalized by them.
+MEAN = 0.1307
+STD = 0.3081
+
+FILES = files.MNIST_FILES
+TORCHVISION = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-bin"}
+SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
+EMBEDDED = Path(__file__).parent / "mnist-5k"
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A dataset in memory; both sets have at least one image.
+
+    Images are uint8 [n, 28, 28], 0 is background, or, of CIFAR-10, [n, 32, 32, 3] in red, green and blue. Labels are
+    uint8 [n], 0 to 9. ``fingerprint`` is the SHA-256, in hex, of the four decoded arrays with their shapes: it does not
+    depend on the names and the compression of files.
+    """
+
+    name: str
+    train_images: NDArray[np.uint8]
+    train_labels: NDArray[np.uint8]
+    test_images: NDArray[np.uint8]
+    test_labels: NDArray[np.uint8]
+    fingerprint: str
+
+
+def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
+    """Find a dataset, download it if needed and possible, and read it once to verify it.
+
+    Args:
+        name: one of NAMES.
+        data_dir: the folder to look in first. It may be missing or read-only; nothing is written to it.
+        fallback: without a network, return mnist-5k for mnist and synthetic-cifar10 for cifar10, with a notice.
+
+    Raises:
+        ConfigError: the name is unknown; data_dir is a file; a folder holds only some of the files; a file is damaged;
+            there is no network and no fallback; a download breaks off or has the wrong checksum; the cache cannot be
+            written.
+    """
+    found = _find(name, data_dir, fallback)
+    return found._replace(fingerprint=_read(found).fingerprint)
+
+
+def load(name: str, data_dir: Path) -> Dataset:
+    """Read and verify a dataset. Searches as `resolve` does, without fallback, and raises ConfigError as it does."""
+    return _read(_find(name, data_dir, fallback=False))
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes, plain or gzipped; its content, not its name, shows which.
+
+    Format: 0, 0, 8 (the code of uint8), number of dimensions; then each dimension as a big-endian uint32; then the
+    values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
+
+    Returns:
+        A writable uint8 array of the shape in the file.
+
+    Raises:
+        ConfigError: the file, which is named, cannot be read or is damaged.
+    """
+    data = files.read(path)
+    try:
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)  # checks gzip's CRC-32 and length
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise damaged(path, f"gzip: {error}") from None
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != 8 or data[3] == 0:
+        raise damaged(path, f"not an IDX file of unsigned bytes, it starts with {data[:4].hex() or 'nothing'}")
+    start = 4 + 4 * data[3]
+    if len(data) < start:
+        raise damaged(path, "truncated in its header")
+    shape = [int(size) for size in np.frombuffer(data, ">u4", data[3], 4)]
+    files.check_size(path, len(data) - start - math.prod(shape), f"shape {shape}")
+    try:
+        return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
+    except ValueError:  # more dimensions than NumPy has, or sizes beside a 0 that it cannot count
+        raise damaged(path, f"impossible shape {shape}") from None
+
+
+def _read(found: DatasetInfo) -> Dataset:
+    """Return the files as a Dataset, checked against each other."""
+    records = files.CIFAR_RECORDS.get(found.name)
+    arrays = cifar.read_files(found.folder, records) if records else _read_idx_files(found.folder)
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"uint8 {list(array.shape)}\n".encode())
+        digest.update(array.data)
+    train_images, train_labels, test_images, test_labels = arrays
+    return Dataset(found.name, train_images, train_labels, test_images, test_labels, digest.hexdigest())
+
+
+def _read_idx_files(folder: Path) -> list[NDArray[np.uint8]]:
+    arrays: list[NDArray[np.uint8]] = []
+    for images_file, labels_file in (FILES[:2], FILES[2:]):
+        images_path, labels_path = _path(folder, images_file), _path(folder, labels_file)
+        images, labels = read_idx(images_path), read_idx(labels_path)
+        if images.ndim != 3 or images.shape[1:] != (28, 28) or not len(images):
+            raise damaged(images_path, f"shape {list(images.shape)}, expected [n, 28, 28] with n >= 1")
+        if labels.shape != images.shape[:1]:
+            raise damaged(labels_path, f"shape {list(labels.shape)}, but {images_path.name} has {len(images)} images")
+        if labels.max() > 9:
+            raise damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
+        arrays += [images, labels]
+    return arrays
+
+
+def _path(folder: Path, file: str) -> Path:
+    """Return the plain file if it is there (torchvision leaves both; it is the faster to read), else the .gz."""
+    plain = folder / file
+    return plain if os.path.exists(plain) else folder / f"{file}.gz"
+
+
+def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
+    if name not in NAMES:
+        raise ConfigError(f"unknown dataset {name!r}; choose from {', '.join(NAMES)}")
+    if os.path.exists(data_dir) and not os.path.isdir(data_dir):
+        raise ConfigError(f"the data folder {data_dir} is not a folder; name one, or one that does not exist yet")
+    if name == "mnist-5k":
+        return DatasetInfo(name, EMBEDDED)
+    if name == "synthetic-cifar10":
+        return DatasetInfo(name, _synthetic_cifar())
+    system = [SYSTEM[name]] if name in SYSTEM else []
+    for folder in (data_dir / name, data_dir / TORCHVISION[name], *system):
+        if not (lacking := missing(folder, name)):
+            return DatasetInfo(name, folder)
+        if len(lacking) < len(files.names(name)):
+            packed = "" if name in files.CIFAR_RECORDS else "[.gz]"
+            raise ConfigError(f"{folder} lacks {', '.join(f'{file}{packed}' for file in lacking)}; add what is missing")
+    cache = cache_folder(name)
+    if missing(cache, name):
+        from samestep.data import download  # a rank finds all files in place
+
+        try:
+            download.fill(name, cache)
+        except download.NoNetworkError as error:
+            return _without_network(name, data_dir, fallback, error)
+    return DatasetInfo(name, cache)
+
+
+def _without_network(name: str, data_dir: Path, fallback: bool, error: Exception) -> DatasetInfo:
+    """Return the dataset that replaces ``name`` if a download is not possible. Raises ConfigError if there is none."""
+    if name == "mnist" and fallback:
+        notice = (
+            "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST put"
+        )
+        notice = f"MNIST could not be downloaded ({error}): {notice} its four files in {data_dir / name}"
+        return DatasetInfo("mnist-5k", EMBEDDED, notice)
+    if name == "cifar10" and fallback:
+        notice = "using synthetic-cifar10 instead, 1,024 training and 256 test images that are made up; for CIFAR-10"
+        notice = f"CIFAR-10 could not be downloaded ({error}): {notice} unpack {CIFAR_ARCHIVE} in {data_dir}"
+        return DatasetInfo("synthetic-cifar10", _synthetic_cifar(), notice)
+    remedy = f"put {', '.join(f'{file}.gz' for file in FILES)} in {data_dir / name}"
+    remedies = {
+        "mnist": f"choose mnist-5k, or {remedy}",
+        "fashion-mnist": f"install Debian's package dataset-fashion-mnist, or {remedy}",
+        "cifar10": f"choose synthetic-cifar10, or unpack {CIFAR_ARCHIVE} in {data_dir}",
+    }
+    raise ConfigError(f"cannot download {name} ({error}); {remedies[name]}") from None
+
+
+def _synthetic_cifar() -> Path:
+    """Return the folder of the generated dataset; generate it if it is not there."""
+    folder = cache_folder("synthetic-cifar10")
+    if missing(folder, "synthetic-cifar10"):
+        from samestep.data import download
+
+        download.generate("synthetic-cifar10", folder)
+    return folder
+
+
+def cache_folder(name: str) -> Path:
+    """Return the dataset's folder in the user's cache: the one in which it is complete, else the first writable one.
+
+    A container's user may have no home, or one that cannot be written: the folder for temporary files then holds the
+    cache. The XDG base directory specification says to ignore a relative path.
+    """
+    roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
+    caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
+    caches += [] if temporary.exists() and temporary.stat().st_uid != os.getuid() else [temporary]
+    if not caches:
+        raise ConfigError(f"no home folder to keep data in, and {temporary} is someone else's: set XDG_CACHE_HOME")
+    full = (cache for cache in caches if os.path.isdir(cache / name) and not missing(cache / name, name))
+    writable = (cache for cache in caches if os.access(next(filter(os.path.exists, (cache, *cache.parents))), os.W_OK))
+    return (next(full, None) or next(writable, caches[0])) / name

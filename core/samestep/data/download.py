@@ -1,0 +1,194 @@
+"""Fill the user's cache from the network, or generate the synthetic dataset.
+
+`datasets` imports this only if the cache lacks a file. A rank finds all files in place, so it never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import io
+import os
+import random
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from samestep import ConfigError
+from samestep.data import files
+from samestep.data.files import CIFAR_ARCHIVE, CIFAR_FILES, CIFAR_SIDE, MNIST_FILES
+
+TIMEOUT = 5.0  # seconds, for each connection and each read
+
+# Tried in turn. Plain http is safe here: what arrives must have the SHA-256 below.
+MIRRORS = {
+    "mnist": (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    "fashion-mnist": (
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    ),
+    "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
+}
+# SHA-256 of MNIST_FILES, in their order, each as <file>.gz; of CIFAR-10's archive.
+SHA256 = {
+    "mnist": (
+        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    ),
+    "fashion-mnist": (
+        "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    ),
+    "cifar10": ("c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",),
+}
+
+
+class NoNetworkError(Exception):
+    """No mirror answered; the message has the reason."""
+
+
+class _BrokenDownloadError(Exception):
+    """A mirror's answer is not the file; the message has the reason."""
+
+
+def fill(name: str, folder: Path) -> None:
+    """Download the files that a folder of the cache lacks.
+
+    Raises:
+        NoNetworkError: no mirror answered.
+        ConfigError: a download breaks off or has the wrong checksum, or the folder cannot be written.
+    """
+    with _locked(name, folder):
+        if name == "cifar10" and files.missing(folder, name):
+            archive = _download(name, CIFAR_ARCHIVE, SHA256[name][0])
+            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+                for member in tar:
+                    file = Path(member.name).name
+                    if file in CIFAR_FILES and (content := tar.extractfile(member)):
+                        _write(folder / file, content.read())
+        elif name != "cifar10":
+            for file, sha256 in zip(MNIST_FILES, SHA256[name]):
+                if file in files.missing(folder, name):
+                    _write(folder / f"{file}.gz", _download(name, f"{file}.gz", sha256))
+
+
+def generate(name: str, folder: Path) -> None:
+    """Fill a folder of the cache with a synthetic dataset in CIFAR-10's format, the same on every machine.
+
+    Raises ConfigError if the folder cannot be written.
+    """
+    with _locked(name, folder):
+        for file, content in zip(CIFAR_FILES, _generated_files(files.CIFAR_RECORDS[name])):
+            _write(folder / file, content)
+
+
+def _generated_files(counts: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield files of ``counts`` images of ten classes. A class is a coarse pattern of 4 x 4 colors under heavy noise.
+
+    Python's generator gives the same bytes in every version; NumPy's does not promise that.
+    """
+    draw = random.Random("synthetic-cifar10").randbytes
+    patterns = np.frombuffer(draw(10 * 3 * 16), np.uint8).reshape(10, 3, 4, 4)
+    scale = CIFAR_SIDE // 4
+    patterns = patterns.repeat(scale, axis=2).repeat(scale, axis=3).astype(np.uint16)
+    for count in counts:
+        labels = np.arange(count, dtype=np.uint8) % 10
+        noise = np.frombuffer(draw(count * patterns[0].size), np.uint8).reshape(count, *patterns[0].shape)
+        images = ((patterns[labels] + 2 * noise.astype(np.uint16)) // 3).astype(np.uint8)
+        yield np.concatenate([labels[:, None], images.reshape(count, -1)], axis=1).tobytes()
+
+
+def _download(name: str, file: str, sha256: str) -> bytes:
+    """Return a file from the first mirror that sends it whole.
+
+    Raises ConfigError if a mirror sends something else and no other sends the file, NoNetworkError if none answers.
+    """
+    broken: list[Exception] = []
+    unreachable: list[Exception] = []
+    for url in [mirror + file for mirror in MIRRORS[name]]:
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+                return _read_verified(response, file, sha256)
+        except _BrokenDownloadError as error:
+            remedy = "try again, or put the files in place by hand"
+            broken.append(ConfigError(f"download of {url} failed: {error}; {remedy}"))
+        except (OSError, http.client.HTTPException) as error:  # URLError, HTTPError and timeouts are OSErrors
+            unreachable.append(NoNetworkError(f"{url}: {getattr(error, 'reason', None) or error}"))
+    raise [*broken, *unreachable, NoNetworkError("no mirror is known")][0]
+
+
+def _read_verified(response: Any, file: str, sha256: str) -> bytes:
+    """Return the body of a response. Raises _BrokenDownloadError if it is not whole or has another SHA-256."""
+    length = response.headers.get("Content-Length") or ""
+    total = int(length) if length.isdigit() else None
+    content = bytearray()
+    with tqdm(desc=file, total=total, unit="B", unit_scale=True, disable=None) as bar:  # None: on a terminal only
+        try:
+            while chunk := response.read(1 << 16):
+                content += chunk
+                bar.update(len(chunk))
+        except (OSError, http.client.HTTPException) as error:
+            raise _BrokenDownloadError(f"it broke off after {len(content)} bytes ({error})") from None
+    if total is not None and len(content) < total:
+        raise _BrokenDownloadError(f"it broke off after {len(content)} of {total} bytes")
+    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+        raise _BrokenDownloadError(f"its SHA-256 is {digest}, expected {sha256}")
+    return bytes(content)
+
+
+@contextlib.contextmanager
+def _locked(name: str, folder: Path) -> Iterator[None]:
+    """Let one process at a time fill a folder of the cache; one that had to wait finds the work done."""
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "wb")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that puts {name} in {folder}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: files are written atomically, so at worst each is fetched twice
+        for stale in folder.glob("*.part"):  # of a process that was killed: it would hold the lock if it were alive
+            stale.unlink(missing_ok=True)
+        yield
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file of the cache atomically."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with _writing(path.parent):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a ConfigError: the disk is full, or the folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make room there, or set XDG_CACHE_HOME elsewhere"
+        raise ConfigError(f"cannot write the data cache {folder}: {error.strerror}; {remedy}") from None

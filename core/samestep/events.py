@@ -1,0 +1,35 @@
+"""Record what happens to a run in ``<run-dir>/log/events.jsonl``: one JSON object per line, with a kind.
+
+Readers such as `samestep.observe` rely on these kinds and fields, never on the wording of a message. Standard library
+only: a launch script writes events before a framework is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "events.jsonl"
+START = "start"  # steps begin; fields: step, last_step, ranks
+SIGNAL = "signal"  # stopped as requested
+HANG = "hang"
+ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
+DAMAGE = "damage"  # a corrupt checkpoint is skipped
+FAILURE = "failure"  # any other error
+KINDS = (START, SIGNAL, HANG, ROLLBACK, DAMAGE, FAILURE)
+
+
+def append_event(folder: Path, kind: str, **fields: Any) -> None:
+    """Append one event to the log folder's file. Errors are ignored: the failure that is reported matters more.
+
+    Args:
+        folder: ``<run-dir>/log``.
+        kind: one of KINDS.
+        **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
+    """
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
+    with contextlib.suppress(OSError), (folder / FILE_NAME).open("a") as file:
+        file.write(f"{line}\n")  # one write, so that the lines of several ranks do not mix

@@ -1,0 +1,191 @@
+"""Start an app of this project: check the call, make its environment, and hand the job to `samestep.launch.job`.
+
+``scripts/run_<app>.sh`` passes its framework's launcher as a template, and the user's arguments::
+
+    launch.sh <app> {python} -m torch.distributed.run --nproc-per-node={nproc} ... {train} {options} -- N [options]
+
+An app's options.py may declare two tables. ``COMMANDS`` (name: description): the call takes one of them after N.
+``LAUNCHER`` describes the app's launcher::
+
+    line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
+    equal_ranks     whether it needs as many ranks on each machine
+    may_differ      names of options that may differ between machines
+
+It may also define functions, which raise ConfigError:
+
+* ``check_ranks(options, ranks)`` checks the options against N ranks on a machine.
+* ``check_installed(options, ranks)`` runs in the app's environment and checks what is installed there.
+* ``setup_environment(options)`` returns the variables by which its setup.sh builds; other variables make another
+  environment.
+* ``find_machines(options, ranks)`` returns the number of machines and the number of this one, from 0, if a file of the
+  app's launcher lists them; else None.
+* ``check_start(options, dataset, step)`` runs last, when the dataset and the first step are known.
+
+An app without ``--resume`` does not train: it has no dataset and no checkpoints, and is not restarted.
+
+There are two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
+that can be found without the framework, makes ``.venvs/<app>``, and continues in that environment. The second resolves
+data, run dir and checkpoint, then starts the launcher, again after failures, and leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from samestep import ConfigError, NonRetryableError
+from samestep.launch import environments, supervise, trackers
+from samestep.launch.environments import Environment
+from samestep.launch.job import OUTER_JOB, Job, Nodes, node_info, parse_integer, read_nodes, run_job
+from samestep.launch.migration import check_imports
+from samestep.launch.supervise import print_stderr
+from samestep.options import Options
+
+HELP = """\
+N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
+{recovers}
+  --dry-run             print the launcher's command and stop
+
+environment:
+  PYTHON                use this interpreter, which must have what the app pins, and install nothing
+  OMP_NUM_THREADS       threads of each rank (default: its share of the processors this job may use)
+  NNODES, NODE_RANK     several machines: how many, and which one this is, from 0; run the script on each
+  MASTER_ADDR, MASTER_PORT  several machines: an address of machine 0, and a free port there
+                        (PET_* and, with NPROC_PER_NODE or N, RANK and WORLD_SIZE that count machines are understood)
+
+{stops}exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else
+"""
+STOP_HELP = """\
+signals: TERM, USR1 and Ctrl-C, to this script or to any rank: all ranks agree on a step, save it and end; a second
+signal, or --grace seconds, end them at once
+
+"""
+
+
+def main(root: Path, argv: Sequence[str]) -> int:
+    """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments."""
+    second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
+    split = list(argv).index("--")
+    return run_safely(lambda: _main(root, argv[0], argv[1:split], [*argv[split + 1 :]], second_stage))
+
+
+def run_safely(run: Callable[[], int]) -> int:
+    """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
+    for name in OUTER_JOB:
+        os.environ.pop(name, None)
+    supervise.stop_on_signals()
+    try:
+        return run()
+    except (ConfigError, NonRetryableError) as error:
+        print_stderr(f"error: {error}")
+        return 2 if isinstance(error, ConfigError) else 1
+    except supervise.Stopped as stopped:
+        return 128 + stopped.number
+
+
+def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], second_stage: bool) -> int:
+    module, environment, folder = _app_options(root, app), Environment(root, app), root / "apps" / app
+    usage = f"bash scripts/run_{app}.sh N{' COMMAND' if hasattr(module, 'COMMANDS') else ''} [options]"
+    if "--help" in arguments or "-h" in arguments:
+        parser = module.build_parser(usage=usage)
+        print(parser.help_for(arguments) + "\n" + _help(app, parser.get_default("resume") is not None), end="")
+        return 0
+    nproc, arguments = _ranks_per_node(arguments, usage)
+    dry_run = "--dry-run" in arguments
+    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    options = module.parse(arguments, usage=usage)
+    if hasattr(module, "check_ranks"):
+        module.check_ranks(options, nproc)
+    machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
+    nodes = Nodes(*machines, None, None) if machines else read_nodes(os.environ)
+    _check_paths(options)
+    tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
+
+    settings, check_start = getattr(module, "LAUNCHER", {}), getattr(module, "check_start", None)
+    job = Job(app, folder / "train.py", template, nproc, nodes, options, arguments, settings, check_start)
+    if dry_run:
+        python = os.environ.get("PYTHON") or str(environment.link / "bin" / "python")
+        logs = (options.run_dir or Path("runs", app, "UTC-TIME")) / "log"
+        print(shlex.join(job.command(python, nodes.master_port or 29500, logs)))
+        return 0
+    if not second_stage:
+        variables = module.setup_environment(options) if hasattr(module, "setup_environment") else {}
+        python = environments.given_python(root) or environment.ensure(variables)
+        os.environ["SAMESTEP_SECOND_STAGE"] = "1"
+        sys.stdout.flush()
+        os.execv(python, [python, *sys.argv])
+    environment.check_requirements()
+    if hasattr(module, "check_installed"):
+        module.check_installed(options, nproc)
+    node = None
+    if nodes.need_preflight:
+        code = [*folder.glob("*.py"), *root.glob(f"scripts/run_{app}.sh")]
+        node = node_info(job, root, code, environment.versions())
+    if not tracked or nodes.rank > 0 or options.evaluate_only:  # machine 0 writes metrics.jsonl, if it trains
+        return run_job(job, node)
+    return run_job(job, node, trackers.TrackerProcess(root, tracked, trackers.find_python(root, tracked)))
+
+
+def _help(app: str, trains: bool) -> str:
+    recovers = "A job that fails is started again and resumes from its newest checkpoint.\n"
+    return HELP.format(
+        app=app,
+        prepares=" and prepares the data" if trains else "",
+        recovers=recovers if trains else "",
+        stops=STOP_HELP if trains else "",
+    )
+
+
+def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
+    """Return N and the remaining arguments. Raises ConfigError."""
+    if arguments and not arguments[0].startswith("--"):
+        name, text, rest = "N", arguments[0], arguments[1:]
+    else:
+        name = next((n for n in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if os.environ.get(n)), "")
+        text, rest = os.environ.get(name, ""), arguments
+        if not text:
+            example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
+            raise ConfigError(f"N, the number of ranks, is missing: {usage}, for example: {example}")
+    return parse_integer(name, text, least=1), rest
+
+
+def _app_options(root: Path, app: str) -> Any:
+    """Import the app's options.py; it needs only the standard library, samestep and files of its own folder."""
+    path = root / "apps" / app / "options.py"
+    spec = importlib.util.spec_from_file_location("app_options", path)
+    if spec is None or spec.loader is None or not path.exists():
+        known = sorted(folder.parent.name for folder in root.glob("apps/*/options.py"))
+        near = difflib.get_close_matches(app, known, n=1)
+        raise ConfigError(
+            f"there is no app {app}; " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
+        )
+    check_imports(path.parent)
+    sys.path.append(str(path.parent))  # last, because apps give their files plain names
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_paths(options: Options) -> None:
+    """Raise ConfigError if --data-dir or --run-dir is a file, or --init-from is not a safetensors file."""
+    for name in ("data_dir", "run_dir"):
+        path = getattr(options, name, None)
+        if path is not None and path.exists() and not path.is_dir():
+            raise ConfigError(f"--{name.replace('_', '-')} {path} is not a directory: name a directory")
+    path = getattr(options, "init_from", None)
+    if path is None:
+        return
+    if not path.is_file():
+        raise ConfigError(f"--init-from {path}: there is no such file")
+    # A safetensors file starts with its header's length (8 bytes, little-endian) and the header in JSON.
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= path.stat().st_size else b""
+    if not header.startswith(b"{"):
+        raise ConfigError(f"--init-from {path} is not a safetensors file: name a run's model.safetensors")

@@ -1,0 +1,384 @@
+"""Choose or make the Python of an app: the interpreter that PYTHON names, or ``.venvs/<app>`` from one of its locks.
+
+A lock, ``apps/<app>/requirements-cpu.txt`` or ``-cuda.txt``, lists every package with the SHA-256 of its files, and
+pip installs nothing else. tools/lock.py makes the locks from ``requirements.in``. SAMESTEP_LOCK chooses one, and
+SAMESTEP_ALLOW allows a file of your own.
+
+This module runs on the system's Python, with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote
+
+from samestep import ConfigError, NonRetryableError
+from samestep.launch.supervise import print_stderr, read_text
+
+TRACKERS = "trackers"  # the environment of --track, whose requirements are part of this package
+STAMP = "samestep-stamp"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has builds for CPUs that PyPI lacks: torch 2.13.0+cpu
+# pip's message if a file has another hash than the lock lists, and how it names that file.
+MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
+WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTALL | re.MULTILINE)
+
+
+def find_wheel(root: Path) -> Path | None:
+    """Return the wheel of core in a project that is a copy of one app; None if the project has the folder ``core``."""
+    wheels = sorted(root.glob("vendor/samestep-*.whl"))
+    if len(wheels) > 1:
+        names = " and ".join(path.name for path in wheels)
+        raise ConfigError(f"vendor/ has {names}: leave one of them there, and name it in tox.ini")
+    return wheels[0] if wheels else None
+
+
+def given_python(root: Path) -> str | None:
+    """Return the interpreter that PYTHON names, with core on PYTHONPATH; None if the variable is not set.
+
+    A wheel of core is not put there. It must be installed like the app's pins, because its data are files.
+    """
+    given = os.environ.get("PYTHON")
+    if not given:
+        return None
+    python = shutil.which(given)
+    if python is None:
+        raise ConfigError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
+    if find_wheel(root) is None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root / "core"), os.environ.get("PYTHONPATH")]))
+    return python
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment of an app, or of what --track starts (``name`` is TRACKERS).
+
+    Attributes:
+        root: the project: the folder with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
+        name: the app.
+    """
+
+    root: Path
+    name: str
+
+    @property
+    def source(self) -> Any:
+        """The folder with the requirements and locks: a Path, or part of this package, which may be in a zip file."""
+        if self.name != TRACKERS:
+            return self.root / "apps" / self.name
+        from importlib.resources import files
+
+        return files(__package__) / "tracker_locks"
+
+    @property
+    def link(self) -> Path:
+        """Where the app finds its environment: a link to one that all apps with equal locks share."""
+        return self.root / ".venvs" / self.name
+
+    @property
+    def _requirements(self) -> str:
+        return str((self.source / "requirements.in").read_text())
+
+    @property
+    def _setup(self) -> Path:
+        """The app's program that builds what no wheel is published of; it may not exist."""
+        return self.root / "apps" / self.name / "setup.sh"
+
+    def ensure(self, settings: Mapping[str, str]) -> str:
+        """Return the environment's Python, and make the environment unless one has the same Python and locks.
+
+        An environment is never changed: other locks make another one, so that a running job keeps its own. For the
+        same reason the Python is named by the environment's own folder and not by the link.
+
+        Args:
+            settings: variables for the app's setup.sh; other values make another environment.
+        """
+        venv = self.link.resolve()
+        version = _stamp(venv)
+        locks = [_allow(path.read_text(), _allowed()) for path in self.locks()]
+        self._check_pins(locks[0])
+        if version is None or venv.name != self._key(version, settings, locks):
+            base, version = self._find_python()
+            venv = self.link.with_name(self._key(version, settings, locks))
+            with _lock(venv):  # of two first starts the second waits and finds it made
+                if _stamp(venv) is None:
+                    print_stderr(
+                        f"first start: making .venvs/{self.name} with Python {version}; pip's own progress follows"
+                    )
+                    self._make(venv, base, settings, locks)
+                    (venv / STAMP).write_text(version)
+                _link(self.link, venv)
+        return str(venv / "bin" / "python")
+
+    def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
+        """Return the environment's name: 12 hexadecimal digits of everything that decides its content.
+
+        ``locks`` are the candidates: what pip finds decides between them.
+        """
+        setup = read_text(self._setup) or ""
+        lines = [[re.sub(r"(^|\s+)#.*", "", line).strip() for line in lock.splitlines()] for lock in locks]
+        built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", self._requirements, re.MULTILINE)
+        built_from = " ".join(re.findall(r"^# builds from: (.*)", setup, re.MULTILINE)).split()
+        wheel = find_wheel(self.root)
+        content = [
+            version,
+            [sorted(filter(None, each)) for each in lines],
+            sorted(built),
+            hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else str(self.root / "core"),
+            [setup, *((self.source / name).read_text() for name in built_from)],
+            *([dict(sorted(settings.items()))] if settings else []),
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+    def locks(self) -> list[Any]:
+        """Return the paths of the locks of which this machine can use one, the preferred one first.
+
+        On a machine with an NVIDIA driver that is -cuda, if the app has it. On other machines it is -cpu, or -cuda if
+        no build for CPUs is found, because that runs on a CPU too. SAMESTEP_LOCK names another.
+        """
+        named = os.environ.get("SAMESTEP_LOCK")
+        if named and self.name != TRACKERS:  # which has one
+            lock = self.source / f"requirements-{named}.txt"
+            if not lock.is_file():
+                names = sorted(path.stem.partition("-")[2] for path in self.source.glob("requirements-*.txt"))
+                raise ConfigError(
+                    f"SAMESTEP_LOCK={named}: there is no {lock}: name one of {', '.join(names)}, or unset it"
+                )
+            return [lock]
+        cpu, cuda = self.source / "requirements-cpu.txt", self.source / "requirements-cuda.txt"
+        if _has_nvidia() and cuda.is_file():
+            return [cuda]
+        locks = [path for path in (cpu, cuda) if path.is_file()]
+        if not locks:
+            raise ConfigError(f"there is no {cpu}: `bash scripts/test.sh -e locks -- {self.name}` makes it")
+        return locks
+
+    def _check_pins(self, lock: str) -> None:
+        """Raise ConfigError if requirements.in has a requirement that its lock lacks: it was changed since."""
+        pinned = re.findall(r"^([\w.-]+)==([^\s;+]+)", lock, re.MULTILINE)
+        locked = {(_normal(name), version) for name, version in pinned}
+        pattern = r"^([A-Za-z][\w.-]*)(\S*?(?:==(\S+))?)(?= |$)"
+        for name, more, version in re.findall(pattern, self._requirements, re.MULTILINE):
+            if (_normal(name), version) not in locked if version else _normal(name) not in dict(locked):
+                raise ConfigError(
+                    f"{self._shown()} has {name}{more}, and its lock has not: "
+                    f"`bash scripts/test.sh -e locks -- {self.name}` makes it anew"
+                )
+
+    def _shown(self) -> str:
+        """Return the path of requirements.in for messages, from the root on."""
+        return os.path.relpath(str(self.source / "requirements.in"), self.root)
+
+    def _make(self, venv: Path, base: str, settings: Mapping[str, str], locks: Sequence[str]) -> None:
+        """Make the environment with the Python ``base``, except its stamp, or leave nothing. Raises NonRetryableError."""
+        shutil.rmtree(venv, ignore_errors=True)  # what a start that was killed has left
+        python = str(venv / "bin" / "python")
+        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+        wheel = find_wheel(self.root)
+        try:
+            self._run([base, "-m", "venv", str(venv)], settings)
+            lock, index = _obtainable(python, locks)
+            chosen = venv / "requirements.txt"
+            chosen.write_text(lock)
+            # Nothing is built from source, because a build would fetch packages that no lock lists.
+            self._run([*pip, "--require-hashes", "--only-binary=:all:", *index, "-r", str(chosen)], settings)
+            if wheel:  # it came with the project, and the environment's name depends on its content
+                self._run([*pip, "--no-index", str(wheel)], settings)
+            else:  # all that an editable install does, without a build
+                core = next(venv.glob("lib/python*/site-packages")) / "samestep.pth"
+                core.write_text(f"{self.root / 'core'}\n")
+            if self._setup.exists():
+                self._run(["bash", str(self._setup), python], settings)
+        except BaseException:
+            shutil.rmtree(venv, ignore_errors=True)
+            raise
+
+    def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
+        """Run a step of the set-up. Raises NonRetryableError if it fails."""
+        held = ""  # pip's message about hashes, many lines that become one
+        locked = "--require-hashes" in command
+        # pip writes to stdout, which belongs to the result.
+        stderr = subprocess.PIPE if locked else None  # a build keeps its own: it may be a terminal
+        with subprocess.Popen(
+            command, env={**os.environ, **settings}, stdout=sys.stderr, stderr=stderr, text=True, errors="replace"
+        ) as step:
+            for line in step.stderr or ():
+                if held or line.startswith(MISMATCH):
+                    held += line
+                else:
+                    print(line, end="", file=sys.stderr, flush=True)
+        if step.returncode == 0:
+            return
+        if match := WHICH.search(held):
+            name, file, digest = match[1], unquote(match[2].partition("#")[0]).replace("file://", ""), match[3]
+            raise NonRetryableError(
+                f"{name}: {file} has SHA-256 {digest}, which {self.name}'s lock does not list: it is not what was "
+                f'published; if it is yours, export SAMESTEP_ALLOW="{name} sha256:{digest}" allows it'
+            )
+        print(held, end="", file=sys.stderr, flush=True)
+        raise NonRetryableError(f"could not make .venvs/{self.name}: `{shlex.join(command)}` failed, as it says above")
+
+    def _find_python(self) -> tuple[str, str]:
+        """Return a Python that can make environments and has wheels of the app's pins, and its version."""
+        line = re.search(r"^# python: (.*)$", self._requirements, re.MULTILINE)
+        versions = line.group(1).split() if line else ["3.11"]
+        for command in [*(f"python{version}" for version in versions), "python3", "python"]:
+            probe = "import platform, venv, ensurepip; print(platform.python_version())"
+            with contextlib.suppress(OSError):
+                done = subprocess.run([command, "-c", probe], capture_output=True, text=True, check=False)
+                version = done.stdout.strip()
+                if done.returncode == 0 and ".".join(version.split(".")[:2]) in versions:
+                    return command, version
+        raise ConfigError(
+            f"no Python {', '.join(versions)} with the venv module was found: install one (Debian: apt-get install "
+            "python3.11-venv), or name an interpreter that has the requirements by PYTHON=/path/to/python"
+        )
+
+    def check_requirements(self) -> None:
+        """Raise ConfigError if a pinned package is missing; warn of another version than the tested one.
+
+        A pin in a comment is of a package that the app's setup.sh builds. ``name==pin  # or other`` may be satisfied by
+        ``other``, the same package built for other hardware.
+        """
+        wheel = find_wheel(self.root)
+        for name, pin, other in self.pins():
+            names = [name, other] if other else [name]
+            present = next(((each, version) for each in names if (version := _installed(each))), None)
+            if present is None:
+                install = f"{sys.executable} -m pip install -r {self._shown()}"
+                install += f" {wheel}" if wheel else ""
+                install += f", then bash {self._setup} {sys.executable}" if self._setup.exists() else ""
+                raise ConfigError(
+                    f"{sys.executable} lacks {' or '.join(names)}: {install}; or unset PYTHON to have "
+                    f".venvs/{self.name} made"
+                )
+            if present[1].partition("+")[0] != pin:
+                print_stderr(f"warning: {present[0]} {present[1]} is installed; this app was tested with {pin}")
+
+    def pins(self) -> list[tuple[str, str, str]]:
+        """Return (name, version, alternative or "") of each pinned package, and of a wheel of core."""
+        pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", self._requirements, re.MULTILINE)
+        wheel = find_wheel(self.root)
+        return [*pins, ("samestep", wheel.name.split("-")[1], "")] if wheel else pins
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of Python and of the installed pinned packages, which machines of one job must share."""
+        installed = {name: _installed(name) for name, _, _ in self.pins()}
+        python = ".".join(platform.python_version_tuple()[:2])
+        return {"Python": python, **{name: version for name, version in installed.items() if version}}
+
+
+def _stamp(venv: Path) -> str | None:
+    """Return the version of the environment's Python, written last; None unless the environment is complete."""
+    return read_text(venv / STAMP) if (venv / "bin" / "python").exists() else None
+
+
+def _has_nvidia() -> bool:
+    """Return whether this machine has NVIDIA's driver."""
+    driver = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+    return any(path.exists() for path in driver) or shutil.which("nvidia-smi") is not None
+
+
+def _allowed() -> dict[str, list[str]]:
+    """Return the SHA-256 of files that SAMESTEP_ALLOW, such as "torch sha256:<64 digits>", allows besides the lock's."""
+    allowed: dict[str, list[str]] = {}
+    words = os.environ.get("SAMESTEP_ALLOW", "")
+    pair = r"([\w.-]+) sha256:([0-9a-f]{64})"
+    if not re.fullmatch(rf"\s*({pair}\s*)*", words):
+        raise ConfigError(f'SAMESTEP_ALLOW={words}: write "NAME sha256:<64 hexadecimal digits>", as often as it needs')
+    for name, digest in re.findall(pair, words):
+        allowed.setdefault(_normal(name), []).append(digest)
+    return allowed
+
+
+def _allow(lock: str, allowed: Mapping[str, Sequence[str]]) -> str:
+    """Return the lock with these hashes too, and without local labels: a build torch 2.13.0+ours is then allowed."""
+    if not allowed:
+        return lock
+
+    def entry(match: re.Match[str]) -> str:
+        hashes = "".join(f" \\\n    --hash=sha256:{digest}" for digest in allowed.get(_normal(match[1]), ()))
+        return f"{match[1]}=={match[2]}{match[4]}{hashes}{match[5]}" if hashes else match[0]
+
+    return re.sub(r"^([\w.-]+)==([^\s+;]+)(\+\S+)?(.*?)( \\)$", entry, lock, flags=re.MULTILINE)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _lock(venv: Path) -> IO[str]:
+    """Lock the making of an environment until the returned file is closed."""
+    path = venv.with_name(f".{venv.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}: or name an interpreter by PYTHON=") from error
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the first of ``locks`` whose builds for CPUs pip finds, and pip's options for it.
+
+    pip looks at its configured index, and then at PyTorch's index too, which may be out of reach. pip is asked for
+    versions alone: `pip install` would download gigabytes before it reports that hashes differ.
+
+    Raises:
+        NonRetryableError: pip finds the builds of none of them.
+    """
+    index, limits = [f"--extra-index-url={CPU_INDEX}"], ["--retries=1", "--timeout=10"]
+    wanted = [re.findall(r"^([\w.-]+)==(\S+\+\S+)", lock, re.MULTILINE) for lock in locks]
+    for lock, builds in zip(locks, wanted):
+        for options in ([], index):
+            if all(version in _offered(python, name, [*options, *limits]) for name, version in builds):
+                if lock != locks[0]:
+                    print_stderr(
+                        f"no {' '.join(wanted[0][0])} is found, nor at {CPU_INDEX}: taking the build for NVIDIA GPUs, "
+                        "which runs on a CPU too and is GB larger"
+                    )
+                return lock, options
+    raise NonRetryableError(
+        f"no {' '.join(wanted[0][0])} is found, nor at {CPU_INDEX}: tell pip where, by PIP_FIND_LINKS or PIP_INDEX_URL"
+    )
+
+
+def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
+    """Return the versions of a package, with their labels, of which pip finds a wheel for this Python."""
+    command = [python, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, check=False)
+    line = re.search(r"^Available versions: (.*)", done.stdout, re.MULTILINE)
+    return line[1].split(", ") if line else []
+
+
+def _link(link: Path, venv: Path) -> None:
+    """Make ``link`` lead to ``venv``, atomically."""
+    if link.is_dir() and not link.is_symlink():  # the environment itself, from before environments were shared
+        shutil.rmtree(link)
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(venv.name)
+    temporary.replace(link)
+
+
+def _installed(name: str) -> str | None:
+    """Return the version of a package in this Python; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

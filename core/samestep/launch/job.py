@@ -1,0 +1,442 @@
+"""Run a job on this machine: resolve its run dir and data, check the other machines, start its launcher and restart it.
+
+Launch scripts (`samestep.launch.app`) and ``samestep run`` (`samestep.launch.cli`) use it, in the environment of the
+ranks. At the top level it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from samestep import ConfigError, NonRetryableError, events
+from samestep.launch import supervise
+from samestep.launch.supervise import print_stderr, read_text
+from samestep.launch.trackers import TrackerProcess
+from samestep.options import Options
+
+if TYPE_CHECKING:
+    from samestep.launch.preflight import NodeInfo, Rendezvous
+
+# Variables of an outer job, of which this process may be a part.
+OUTER_JOB = [f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()]
+MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # options that may between machines
+RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep: code that must be the same
+# Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
+SHORT, LONG = 10.0, 60.0
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a job: how many, the number of this one, and their rendezvous.
+
+    The rendezvous is None on one machine, and if a file of the app's launcher lists the machines.
+    """
+
+    count: int
+    rank: int
+    master_addr: str | None
+    master_port: int | None
+
+    @property
+    def need_preflight(self) -> bool:
+        """Whether the launch scripts of the machines connect to each other before they start anything."""
+        return self.count > 1 and self.master_addr is not None
+
+
+def read_nodes(environ: Mapping[str, str]) -> Nodes:
+    """Return the machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE that count machines.
+
+    A Kubernetes Indexed Job gives the machine's number as JOB_COMPLETION_INDEX.
+
+    Raises:
+        ConfigError: a variable is missing, malformed or out of range, or the port is in use.
+    """
+
+    def first(*names: str) -> tuple[str, str]:
+        return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
+
+    machines = first("NNODES", "PET_NNODES", "WORLD_SIZE")
+    if not machines[1] and environ.get("RANK"):
+        raise ConfigError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
+    name, text = first("NODE_RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+    if not machines[1] and text not in ("", "0"):
+        raise ConfigError(f"{name}={text} is set but NNODES is not: set it to the number of machines")
+    count = parse_integer(*machines, default=1, least=1)
+    if count == 1:
+        rank, addr = 0, None
+    else:
+        name, text = first("NODE_RANK", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX")
+        if not text:
+            raise ConfigError(f"{count} machines, but NODE_RANK is not set: set it to this machine's number, from 0")
+        rank = parse_integer(name, text, least=0)
+        if rank >= count:
+            raise ConfigError(f"{name}={text} is not below the number of machines, {count}")
+        addr = first("MASTER_ADDR", "PET_MASTER_ADDR")[1]
+        if not addr:
+            raise ConfigError(f"{count} machines, but MASTER_ADDR is not set: set it to an address of machine 0")
+    name, text = first("MASTER_PORT", "PET_MASTER_PORT")
+    if count > 1 and not text:
+        raise ConfigError(
+            f"{count} machines, but MASTER_PORT is not set: choose a free port of machine 0, the same on all"
+        )
+    port = parse_integer(name, text, least=1, most=65535) if text else None
+    if port and rank == 0 and not supervise.port_is_free(port):
+        raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
+    return Nodes(count, rank, addr, port)
+
+
+def parse_integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:
+    """Return the integer ``text``, or ``default`` if it is empty. Raises ConfigError with the name and the limit."""
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least or (most is not None and int(text) > most):
+        limit = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise ConfigError(f"{name}={text} is not a whole number {limit}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start on this machine.
+
+    Attributes:
+        name: the app, or the program's name.
+        program: the program that ranks run.
+        template: the launcher's command, with blanks such as {nproc}; see `command`.
+        nproc: ranks on this machine.
+        nodes: the machines.
+        options: the parsed options.
+        arguments: the options of the program, as the user gave them.
+        settings: the app's table LAUNCHER.
+        check_start: the app's function of that name, if it has one.
+        has_heartbeats: whether the program is known to use the watchdog.
+    """
+
+    name: str
+    program: Path
+    template: Sequence[str]
+    nproc: int
+    nodes: Nodes
+    options: Options
+    arguments: Sequence[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    check_start: Callable[[Options, str, int], None] | None = None
+    has_heartbeats: bool = True
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job has a dataset and checkpoints that are resolved before it starts."""
+        return hasattr(self.options, "resume")
+
+    def command(
+        self, python: str, port: int, logs: Path, *more: str, rendezvous: Rendezvous | None = None
+    ) -> list[str]:
+        """Return the launcher's command: the template with its blanks filled.
+
+        A word is left out if one of its blanks has no value. {options} stands for the arguments and ``more``,
+        {arguments} for the arguments alone.
+        """
+        host = None if self.nodes.count > 1 else "127.0.0.1"
+        values = {
+            **vars(self.options),
+            "python": python,
+            "nproc": self.nproc,
+            "nnodes": self.nodes.count,
+            "node_rank": self.nodes.rank,
+            "host": rendezvous.address if rendezvous else host,
+            "master_addr": rendezvous.master if rendezvous else self.nodes.master_addr or "127.0.0.1",
+            "master_port": port,
+            "world_size": sum(rendezvous.ranks) if rendezvous else self.nproc * self.nodes.count,
+            "log_dir": logs,
+            "app": self.program.parent,
+            "train": self.program,
+        }
+        lists = {"{options}": [*self.arguments, *more], "{arguments}": self.arguments}
+        command: list[str] = []
+        for word in self.template:
+            if word in lists:
+                command += lists[word]
+            elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
+                command.append(word.format(**values))
+        return command
+
+
+def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str, str]) -> NodeInfo:
+    """Return this machine's description for the others; ``root`` is where the paths of ``code`` begin."""
+    from samestep import __file__ as module
+    from samestep.launch.preflight import NodeInfo, digests
+    from samestep.options import as_json
+
+    differ = {*MAY_DIFFER, *job.settings.get("may_differ", ())}
+    package = [path for folder in RANK_FOLDERS for path in Path(module).parent.joinpath(folder).glob("*.py")]
+    return NodeInfo(
+        app=job.name,
+        machine=job.nodes.rank,
+        machines=job.nodes.count,
+        ranks=job.nproc,
+        options={name: value for name, value in as_json(job.options).items() if name not in differ},
+        files=digests(root, [*code, *package]),
+        versions=versions,
+    )
+
+
+def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:
+    """Run the job, restart it after failures, and return the exit code.
+
+    On several machines the others receive a message at its end, because they would wait for this machine.
+
+    Args:
+        job: what to start.
+        node: this machine's `node_info`, if the machines need a preflight.
+        trackers: the process that passes metrics to trackers.
+    """
+    state, reason, new, code = JobState(), "", job.options.run_dir is None, 1
+    try:
+        code = _run_with_restarts(job, node, state, trackers)
+        if code == 0:
+            reason = "has finished"
+        elif code < 128:  # the ranks of all machines take part in a stop
+            reason = f"has ended with code {code}: see what it says there"
+        return code
+    except supervise.Stopped as stopped:
+        code = 128 + stopped.number
+        if state.name:
+            text = f"the launch script was stopped by signal {stopped.number}"
+            events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
+        if state.verdict is None:
+            reason = f"was stopped by signal {stopped.number}"
+        raise
+    except (ConfigError, NonRetryableError):  # of a preflight, which has reported it to all
+        raise
+    except BaseException:
+        reason = "has failed: see what it says there"
+        raise
+    finally:
+        if new and not state.name and job.options.run_dir:  # nothing has started: leave nothing
+            shutil.rmtree(job.options.run_dir, ignore_errors=True)
+        if node and state.name and reason:
+            from samestep.launch import preflight
+
+            with contextlib.suppress(supervise.Stopped):
+                address, port = str(job.nodes.master_addr), int(job.nodes.master_port or 0)
+                limit = SHORT if state.verdict is None else LONG  # without a verdict all machines see the failure
+                preflight.abort(replace(node, after=state.name), address, port, reason, limit)
+        if trackers:
+            trackers.finish(stopped=code > 128)
+
+
+# --- what is decided once, before the first start ----------------------------------------------------------------
+
+
+def _resolve(job: Job) -> dict[str, Any]:
+    """Resolve run dir, dataset and checkpoint, once for all machines; return the plan for the others."""
+    from samestep import rundir
+
+    if job.nodes.rank > 0:  # a file lists the machines: the first resolves the rest, and its rank 0 broadcasts
+        job.options.run_dir = (job.options.run_dir or rundir.new(job.name)).resolve()
+        rundir.make_folder(job.options.run_dir / "log")
+        return {}
+    run_dir: Path = job.options.run_dir or rundir.new(job.name)
+    job.options.run_dir = run_dir.resolve()
+    plan: dict[str, Any] = {"run_dir": str(run_dir)}
+    if job.trains:
+        from samestep.data import datasets
+
+        resolved = rundir.resolve(job.name, job.options, datasets.resolve, verify=False)
+        lock, dataset = resolved.lock, resolved.dataset
+        if job.check_start:
+            job.check_start(job.options, dataset.name, resolved.checkpoint.step if resolved.checkpoint else 0)
+        plan |= {"dataset": dataset.name, "fingerprint": dataset.fingerprint, "requested": resolved.requested_dataset}
+    else:
+        _, lock = rundir.lock_run_dir(job.name, job.options.run_dir)
+    _check_log(job)
+    lock.release(rundir.WRITER_BYTE)  # for rank 0; this process holds the launcher's byte until it ends
+    return plan
+
+
+def _check_log(job: Job) -> None:
+    """Raise ConfigError if this machine cannot write to the run dir, before any machine starts anything."""
+    try:
+        (job.options.run_dir / "log" / "launcher.log").open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {job.options.run_dir}: {error.strerror}: name another place") from None
+
+
+def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]]) -> Rendezvous:
+    """Wait for the job's other machines; they check the plan of machine 0 here."""
+    from samestep import rundir
+    from samestep.data import datasets
+    from samestep.launch import preflight
+
+    def prepare(plan: Mapping[str, Any]) -> None:
+        job.options.run_dir = Path(job.options.run_dir or plan["run_dir"]).resolve()
+        rundir.make_folder(job.options.run_dir / "log")
+        _check_log(job)
+        if "dataset" in plan:
+            resolve_dataset = job.options.resolve_dataset or datasets.resolve
+            here = resolve_dataset(plan["dataset"], job.options.data_dir, fallback=False)
+            if here.fingerprint != plan["fingerprint"]:
+                raise ConfigError(
+                    f"its {here.name} in {here.folder.resolve()} is not machine 0's (SHA-256 "
+                    f"{str(here.fingerprint)[:12]}, there {str(plan['fingerprint'])[:12]}): put the same files there"
+                )
+
+    assert job.nodes.master_addr is not None  # see Nodes.need_preflight
+    assert job.nodes.master_port is not None
+    return preflight.preflight(
+        node,
+        job.nodes.master_addr,
+        job.nodes.master_port,
+        job.options.timeout,
+        lambda: {**resolve(), "job": uuid.uuid4().hex},
+        prepare,
+        equal_ranks=job.settings.get("equal_ranks", False),
+    )
+
+
+# --- starts and restarts -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class JobState:
+    """What is known of a job so far.
+
+    Attributes:
+        name: its name at the last start; "" before the first.
+        verdict: the exit code that a rank left at the last start, if a restart cannot help.
+    """
+
+    name: str = ""
+    verdict: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one start of the launcher ended.
+
+    Attributes:
+        code: the launcher's exit code, or minus a signal.
+        complete: whether the code 0 can be trusted.
+        verdict: see `JobState`.
+        stepped: whether a rank made an update; None if that cannot be known.
+        crashes: describes ranks that a signal ended, for the message; or "".
+    """
+
+    code: int
+    complete: bool = True
+    verdict: int | None = None
+    stepped: bool | None = False
+    crashes: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The exit code of the job, or None for a restart; and the line to print."""
+
+    exit_code: int | None
+    message: str = ""
+
+
+def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs: Path) -> Decision:
+    """Decide what follows a start: an end or a restart. ``history`` has the outcomes of the earlier starts."""
+    if outcome.code == 0 and outcome.complete:
+        return Decision(0)
+    if outcome.verdict is not None:
+        return Decision(outcome.verdict)
+    if -outcome.code in supervise.STOPS:  # someone stopped the launcher: no failure
+        return Decision(128 - outcome.code)
+    see, ended = f"see {logs}/launcher.log and rank-*.log", f"the job ended with code {outcome.code}{outcome.crashes}"
+    if len(history) == 1 and not any(each.stepped is not False for each in (*history, outcome)):
+        return Decision(1, f"error: the job failed twice before its first step: {see}")  # a third start would fail too
+    if len(history) < max_restarts:
+        again = f"starting it again ({len(history) + 1} of {max_restarts})"
+        return Decision(None, f"warning: {ended}; {again}, logs in {logs}")
+    after = f" after {max_restarts} restarts" if max_restarts else ""
+    return Decision(1, f"error: {ended}{after}: {see}")
+
+
+def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:
+    """Start the launcher, and again after failures; return the job's exit code."""
+    max_restarts = getattr(job.options, "max_restarts", 0)
+    resolve = functools.cache(lambda: _resolve(job))  # at the first start
+    history: list[Outcome] = []
+    while True:
+        rendezvous = _preflight(job, replace(node, after=state.name), resolve) if node else None
+        plan = rendezvous.plan if rendezvous else resolve()
+        logs = job.options.run_dir / "log"
+        if trackers:
+            trackers.start(job.options.run_dir)
+        outcome = attempt(job, state, len(history), plan, rendezvous)
+        decision = decide(outcome, history, max_restarts, logs)
+        if decision.message:
+            print_stderr(decision.message)
+            events.append_event(logs, events.FAILURE, source="launcher", code=outcome.code, text=decision.message)
+        if decision.exit_code is not None:
+            return decision.exit_code
+        history.append(outcome)
+
+
+def attempt(
+    job: Job, state: JobState, number: int, plan: Mapping[str, Any], rendezvous: Rendezvous | None = None
+) -> Outcome:
+    """Start the launcher once, on what has been resolved, and wait for its end.
+
+    Args:
+        job: what to start.
+        state: gets the name of this start and the verdict.
+        number: how many starts there were before.
+        plan: from `_resolve`.
+        rendezvous: from the preflight of several machines.
+
+    Raises:
+        Stopped: a signal arrived; the ranks have saved and ended.
+    """
+    state.name = plan.get("job") or uuid.uuid4().hex
+    run_dir: Path = job.options.run_dir
+    logs, resolved = run_dir / "log", []
+    if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
+        resolved = ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
+    if job.nodes.rank == 0:  # machines may share the run dir
+        for name in ("no-restart", "stalled", "stack-0.txt"):  # of an earlier start
+            (logs / name).unlink(missing_ok=True)
+    address = rendezvous.address if rendezvous else None
+    environ = supervise.environment(state.name, job.nproc, job.nodes.count, number, run_dir, address)
+    hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
+    grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
+    try:
+        with supervise.reserved_port(job.nodes.master_port) as port:
+            arguments = [f"--run-dir={run_dir}", *resolved]
+            command = job.command(sys.executable, port, logs, *arguments, rendezvous=rendezvous)
+            prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
+            graces = grace, startup_grace if job.has_heartbeats else grace
+            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, not job.has_heartbeats)
+    finally:
+        state.verdict = _verdict(logs, state.name)
+    # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
+    complete = not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").exists())
+    if code == 0 and complete:
+        return Outcome(0)
+    from samestep.recovery import hang_diagnosis  # not before something has failed
+
+    beats = list(supervise.heartbeats(state.name, logs))
+    stepped = any(beat.get("updates", 0) > 0 for beat in beats) if beats or job.has_heartbeats else None
+    crashes = hang_diagnosis.crashes(logs, state.name, job.program.parent)
+    return Outcome(code, complete, state.verdict, stepped, crashes)
+
+
+def _verdict(logs: Path, job: str) -> int | None:
+    """Return the exit code that a rank of this start left because a restart cannot help; None if there is none."""
+    verdict = json.loads(read_text(logs / "no-restart") or "{}")
+    return int(verdict["code"]) if "code" in verdict and verdict.get("job") in (None, job) else None

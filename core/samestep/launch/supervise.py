@@ -1,0 +1,370 @@
+"""Start a job's launcher once, forward its messages and signals, and leave no process of the job behind.
+
+This module uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import functools
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
+STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
+REPEATED = 1.0  # a signal within these seconds repeats the first, except Ctrl-C: Slurm signals all processes of a step
+POLL_SECONDS = 0.25  # between checks whether a watchdog has reported a stalled rank
+
+
+class Stopped(BaseException):
+    """The signal INT, TERM, USR1 or HUP arrived."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def stop_on_signals() -> None:
+    """Raise Stopped on INT, TERM, USR1 and HUP from now on."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise Stopped(number)
+
+    for number in (*STOPS, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
+            signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def block_signals() -> Iterator[None]:
+    """Delay the signals that arrive inside this context until its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOPS, signal.SIGHUP])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def environment(
+    job: str, nproc: int, node_count: int, attempt: int, run_dir: Path, address: str | None = None
+) -> dict[str, str]:
+    """Return the environment of one start of the launcher and of its ranks.
+
+    Args:
+        job: the name of this start, the same on all machines.
+        nproc: ranks on this machine.
+        node_count: machines.
+        attempt: earlier starts of this job.
+        run_dir: the run's folder.
+        address: this machine's address among the others; None on one machine.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    environ.update(
+        SAMESTEP_JOB=job,
+        SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
+        SAMESTEP_RESTARTS=str(attempt),
+        SAMESTEP_RUN_DIR=str(run_dir),
+    )
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    # Some launchers call `python` by name, which must be this one.
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
+    # The requested number: a rank that finds another one has lost others. Each machine may have another N.
+    environ |= {"SAMESTEP_RANKS": str(nproc)} if node_count == 1 else {"SAMESTEP_MACHINES": str(node_count)}
+    # gloo would listen on the address of the host's name, which other machines may not reach.
+    if name := _interface("127.0.0.1" if node_count == 1 else address):
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    return environ
+
+
+def run_once(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    logs: Path,
+    grace: float,
+    startup_grace: float,
+    line_prefix: str = "",
+    stop_hint: str = "",
+    show_all: bool = False,
+) -> int:
+    """Run the launcher once; return its exit code when all of the job's processes have ended.
+
+    Args:
+        command: the launcher's command.
+        environ: from `environment`.
+        logs: the run dir's ``log`` folder.
+        grace: seconds in which ranks save and exit after a signal.
+        startup_grace: the same, if no rank has written a heartbeat.
+        line_prefix: a regular expression for what the launcher puts before each line of a rank's stderr.
+        stop_hint: follows "stopping (SIGTERM)" on the console.
+        show_all: whether the console shows all of stderr, and not only one-line messages, until a rank writes a
+            heartbeat: programs with a watchdog keep their output in log files.
+
+    Raises:
+        Stopped: a signal arrived, and all of the job's processes have ended.
+    """
+    job, log_file = environ["SAMESTEP_JOB"], logs / "launcher.log"
+    with log_file.open("ab") as log:
+        log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
+    # The launcher's stderr goes through this pipe. Ranks whose launcher keeps their output in files open the pipe too, and
+    # this process's stdout. Such a launcher (its command names the logs' folder) then repeats those files on its own
+    # stdout, which belongs in the log.
+    messages, errors = os.pipe()
+    keeps_files = any(str(logs) in word for word in command) and _can_be_opened(1)
+    shows = functools.partial(_has_no_heartbeat, job, logs) if show_all else bool
+    forward = (os.fdopen(messages, "rb"), log_file, line_prefix, shows)
+    forwarder = threading.Thread(target=forward_stderr, args=forward, daemon=True)
+    forwarder.start()
+    process = None
+    try:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
+        process = subprocess.Popen(
+            command,
+            env={**environ, "SAMESTEP_ERRORS": str(errors)},
+            stdin=subprocess.DEVNULL,
+            stdout=errors if keeps_files else None,
+            stderr=errors,
+            start_new_session=True,
+        )
+        code = _wait(process, job, logs / "stalled")
+        if -code in STOPS:  # someone stopped the launcher: its ranks must still save
+            _stop_ranks(job, process, -code, logs, grace, startup_grace)
+    except Stopped as stopped:
+        after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
+        print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
+        _stop_ranks(job, process, stopped.number, logs, grace, startup_grace)
+        raise
+    finally:
+        with block_signals():
+            _kill_all(job)
+            if process:
+                process.wait()
+            os.close(errors)
+            forwarder.join(timeout=5)
+            seek_end(1)
+    return code
+
+
+def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
+    """Wait until the launcher has ended; return its exit code.
+
+    A watchdog reports a stalled rank on the console and by the file ``stalled``. The job is then killed here, because
+    torchrun would wait 30 s for a stopped rank to react to TERM.
+    """
+    waiter = threading.Thread(target=process.wait, daemon=True)  # wait(timeout) would poll 20 times a second
+    waiter.start()
+    while True:
+        waiter.join(POLL_SECONDS)
+        if not waiter.is_alive():
+            return process.wait()
+        if job in (read_text(stalled) or ""):  # machines may share the run dir: of this start
+            _kill(_processes_of(job), signal.SIGKILL)
+
+
+def forward_stderr(stream: IO[bytes], log_file: Path, line_prefix: str, shows: Callable[[], bool]) -> None:
+    """Copy the stderr of launcher and ranks to the log. The console gets one-line messages, and others if it shows."""
+    prefix = re.compile(line_prefix.encode())
+    shown = set()
+    with stream, log_file.open("ab", buffering=0) as log:
+        for line in stream:
+            with contextlib.suppress(OSError):
+                log.write(line)
+            match = prefix.match(line)
+            line = line[match.end() :] if match else line
+            is_message = line.startswith((b"error: ", b"warning: "))
+            if line not in shown if is_message else shows():  # a message once, if all ranks report it
+                shown.update([line] if is_message else [])
+                print_stderr(line.decode(errors="replace").rstrip())
+
+
+def _can_be_opened(descriptor: int) -> bool:
+    """Return whether other processes can open this process's file, as `log.start` does. They cannot open a socket."""
+    try:
+        os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+class _StopState(enum.Enum):
+    SIGNAL = "send the signal"
+    WAIT = "wait until the processes have ended, or for the deadline"
+    ENDED = "nothing more to wait for"
+
+
+def _stop_ranks(
+    job: str,
+    process: subprocess.Popen[bytes] | None,
+    number: int,
+    logs: Path,
+    grace: float,
+    startup_grace: float,
+) -> None:
+    """Send the signal to the ranks of the job, which save and exit within ``grace`` seconds. The caller kills the rest.
+
+    The launcher gets no signal, because it would end its ranks in its own time. If no rank has a heartbeat yet, all
+    processes of the job get TERM. A second signal ends the wait, unless it repeats the first.
+    """
+    ranks: list[int] = []
+    begun = deadline = time.monotonic()
+    state = _StopState.SIGNAL
+    while state is not _StopState.ENDED:
+        try:
+            if state is _StopState.SIGNAL:
+                with block_signals():
+                    ranks = _ranks_of(job, logs)
+                    deadline += grace + 1.0 if ranks else startup_grace  # ranks end by themselves
+                    _kill(ranks or _processes_of(job), number if ranks and number != signal.SIGHUP else signal.SIGTERM)
+                    state = _StopState.WAIT
+            while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
+                time.sleep(0.05)
+            state = _StopState.ENDED
+        except Stopped as again:
+            if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
+                return
+    if ranks and _processes_of(job):
+        print_stderr(f"killed after {grace:g} s (--grace): steps since the last checkpoint are not saved")
+
+
+def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
+    """Yield the heartbeats that the job's ranks have written to ``logs``; damaged ones are left out."""
+    for path in logs.glob("alive-*"):
+        with contextlib.suppress(OSError, ValueError):
+            heartbeat = json.loads(path.read_text())
+            if isinstance(heartbeat, dict) and heartbeat.get("job") == job:
+                yield heartbeat
+
+
+def _has_no_heartbeat(job: str, logs: Path) -> bool:
+    return not any(heartbeats(job, logs))
+
+
+def _ranks_of(job: str, logs: Path) -> list[int]:
+    """Return the process ids of the job's ranks on this machine, by their heartbeats."""
+    here, host = _processes_of(job), socket.gethostname()
+    return [beat["pid"] for beat in heartbeats(job, logs) if beat.get("host") == host and beat.get("pid") in here]
+
+
+def _processes_of(job: str) -> list[int]:
+    """Return this launch script's processes of a job, by their environment, whoever their parent is by now.
+
+    A script that stands for another machine may run on this machine too.
+    """
+    marks = {f"SAMESTEP_JOB={job}".encode(), f"SAMESTEP_LAUNCHER={os.getpid()}@{socket.gethostname()}".encode()}
+    pids = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            environ = entry.read_bytes()
+            if marks <= set(environ.split(b"\0")) or (not environ and _is_starting_child(entry.with_name("stat"))):
+                pids.append(int(entry.parent.name))
+    return pids
+
+
+def _is_starting_child(stat: Path) -> bool:
+    """Return whether a process without an environment is a child of this one in the middle of its exec.
+
+    `subprocess.Popen` returns so early that a launcher may still be there if a signal arrives right after it.
+    """
+    state, parent, *_ = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold spaces: proc(5)
+    return state not in "ZX" and int(parent) == os.getpid()
+
+
+def _kill_all(job: str) -> None:
+    """Kill every process of the job and wait until the last is gone: none may write while the next start runs.
+
+    Two checks in a row must find none, because a rank has no environment in the middle of its exec.
+    """
+    deadline, checks = time.monotonic() + STOP_SECONDS, 0
+    while checks < 2 and time.monotonic() < deadline:
+        left = _processes_of(job)
+        checks = 0 if left else checks + 1
+        _kill(left, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _kill(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+@contextlib.contextmanager
+def reserved_port(given: int | None) -> Iterator[int]:
+    """Yield ``given``, or a free port, which a lock keeps from other jobs of this program until the context ends."""
+    if given:
+        yield given
+        return
+    # One byte of a common file is locked for each port; the kernel frees it with the process. These ports are below
+    # those that a kernel gives to connections, so none is taken before the launcher listens on it.
+    with Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}.lock").open("ab") as locks:
+        while True:
+            port = random.randrange(20_000, 32_768)
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+                if port_is_free(port):
+                    break
+        yield port
+
+
+def port_is_free(port: int) -> bool:
+    """Return whether this machine can listen on the port, on all of its addresses."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _interface(address: str | None) -> str | None:
+    """Return the name of this machine's network interface that has an IPv4 address; None if it is unknown."""
+    if address is None or address.startswith("127."):
+        return address and ("lo0" if sys.platform == "darwin" else "lo")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # SIOCGIFADDR, netdevice(7): a struct ifreq, its address at byte 20
+                request = fcntl.ioctl(probe, 0x8915, struct.pack("256s", os.fsencode(name)[:15]))
+                if socket.inet_ntoa(request[20:24]) == address:
+                    return name
+    return None
+
+
+def _processors() -> int:
+    """Return how many processors this job may use: fewer than the machine has if it is shared."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_text(path: Path) -> str | None:
+    """Return the file's text; None if there is no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def print_stderr(text: str) -> None:
+    """Print one line to standard error."""
+    seek_end(2)
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def seek_end(descriptor: int) -> None:
+    """Move to the end of a file of output, which rank 0 writes to through an offset of its own."""
+    with contextlib.suppress(OSError):  # a terminal or a pipe has no offset
+        os.lseek(descriptor, 0, os.SEEK_END)

@@ -1,0 +1,143 @@
+"""Run --track: a process beside the job that passes a run's metrics to trackers.
+
+The process is `samestep.observe.track`, which reads metrics.jsonl and nothing else. Training neither waits for it nor
+fails with it. Its Python is that of ``.venvs/trackers``, or the one that PYTHON names. It shares no environment, pipe
+or lock with the job, has the lowest priority, and ends when its standard input does, which is when this process ends.
+
+This module uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from samestep import ConfigError
+from samestep.launch.environments import TRACKERS as NAME
+from samestep.launch.environments import Environment
+from samestep.launch.supervise import Stopped, print_stderr
+
+TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+MODULES = {"mlflow-skinny": "mlflow"}  # of packages whose module has another name
+FINISH_SECONDS = 30.0  # for trackers to get the rest when the job has ended
+STOP_SECONDS = 10.0  # the same when the job was stopped
+NICE = 19  # ranks come first if no core is idle
+
+
+def parse_names(text: str) -> list[str]:
+    """Return the trackers that --track names, each once. Raises ConfigError."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise ConfigError(
+            f"--track: there is no tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas"
+        )
+    return list(dict.fromkeys(names))
+
+
+def find_python(root: Path, names: Sequence[str]) -> str:
+    """Return the Python that has these trackers; make its environment if there is none.
+
+    Raises:
+        ConfigError: the Python that PYTHON names lacks a package.
+        NonRetryableError: the environment could not be made.
+    """
+    environment = Environment(root, NAME)
+    if not os.environ.get("PYTHON"):
+        return environment.ensure({})
+    packages = [package for name in names for package in TRACKERS[name]]
+    missing = [package for package in packages if importlib.util.find_spec(MODULES.get(package, package)) is None]
+    if missing:
+        pins = {name: f"{name}=={version}" for name, version, _ in environment.pins()}
+        install = f"{sys.executable} -m pip install {' '.join(pins[each] for each in missing)}"
+        raise ConfigError(
+            f"--track: {sys.executable} lacks {' and '.join(missing)}: {install}; or unset PYTHON to have "
+            f".venvs/{NAME} made"
+        )
+    return sys.executable
+
+
+class TrackerProcess:
+    """The process: `start` starts it unless it runs, because it may have died; `finish` waits for the rest."""
+
+    def __init__(self, root: Path, names: Sequence[str], python: str) -> None:
+        self._root, self._names, self._python = root, names, python
+        self._run_dir: Path | None = None
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, run_dir: Path) -> None:
+        """Start the process if it does not run. Call this before each start of the job."""
+        self._run_dir = run_dir
+        if self._process and self._process.poll() is not None:
+            self._report_end("it is started again")
+        if self._process is None:
+            self._process = self._popen(run_dir)
+
+    def _popen(self, run_dir: Path) -> subprocess.Popen[str] | None:
+        command = [self._python, "-m", "samestep.observe.track", str(run_dir), "--to", ",".join(self._names)]
+        try:
+            with (run_dir / "log" / "track.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [*command, "--until-stdin-ends"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,  # its problems, at its end
+                    stderr=log,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # Ctrl-C is for the job
+                )
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+            return process
+        except OSError as error:
+            print_stderr(f"warning: --track: cannot start {self._python}: {error.strerror}; training goes on")
+            return None
+
+    def _report_end(self, then: str) -> None:
+        """Warn that the process has ended by itself, and forget it."""
+        assert self._process is not None
+        code = self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe:
+                    pipe.close()
+        self._process = None
+        print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")
+
+    def finish(self, stopped: bool) -> None:
+        """Give the process some seconds for the rest, then end it, and warn of what is missing, with the remedy.
+
+        A signal that arrives meanwhile ends it at once.
+        """
+        if self._run_dir is None:
+            return
+        if self._process and self._process.poll() is not None:
+            self._report_end("once more, for the rest")
+        limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or (STOP_SECONDS if stopped else FINISH_SECONDS))
+        output, late = "", True
+        try:
+            self._process = self._process or self._popen(self._run_dir)
+            if self._process:
+                output = self._process.communicate(timeout=limit)[0]
+                late = self._process.returncode not in (0, 1)
+        except (Stopped, subprocess.TimeoutExpired):
+            pass
+        finally:
+            if self._process and self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+        problems = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
+        if late:
+            problems = dict.fromkeys(self._names, f"not done {limit:g} s after the job") | problems
+        for name, problem in problems.items():
+            print_stderr(f"warning: --track: {name} has not got all ({problem}); this brings it: {self._command(name)}")
+
+    def _command(self, name: str) -> str:
+        path = [f"PYTHONPATH={shlex.quote(str(self._root / 'core'))}"] if os.environ.get("PYTHON") else []
+        command = [self._python, "-m", "samestep.observe.track", str(self._run_dir), "--to", name]
+        return " ".join([*path, shlex.join(command)])

@@ -1,0 +1,70 @@
+"""Define what watches a run, and the default, which watches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from samestep.env import World
+from samestep.options import Options
+
+
+class Monitor:
+    """Watch nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
+
+    A `Run` calls these methods; an app calls `beat`, `expect_compilation` and `collective` itself.
+    """
+
+    last_collective: Callable[[], dict[str, Any] | None] | None = None
+    """Return the name, number and state of this rank's last collective, if the framework records it."""
+
+    def start(self, world: World, options: Options) -> None:
+        """Start to watch this rank."""
+
+    def write_to(self, folder: Path) -> None:
+        """Write heartbeats to ``folder``, the ``log`` folder of the run dir, from here on."""
+
+    def resume_at(self, step: int) -> None:
+        """Note that earlier processes have done ``step`` updates."""
+
+    def expect_compilation(self) -> None:
+        """Allow as much time as for the first step until the next `beat`."""
+
+    def beat(self, step: int | None = None) -> None:
+        """Note progress: after each update, with the number of updates done, and after each evaluated batch."""
+
+    def collective(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Note, while the context is open, that this rank waits for the others in ``name``."""
+        return contextlib.nullcontext()
+
+    def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
+        """Compare all ranks' phase seconds since the last call, on rank 0. Return the stragglers that were found."""
+        return []
+
+    def check_losses(self, losses: Mapping[str, float], step: int) -> None:
+        """Raise RetryableError if a loss is NaN or infinite, NonRetryableError if a restart did not help before."""
+
+    def check_replicas(self, checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> None:
+        """Raise RetryableError unless all rows of ``checksums`` [world_size, k] are equal.
+
+        ``names`` has one name per column. Without names the columns are a digest of the final weights.
+        """
+
+    def launcher_died(self) -> bool:
+        """Return whether the launcher that started this rank is gone."""
+        return False
+
+    def all_ranks_alive(self, count: int) -> bool:
+        """Return whether ``count`` ranks of this job live on this machine."""
+        return True
+
+    def describe_crashes(self) -> str:
+        """Return "; rank 0 (host, pid 7) died ..." for ranks of this job that a signal killed, else ""."""
+        return ""
+
+    def stop(self) -> None:
+        """Stop to watch: the rank is done."""

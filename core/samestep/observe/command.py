@@ -1,0 +1,30 @@
+"""Define what the command-line programs of this package share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from samestep import ConfigError
+from samestep.options import Options, Parser
+
+
+def new_parser(name: str, description: str, epilog: str) -> Parser:
+    """Return the parser of ``python -m samestep.<name>``."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=f"python -m samestep.{name}", description=description, epilog=epilog, formatter_class=formatter)
+
+
+def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:
+    """Run a program; return its exit code: 0, or 2 and one line on stderr for a mistake of the caller."""
+    try:
+        command(parser.parse(arguments))
+        sys.stdout.flush()
+    except ConfigError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0

@@ -1,0 +1,303 @@
+"""Write the page of `report` as HTML and SVG: one file that loads nothing, and runs only its own script.
+
+All content of files is escaped. A Content-Security-Policy with the digests of this package's style and script lets a
+browser run nothing else, and fetch nothing. Without the script the page lacks only buttons and values at the pointer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from samestep import events
+from samestep.observe.run_reader import RESTART, STRAGGLER, Event, State
+
+FOLDER = Path(__file__).with_name("page")
+HEIGHT = 240  # pixels of a plot; its width is the window's
+UNITS = 1000  # of a plot's own coordinates, both ways
+COLORS = 8
+MARGIN = 0.04  # of a plot's height, above and below its curves
+EQUAL = 1e-17  # where a difference of 0 is drawn: below what float64 resolves
+KINDS = {  # of events: the words in the legend, and a shape around 0, 0 that is clear without its color
+    RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
+    events.SIGNAL: ("stopped by a signal", "M-5 -5 H5 V5 H-5 Z"),
+    events.HANG: ("hang", "M-5 -6 H-1 V6 H-5 Z M1 -6 H5 V6 H1 Z"),
+    events.ROLLBACK: ("rolled back", "M4 -6 L-6 0 L4 6 Z"),
+    STRAGGLER: ("straggler", "M0 -7 L6 0 L0 7 L-6 0 Z"),
+    events.FAILURE: ("failure", "M-6 -4 L-4 -6 L0 -2 L4 -6 L6 -4 L2 0 L6 4 L4 6 L0 2 L-4 6 L-6 4 L-2 0 Z"),
+    events.DAMAGE: ("damaged checkpoint", "M-2 -6 H2 V-2 H6 V2 H2 V6 H-2 V2 H-6 V-2 H-2 Z"),
+}
+
+
+class Line(NamedTuple):
+    """A curve of one run: the points that are drawn, out of ``total`` points."""
+
+    run: int
+    name: str
+    steps: list[int]
+    values: list[float]
+    total: int
+    dashed: bool = False
+
+
+class Panel(NamedTuple):
+    """A plot over steps; if ``log``, all values are above 0."""
+
+    title: str
+    lines: list[Line]
+    note: str = ""
+    log: bool = False
+
+
+class Timeline(NamedTuple):
+    """What happened to one run up to its ``last`` step: the steps of checkpoints, and events that have a step."""
+
+    run: int
+    last: int
+    saved: list[int]
+    events: list[Event]
+
+
+class Table(NamedTuple):
+    """Rows of text; ``marked`` has the (row, column) of cells that differ from the first run's."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    note: str = ""
+    marked: frozenset[tuple[int, int]] = frozenset()
+    folded: bool = False
+
+
+class Page(NamedTuple):
+    """All that is shown. Lists of names, apps, states and problems have one element per run."""
+
+    names: list[str]
+    apps: list[str]
+    states: list[State]
+    panels: list[Panel]
+    timelines: list[Timeline]
+    tables: list[Table]
+    problems: list[list[str]]
+    notes: list[str]
+
+
+def text(value: object) -> str:
+    """Escape text for any place in the page; control characters become replacement characters."""
+    shown = "".join(each if each.isprintable() or each in "\n\t" else "�" for each in str(value))
+    return html.escape(shown, quote=True)
+
+
+def width(run: int, count: int) -> float:
+    """Return the width of a run's curve in pixels: the first is the widest, and shows on both sides of equal ones."""
+    return 1.6 + min(count - 1 - run, 7) * (1.5 if count <= 4 else 0.9)
+
+
+def html_of(page: Page) -> str:
+    """Return the whole page."""
+    template, style, script = ((FOLDER / f"report.{kind}").read_text() for kind in ("html", "css", "js"))
+    data = [
+        [[line.run, line.name, line.steps, [float(f"{value:.6g}") for value in line.values]] for line in panel.lines]
+        for panel in page.panels
+    ]
+    return Template(template).substitute(
+        style=style,
+        script=script,
+        style_digest=_digest(style),
+        script_digest=_digest(script),
+        title=text(page.names[0] + (f" and {len(page.names) - 1} more" if len(page.names) > 1 else "")),
+        legend="\n".join(_legend(page)),
+        notes="\n".join(f'<p class="note">{text(note)}</p>' for note in page.notes),
+        problems="\n".join(_problems(page)),
+        panels="\n".join(part for index, panel in enumerate(page.panels) for part in _panel(page, panel, index)),
+        timelines="\n".join(_timelines(page)),
+        tables="\n".join(part for table in page.tables for part in _table(table)),
+        data=json.dumps({"names": page.names, "panels": data}, separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def _digest(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def _legend(page: Page) -> Iterable[str]:
+    for i, (name, app, state) in enumerate(zip(page.names, page.apps, page.states)):
+        yield (
+            f'<button type="button" class="c{i % COLORS}" data-run="{i}" aria-pressed="true">'
+            f'<svg class="key" width="26" height="10" aria-hidden="true"><path class="curve{_dash(i)}" d="M2 5 H24"/>'
+            f'</svg><b>{text(name)}</b> <span>{text(app)}: <span class="state {state.name}">{text(state.text)}</span>'
+            "</span></button>"
+        )
+
+
+def _dash(run: int) -> str:
+    """Return a CSS class for runs that share a color with an earlier one."""
+    return f" d{min(run // COLORS, 3)}" if run >= COLORS else ""
+
+
+def _problems(page: Page) -> Iterable[str]:
+    if any(page.problems):
+        yield '<section class="problems"><h2>Missing or damaged</h2><ul>'
+        for name, problems in zip(page.names, page.problems):
+            yield from (f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in problems)
+        yield "</ul></section>"
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def _ticks(low: float, high: float, most: int) -> list[float]:
+    """Return at most ``most`` round numbers from ``low`` to ``high``."""
+    raw = high / most - low / most  # which is finite
+    if raw < 1e-300:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(raw))
+    unit = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw)
+    first = math.ceil(low / unit)
+    return [i * unit for i in range(first, first + 3 * most) if i * unit <= high]
+
+
+class _Scale:
+    """Map steps and values to a plot's coordinates, from 0 to 1."""
+
+    def __init__(self, low: float, high: float, log: bool, last: int) -> None:
+        self.log, self.last = log, last
+        if log:
+            low = math.floor(math.log10(low))
+            high = max(math.ceil(math.log10(high)), low + 4)
+        if not high > low:
+            low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+        self.low, self.high = float(low), float(high)
+
+    def x(self, step: int) -> float:
+        return step / self.last
+
+    def y(self, value: float) -> float:
+        """Return the distance from the top."""
+        value = math.log10(value) if self.log else value
+        share = (self.high / 2 - value / 2) / (self.high / 2 - self.low / 2)  # halves: their difference is finite
+        return MARGIN + (1 - 2 * MARGIN) * share
+
+    def marks(self) -> list[tuple[float, str]]:
+        """Return the heights of grid lines, and their labels."""
+        if not self.log:
+            return [(self.y(value), f"{value:.6g}") for value in _ticks(self.low, self.high, 5)]
+        powers = sorted({round(value) for value in _ticks(self.low, self.high, 6)})
+        return [(self.y(10.0**power), "0" if power <= -17 else f"1e{power}") for power in powers]
+
+
+def _panel(page: Page, panel: Panel, index: int) -> Iterable[str]:
+    ends = [line.steps[-1] for each in page.panels for line in each.lines]
+    values = [value for line in panel.lines for value in line.values]
+    low, high = min(values), max(values)
+    scale = _Scale(low, high, panel.log, max(ends) or 1)  # one axis of steps for all
+    lowest, highest = ("0" if value == EQUAL else f"{value:.4g}" for value in (low, high))
+    runs = len({line.run for line in panel.lines})
+    summary = f"{runs} run{'s' * (runs != 1)}, to step {scale.last}, values from {lowest} to {highest}"
+    yield f'<figure data-panel="{index}"><figcaption id="t{index}"><h2>{text(panel.title)}</h2></figcaption>'
+    yield (
+        f'<svg class="plot" width="100%" height="{HEIGHT + 22}" role="img" tabindex="0" data-last="{scale.last}" '
+        f'aria-labelledby="t{index}" aria-describedby="n{index} o{index}">'
+    )
+    for height, label in scale.marks():
+        y = height * HEIGHT
+        yield f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="tick" x="0" y="{y - 3:.1f}">{text(label)}</text>'
+    yield from _steps(scale.last, HEIGHT)
+    yield f'<svg width="100%" height="{HEIGHT}" viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none">'
+    for line in panel.lines:
+        yield _curve(line, scale, width(line.run, len(page.names)))
+    yield "</svg>"
+    yield f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}" hidden/></svg>'
+    yield f'<output id="o{index}" aria-live="polite"></output>'
+    yield f'<p class="note" id="n{index}">{text(_sentences(summary, panel.note))}</p></figure>'
+
+
+def _sentences(*texts: str) -> str:
+    return " ".join(f"{each[0].upper()}{each[1:]}." for each in texts if each)
+
+
+def _steps(last: int, top: int) -> Iterable[str]:
+    """Yield the labels of the axis of steps."""
+    for value in _ticks(0, last, 5):
+        if value == int(value):
+            at = 100 * value / last
+            anchor = "start" if at < 3 else "end" if at > 97 else "middle"
+            yield f'<text class="tick" x="{at:.2f}%" y="{top + 16}" text-anchor="{anchor}">'
+            yield f"{'step ' * (value == 0)}{int(value):,}</text>"
+
+
+def _curve(line: Line, scale: _Scale, stroke: float) -> str:
+    points = [(scale.x(s) * UNITS, scale.y(v) * UNITS) for s, v in zip(line.steps, line.values)]
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    classes = f"curve{' test' * line.dashed}{_dash(line.run)}"
+    drawn = f'<path class="{classes}" stroke-width="{stroke:.2f}" d="M{path}"/>'
+    if line.dashed or len(points) == 1:  # a line of no length with round ends is a point, at any stretch
+        dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
+        drawn += f'<path class="dots" stroke-width="{stroke + 3.5:.2f}" d="{dots}"/>'
+    return f'<g class="c{line.run % COLORS}" data-run="{line.run}">{drawn}</g>'
+
+
+def _timelines(page: Page) -> Iterable[str]:
+    if not page.timelines:
+        return
+    last, height = max(timeline.last for timeline in page.timelines) or 1, 44
+    total = height * len(page.timelines)
+    yield '<figure class="lanes"><figcaption id="tl"><h2>What happened, by step</h2></figcaption>'
+    yield f'<svg class="plot" width="100%" height="{total + 22}" role="img" aria-labelledby="tl" aria-describedby="nl">'
+    for row, timeline in enumerate(page.timelines):
+        yield f'<g class="c{timeline.run % COLORS}" data-run="{timeline.run}">'
+        yield from _timeline(page, timeline, row * height + 28, last)
+        yield "</g>"
+    yield from _steps(last, total)
+    yield "</svg>"
+    present = {event.kind for timeline in page.timelines for event in timeline.events}
+    keys = [
+        f'<span><svg width="14" height="14" aria-hidden="true"><svg x="7" y="7" overflow="visible"><path class="event '
+        f'{kind}" d="{shape}"/></svg></svg> {text(words)}</span>'
+        for kind, (words, shape) in KINDS.items()
+        if kind in present
+    ]
+    tick = '<svg width="14" height="14" aria-hidden="true"><path class="saved" d="M7 1 V13"/></svg>'
+    keys = [f"<span>{tick} checkpoint</span>", *keys, "<span>the line ends where the run did.</span>"]
+    yield f'<p class="note keys" id="nl">{" ".join(keys)}</p></figure>'
+
+
+def _timeline(page: Page, timeline: Timeline, y: int, last: int) -> Iterable[str]:
+    end = 100 * timeline.last / last
+    yield f'<text class="lane" x="0" y="{y - 12}">{text(page.names[timeline.run])}</text>'
+    yield f'<line class="curve{_dash(timeline.run)}" stroke-width="3" x1="0" x2="{end:.2f}%" y1="{y}" y2="{y}"/>'
+    for step in timeline.saved:
+        at = 100 * step / last
+        yield f'<line class="saved" x1="{at:.2f}%" x2="{at:.2f}%" y1="{y - 8}" y2="{y + 8}"><title>'
+        yield f"checkpoint at step {step}</title></line>"
+    for event in timeline.events:
+        at = 100 * (event.step or 0) / last
+        yield f'<svg x="{at:.2f}%" y="{y}" overflow="visible">'
+        yield f'<path class="event {event.kind}" d="{KINDS[event.kind][1]}">'
+        yield f"<title>step {event.step}: {text(event.text)}</title></path></svg>"
+
+
+def _table(table: Table) -> Iterable[str]:
+    tag = "details" if table.folded else "section"
+    title = f"<h2>{text(table.title)}</h2>"
+    yield f"<{tag}>{f'<summary>{title}</summary>' if table.folded else title}"
+    yield '<div class="wide" tabindex="0" role="region" aria-label="' + text(table.title) + '"><table><thead><tr>'
+    yield "".join(f'<th scope="col">{text(each)}</th>' for each in table.head) + "</tr></thead><tbody>"
+    for r, row in enumerate(table.rows):
+        yield "<tr>" + "".join(_cell(value, c, (r, c) in table.marked) for c, value in enumerate(row)) + "</tr>"
+    yield "</tbody></table></div>"
+    yield (f'<p class="note">{text(_sentences(table.note))}</p>' if table.note else "") + f"</{tag}>"
+
+
+def _cell(value: str, column: int, marked: bool) -> str:
+    if column == 0:
+        return f'<th scope="row">{text(value)}</th>'
+    return f"<td><mark>{text(value)}</mark></td>" if marked else f"<td>{text(value)}</td>"

@@ -1,0 +1,81 @@
+"""Write a run for TensorBoard: ``RUN_DIR/track/tensorboard/events.out.tfevents.<number>``, in its protocol buffers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.metadata import create_summary_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+
+from samestep.observe.tracker import AtomicFileTracker, Line, MetricsBatch
+
+FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
+
+
+class TensorBoard(AtomicFileTracker):
+    """Write one event file.
+
+    A file that replaces another has the next number. It begins with the start of a session at step 0, at which an open
+    TensorBoard drops what it has read. The earlier file stays, empty, because TensorBoard expects it before the next.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir / "track" / "tensorboard")
+        self._time, self._step = 0.0, 0
+
+    def final_path(self, batch: MetricsBatch) -> Path:
+        """Return the path with the next number."""
+        numbers = [int(match[1]) for path in self._folder.iterdir() if (match := FILE_NAME.fullmatch(path.name))]
+        return self._folder / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}"
+
+    def delete_stale(self, path: Path) -> None:
+        """Delete all other files but the last, which is emptied."""
+        others = sorted(each for each in self._folder.iterdir() if FILE_NAME.fullmatch(each.name) and each != path)
+        for each in others[:-1]:
+            each.unlink()
+        for each in others[-1:]:
+            os.truncate(each, 0)
+
+    def head(self, batch: MetricsBatch) -> bytes:
+        """Return the file's version, the start of a session, and the header as text."""
+        self._time = batch.lines[0].time if batch.lines else 0.0
+        version = Event(wall_time=self._time, file_version="brain.Event:2")
+        start = Event(wall_time=self._time, step=0, session_log=SessionLog(status=SessionLog.START))
+        return _records([version, start, self._text("header", batch.header)])
+
+    def body(self, lines: Sequence[Line]) -> bytes:
+        """Return an event per line."""
+        self._step, self._time = lines[-1].step, lines[-1].time
+        events = []
+        for line in lines:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in line.values.items()]
+            events.append(Event(wall_time=line.time, step=line.step, summary=Summary(value=values)))
+        return _records(events)
+
+    def tail(self, result: dict[str, Any]) -> bytes:
+        """Return the result as text."""
+        return _records([self._text("result", result)])
+
+    def _text(self, tag: str, values: dict[str, Any]) -> Event:
+        """Return JSON for TensorBoard's Text: in Markdown, where four spaces make a block of code."""
+        text = "\n".join(f"    {line}" for line in json.dumps(values, indent=2).splitlines())
+        metadata, tensor = create_summary_metadata(tag, ""), make_tensor_proto([text])
+        summary = Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+        return Event(wall_time=self._time, step=self._step, summary=summary)
+
+
+def _records(events: Sequence[Event]) -> bytes:
+    content = io.BytesIO()
+    writer = RecordWriter(content)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return content.getvalue()

@@ -1,0 +1,112 @@
+"""Write a run for W&B: ``RUN_DIR/track/wandb/offline-run-<time>-<id>/run-<id>.wandb``, which `wandb sync` uploads.
+
+``wandb.init(mode="offline")`` cannot continue a file (wandb#4624): each start would make another run. So this module
+writes the file itself, of W&B's own protocol buffers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+from wandb.proto import wandb_internal_pb2 as records
+
+from samestep.observe.tracker import AtomicFileTracker, Line, MetricsBatch
+
+# The format is LevelDB's log with a header: blocks, in which each chunk of a record has its CRC-32, length and type.
+BLOCK, HEADER = 32768, struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+CHUNK_HEADER = struct.Struct("<IHB")
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+class Wandb(AtomicFileTracker):
+    """Write one offline run, whose id is computed from the first line of metrics.jsonl."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir / "track" / "wandb")
+        self._name = run_dir.name
+        self._position, self._record_count, self._start, self._last = 0, 0, 0.0, 0.0
+
+    def final_path(self, batch: MetricsBatch) -> Path:
+        """Return the path that `wandb sync` expects."""
+        when = str(batch.header.get("time", "")).translate({ord(each): None for each in "-:Z"}).replace("T", "_")
+        return self._folder / f"offline-run-{when}-{batch.key}" / f"run-{batch.key}.wandb"
+
+    def delete_stale(self, path: Path) -> None:
+        """Delete the folders of other runs."""
+        for folder in self._folder.glob("offline-run-*"):
+            if folder != path.parent:
+                shutil.rmtree(folder)
+
+    def head(self, batch: MetricsBatch) -> bytes:
+        """Return the file's header, its versions, and the run with its config."""
+        self._position, self._record_count = len(HEADER), 0
+        self._start = self._last = batch.lines[0].time if batch.lines else time.time()
+        header = records.HeaderRecord()
+        header.version_info.producer, header.version_info.min_consumer = wandb.__version__, "0.70.0"
+        app, host = str(batch.header.get("app", "samestep")), str(batch.header.get("host", ""))
+        run = records.RunRecord(run_id=batch.key, project=app, display_name=self._name, host=host)
+        run.start_time.FromNanoseconds(int(self._start * 1e9))
+        run.telemetry.python_version, run.telemetry.cli_version = sys.version.split()[0], wandb.__version__
+        for name, value in {"_wandb": {}, **batch.header}.items():
+            run.config.update.add(key=name, value_json=json.dumps(value))
+        return HEADER + self._log([records.Record(header=header), records.Record(run=run)])
+
+    def body(self, lines: Sequence[Line]) -> bytes:
+        """Return the history, and a summary of the last line."""
+        self._last = lines[-1].time
+        steps = []
+        for line in lines:
+            history = records.HistoryRecord(step=records.HistoryStep(num=line.step))
+            _add_values(history.item, self._values(line))
+            steps.append(records.Record(history=history))
+        return self._log([*steps, _summary(self._values(lines[-1]))])
+
+    def tail(self, result: dict[str, Any]) -> bytes:
+        """Return the result as summary, and the end of the run."""
+        end = records.RunExitRecord(exit_code=0, runtime=int(self._last - self._start))
+        return self._log([_summary(result), records.Record(exit=end)])
+
+    def _values(self, line: Line) -> dict[str, float]:
+        return {**line.values, "_step": line.step, "_timestamp": line.time, "_runtime": line.time - self._start}
+
+    def _log(self, new: Sequence[records.Record]) -> bytes:
+        content = bytearray()
+        for record in new:
+            self._record_count += 1
+            record.num = self._record_count
+            self._append(content, record.SerializeToString())
+        return bytes(content)
+
+    def _append(self, content: bytearray, record: bytes) -> None:
+        is_first = True
+        while is_first or record:
+            room = BLOCK - self._position % BLOCK
+            if room < CHUNK_HEADER.size:  # no chunk begins in so few bytes
+                content += bytes(room)
+                self._position += room
+                room = BLOCK
+            chunk, record = record[: room - CHUNK_HEADER.size], record[room - CHUNK_HEADER.size :]
+            kind = (FIRST if record else FULL) if is_first else (MIDDLE if record else LAST)
+            content += CHUNK_HEADER.pack(zlib.crc32(chunk, zlib.crc32(bytes([kind]))), len(chunk), kind) + chunk
+            self._position += CHUNK_HEADER.size + len(chunk)
+            is_first = False
+
+
+def _summary(values: Mapping[str, Any]) -> records.Record:
+    summary = records.SummaryRecord()
+    _add_values(summary.update, values)
+    return records.Record(summary=summary)
+
+
+def _add_values(items: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        items.add(nested_key=[name], value_json=json.dumps(value))

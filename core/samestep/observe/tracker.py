@@ -1,0 +1,102 @@
+"""Define what a tracker of `track` is: what it gets, and the base of those that are files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+
+class Line(NamedTuple):
+    """A step's line of metrics.jsonl."""
+
+    step: int  # updates done
+    time: float  # when it was written, in seconds since 1970; computed from the file's content alone
+    values: dict[str, float]
+
+
+class MetricsBatch(NamedTuple):
+    """Lines of metrics.jsonl. If ``is_new_file``, a resume replaced the file, and earlier batches no longer count."""
+
+    is_new_file: bool
+    header: dict[str, Any]  # the file's first line
+    key: str  # 16 hexadecimal digits of that line, which identify the run
+    lines: list[Line]
+    has_more: bool  # more lines can be read at once
+    committed_step: int = 0  # no resume takes back a step up to this one; read before the lines
+
+
+class Tracker(Protocol):
+    """A tracker of one run; its class takes the run dir. After any exception `track` makes a new one."""
+
+    def add(self, batch: MetricsBatch) -> None:
+        """Take a batch; called repeatedly, also if there are no new lines."""
+
+    def finish(self, result: dict[str, Any] | None) -> None:
+        """Finish for now; ``result`` is the run's, None if it has not ended well."""
+
+
+class AtomicFileTracker:
+    """A tracker that is a file: written completely under another name, renamed, and then appended to.
+
+    This replaces what a killed process left incomplete, or a resume has cut back.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] | None = None
+        self._final_path: Path | None = None  # None: the file is there already
+
+    def final_path(self, batch: MetricsBatch) -> Path:
+        """Return the path of a new file."""
+        raise NotImplementedError
+
+    def delete_stale(self, path: Path) -> None:
+        """Delete the tracker's files except ``path``."""
+        raise NotImplementedError
+
+    def head(self, batch: MetricsBatch) -> bytes:
+        """Return the beginning of a new file."""
+        raise NotImplementedError
+
+    def body(self, lines: Sequence[Line]) -> bytes:
+        """Return what to append for one or more lines."""
+        raise NotImplementedError
+
+    def tail(self, result: dict[str, Any]) -> bytes:
+        """Return what to append for the run's result."""
+        raise NotImplementedError
+
+    def add(self, batch: MetricsBatch) -> None:
+        """Append the lines to the file, which is replaced if the batch is of a new file."""
+        temporary = self._folder / ".new"
+        if batch.is_new_file:
+            if self._file:
+                self._file.close()
+            self._file, self._final_path = temporary.open("wb"), self.final_path(batch)
+            self._file.write(self.head(batch))
+        if self._file is None:
+            return
+        if batch.lines:
+            self._file.write(self.body(batch.lines))
+        self._file.flush()
+        if self._final_path and not batch.has_more:
+            self._final_path.parent.mkdir(exist_ok=True)
+            temporary.replace(self._final_path)
+            self.delete_stale(self._final_path)
+            self._final_path = None
+
+    def finish(self, result: dict[str, Any] | None) -> None:
+        """Append the result."""
+        if self._file and result:
+            self._file.write(self.tail(result))
+            self._file.flush()
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one: ``{"options": {"lr": 1}}`` as ``{"options.lr": 1}``."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -1,0 +1,309 @@
+"""Show a run live in a terminal.
+
+    python -m samestep.watch [RUN_DIR]
+
+shows, once a second and from the run dir's files alone, so that ssh is enough: loss, speed, time left, each rank's
+heartbeat and location, the last checkpoint, restarts, and the last lines of log/launcher.log. It exits when the run has
+ended. Without RUN_DIR it takes the newest run below runs/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from samestep import ConfigError
+from samestep.observe import run_reader
+from samestep.observe.command import new_parser, run_command
+from samestep.observe.run_reader import RESTART, Curve, Heartbeat, State, finite_number
+from samestep.options import Options, bounded_float
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SILENT_SECONDS = 5.0  # without a heartbeat: the rank is stopped or dead, or its disk hangs
+GONE_SECONDS = 10.0  # that a run may be without a process while its launcher restarts it
+SPEED_LINES = 10  # of metrics.jsonl, from which the speed is computed
+RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
+TAIL_LINES = 6  # of log/launcher.log, if there is room
+DEFAULT_SIZE = (100, 200)  # columns and lines without a terminal
+
+HELP = """\
+Ages of heartbeats are by this machine's clock, for its own ranks. For a rank on another host, watch shows for how long
+its file has not changed. If machines share no disk, each has the files of its own ranks.
+
+If stdout is no terminal, it prints once, as with --once. Ctrl-C ends watch, not the run.
+
+exit codes: 0 shown, 2 a mistake in the call
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit code: 0, or 2 after one line on stderr."""
+    parser = new_parser("watch", "Show a run live in a terminal.", HELP)
+    default = "(default: the newest below runs/)"
+    parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help=f"the folder of a run {default}")
+    every = "seconds between updates (default: %(default)g)"
+    parser.add_argument("--every", type=bounded_float(0.0, 1e6, above=True), default=1.0, metavar="SECONDS", help=every)
+    parser.add_argument("--once", action="store_true", help="print once, as plain text")
+    return run_command(parser, arguments, _run)
+
+
+def _run(options: Options) -> None:
+    run_dir: Path | None = options.run_dir or run_reader.newest(Path("runs"), "*/*")
+    if run_dir is None:
+        raise ConfigError("runs/ holds no run: start one, or give a RUN_DIR")
+    run_reader.check(run_dir)
+    view = View(run_dir)
+    if options.once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        view.update()
+    else:
+        with contextlib.suppress(KeyboardInterrupt), _alternate_screen():
+            while view.update():
+                # Write over the lines before, each to its end, so that nothing flickers.
+                _write("\x1b[H" + "\x1b[K\n".join(view.frame(*_size())) + "\x1b[K\x1b[J")
+                _wait(options.every)
+    print("\n".join(view.frame(*_size())))
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _alternate_screen() -> Iterator[None]:
+    """Switch to the terminal's alternate screen, without a cursor, and back, whatever ends this process."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])  # `_wait` takes it
+    _write("\x1b[?1049h\x1b[?25l")
+    try:
+        yield
+    finally:
+        _write("\x1b[?25h\x1b[?1049l")
+
+
+def _size() -> tuple[int, int]:
+    """Return the terminal's columns and lines; COLUMNS and LINES do not change with it."""
+    with contextlib.suppress(OSError, ValueError):
+        size = os.get_terminal_size(sys.stdout.fileno())
+        return size.columns or DEFAULT_SIZE[0], size.lines or DEFAULT_SIZE[1]
+    return DEFAULT_SIZE
+
+
+def _write(content: str) -> None:
+    sys.stdout.write(content)
+    sys.stdout.flush()
+
+
+def _wait(seconds: float) -> None:
+    """Wait, or until the terminal has another size."""
+    if hasattr(signal, "sigtimedwait"):
+        signal.sigtimedwait([signal.SIGWINCH], seconds)
+    else:
+        time.sleep(seconds)
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+class View:
+    """Show a run dir as its files are now."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._metrics, self._log = run_reader.MetricsReader(run_dir), run_reader.EventLog(run_dir)
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._changed: dict[int, tuple[float, float]] = {}  # by rank: its heartbeat's time, and when it was first seen
+        self._updates = 0
+        self._gone_since: float | None = None
+        self._state = State("new", "")
+
+    def update(self) -> bool:
+        """Read what the run has written since; return whether to continue."""
+        self._updates += 1
+        self._metrics.read()
+        self._log.read()
+        self._heartbeats, _ = run_reader.heartbeats(self.run_dir)
+        self._result, _ = run_reader.read_object(self.run_dir / "result.json")
+        now, active_hosts = time.monotonic(), set()
+        for rank, beat in self._heartbeats.items():
+            if rank not in self._changed or self._changed[rank][0] != beat.time:
+                active_hosts |= {beat.host} if rank in self._changed and not _is_here(beat) else set()
+                self._changed[rank] = (beat.time, now)
+        self._state = run_reader.state(self.run_dir, self._metrics.step, self._result)
+        if self._state.name != "running" and active_hosts:
+            self._state = State("running", f"running on {', '.join(sorted(active_hosts))}")
+        return self._continues(now)
+
+    def _continues(self, now: float) -> bool:
+        """Return whether the run may still write: a run that was killed leaves no result."""
+        if self._state.name == "running":
+            self._gone_since = None
+            return True
+        if self._state.name not in ("new", "ended"):
+            return False
+        is_elsewhere = not all(map(_is_here, self._heartbeats.values()))
+        may_restart = is_elsewhere or self._updates > 1 or self._state.name == "new"  # else it ended before this began
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        is_recent = now - self._gone_since < GONE_SECONDS
+        if is_elsewhere and is_recent:
+            self._state = State(
+                "unknown", "ranks on other hosts: it takes some seconds to see whether they still write"
+            )
+        return may_restart and is_recent
+
+    def frame(self, columns: int, lines: int) -> list[str]:
+        """Return at most ``lines`` lines of at most ``columns`` characters."""
+        app = run_reader.app_of(self._metrics.header, self._result) or "a run"
+        head = [f"{app}  {self.run_dir}", self._state.text, *self._progress(columns), *self._curves(columns)]
+        head += [*self._checkpoints(), *self._events(), ""]
+        tail = [f"  {line.rstrip()}" for line in self._log.tail]
+        shown = [*head, *self._ranks(max(3, lines - len(head) - 2 - min(TAIL_LINES, len(tail))))]
+        if tail and (room := lines - len(shown) - 2) > 0:
+            shown += ["log/launcher.log", *tail[-min(TAIL_LINES, room) :]]
+        return [_cut(line, columns) for line in shown[: max(1, lines - 1)]]
+
+    def _progress(self, columns: int) -> Iterator[str]:
+        last_step, rates = self._log.last_step, self._metrics.curves.get("samples_per_second")
+        step = max([beat.step for beat in self._heartbeats.values()] + [self._metrics.step or 0])
+        if self._state.name == "finished":
+            step = self._metrics.step or step
+        if last_step:
+            share, width = min(1.0, step / last_step), max(4, min(30, columns - 40))
+            bar = "█" * int(share * width) + "░" * (width - int(share * width))
+            yield f"step {step:,} of {last_step:,}  {bar} {100 * share:.0f}%"
+        else:
+            yield f"step {step:,}"
+        if rates:
+            seconds = self._seconds_per_step() if last_step and self._state.name == "running" else None
+            left = (
+                f"  {1 / seconds:,.1f} steps/s  {duration(max(0, last_step - step) * seconds)} left" if seconds else ""
+            )
+            yield f"{rates.values[-1]:,.0f} samples/s{left}"
+
+    def _curves(self, columns: int) -> Iterator[str]:
+        width = max(8, min(40, columns - 24))
+        for name, curve in self._metrics.curves.items():
+            if name != "samples_per_second":
+                yield f"{name.replace('_', ' '):<14} {curve.values[-1]:<10.5g} {sparkline(curve, width)}"
+        if not self._metrics.curves:
+            yield "nothing is measured yet"
+        if self._state.name == "finished":
+            result = {name: finite_number(self._result.get(name)) for name in RESULT_FIELDS}
+            texts = [f"{name.replace('_', ' ')} {value:.5g}" for name, value in result.items() if value]
+            yield from [f"result         {', '.join(texts)}"] if texts else []
+
+    def _seconds_per_step(self) -> float | None:
+        """Return those of the last lines, with evaluations and checkpoints; computed from the lines' own numbers."""
+        curve = self._metrics.curves.get("samples_per_second", Curve())
+        options = run_reader.get_object(self._metrics.header, "options")
+        batch_size = finite_number(options.get("global_batch_size"))
+        steps = np.diff(np.array(curve.steps)[-SPEED_LINES - 1 :])
+        rates = np.array(curve.values)[len(curve.values) - len(steps) :]
+        if not batch_size or not len(steps) or (rates <= 0).any():
+            return None
+        return float((steps * batch_size / rates).sum() / steps.sum())
+
+    def _checkpoints(self) -> Iterator[str]:
+        saved = run_reader.checkpoints(self.run_dir)
+        good = [each for each in saved if not each.quarantined and not each.problem]
+        if good:
+            age = duration(max(0.0, time.time() - good[-1].time))
+            yield f"checkpoint     step {good[-1].step:,}, {age} ago by its file system; {len(good)} kept"
+        else:
+            yield "checkpoint     none yet"
+        for each in saved:
+            if each.problem:
+                yield f"checkpoint     {each.folder.name} is damaged: {each.problem}"
+
+    def _events(self) -> Iterator[str]:
+        events, launches = self._log.events(), len(self._log.launches)
+        starts = [event.text.partition(",")[0] for event in events if event.kind == RESTART][-3:]
+        texts = [f"started {launches} times"] if launches > 1 else []
+        texts += [", ".join(starts)] if starts else []
+        if texts:
+            yield f"restarts       {'; '.join(texts)}"
+        for event in [event for event in events if event.kind != RESTART][-2:]:
+            yield f"{event.kind:<14} {event.when[11:]} {event.text}"
+
+    def _ranks(self, max_lines: int) -> list[str]:
+        """Return a line per rank; without room for all, those that are silent or behind come first."""
+        beats = list(self._heartbeats.values())
+        if not beats:
+            return ["ranks          none has a heartbeat here"]
+        last = max(beat.step for beat in beats)
+        if self._state.name not in ("running", "unknown"):
+            return [f"ranks          {len(beats)} were here, to step {last:,}"]
+        world_size = max(run_reader.world_size_of(self._metrics.header, self._result) or 0, len(beats))
+        if len(beats) > max_lines - 1:
+            beats.sort(key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
+        width = max(len(beat.host) for beat in beats)
+        lines = [f"ranks          {len(beats)} of {world_size} have heartbeats here"]
+        for beat in beats[: max(1, max_lines - 2)]:
+            age = self._age(beat)
+            seen = f"{age:.0f} s ago" if _is_here(beat) else f"unchanged {age:.0f} s"
+            behind, silent = f"{last - beat.step:,} behind" * (beat.step < last), "SILENT" * (age > SILENT_SECONDS)
+            texts = [
+                f"{beat.rank:>5}",
+                f"{beat.host:<{width}}",
+                f"step {beat.step:,}",
+                seen,
+                behind,
+                silent,
+                beat.location,
+            ]
+            lines.append("  ".join(filter(None, texts)))
+        if len(beats) > len(lines) - 1:
+            lines.append(f"       and {len(beats) - len(lines) + 1} more, not behind these")
+        return lines
+
+    def _age(self, beat: Heartbeat) -> float:
+        """Return the seconds since a heartbeat; of another host's rank, since its file was seen to change."""
+        if _is_here(beat):
+            return max(0.0, time.time() - beat.time)
+        return time.monotonic() - self._changed[beat.rank][1]
+
+
+def _is_here(beat: Heartbeat) -> bool:
+    return beat.host == socket.gethostname()
+
+
+def sparkline(curve: Curve, width: int) -> str:
+    """Return a curve in at most ``width`` characters: each section's mean, scaled from the least to the greatest."""
+    values, count = np.array(curve.values), len(curve.values)
+    first = np.arange(min(width, count)) * count // min(width, count)  # of each section
+    with np.errstate(all="ignore"):  # sums may overflow
+        means = np.add.reduceat(values, first) / np.diff(first, append=count)
+        levels = (len(BLOCKS) - 1) * (means - means.min()) / (np.ptp(means) or 1.0)
+    return "".join(BLOCKS[level] for level in np.rint(np.nan_to_num(levels)).astype(int))
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: "3 h 12 min"."""
+    rest, parts = round(seconds), []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
+def _cut(line: str, columns: int) -> str:
+    """Return what fits in one line of the terminal, without control characters, which a terminal would obey."""
+    line = "".join(each if each.isprintable() else "�" for each in line.expandtabs(4))
+    return line if len(line) <= columns else f"{line[: columns - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Detect and survive failures: hung, slow and diverged ranks, and losses that are NaN or infinite."""

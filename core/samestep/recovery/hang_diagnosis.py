@@ -1,0 +1,380 @@
+"""Diagnose a hang: name the rank that the others wait for, and its line of code.
+
+Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
+threads, taken from within. A rank that cannot answer is examined from outside: its last heartbeat, the state of its
+process, and the stacks that a C thread of Python writes to ``log/stack-<r>.txt`` when the interpreter is blocked. From
+these files every rank comes to the same diagnosis. `samestep.observe.hang_report` prints the files.
+
+A rank waits for the others if a collective that it called has not ended, or if its code called into a framework's
+module of collectives. The rank itself finds out both at run time. Only a rank that hangs imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.env import detect
+from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, read_text, stack, write_json
+from samestep.recovery.rank_files import read_json as read_json
+
+HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
+DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
+MAX_AGE = 15.0  # seconds after which a file of a job without a name is of another hang
+HEARTBEAT_FIELDS = {"step", "time", "rank", "pid", "host"}  # in each heartbeat and each hang-<r>.json
+_dump_lock = threading.RLock()  # both threads of a watchdog write their rank's file
+
+State = Mapping[str, Any]  # a rank's values, as in its files
+
+
+# --- a rank's own file -----------------------------------------------------------------------------------------------
+
+
+def dump_state(folder: Path, state: State, **extra: Any) -> None:
+    """Write this rank's ``hang-<r>.json``: its ``state``, the stacks of all its threads, and ``extra``."""
+    with _dump_lock:
+        write_json(folder, f"hang-{state['rank']}.json", {**state, "threads": _threads(), **extra}, state["rank"])
+
+
+def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
+    """Write this rank's file once, if another rank has found a hang and this rank has not."""
+    if _is_of_hang(read_json(folder / "hanging"), heartbeat):
+        with _dump_lock:
+            own = read_json(folder / f"hang-{heartbeat['rank']}.json")
+            if not (_is_of_hang(own, heartbeat) and own["pid"] == heartbeat["pid"]):
+                dump_state(folder, get_state())
+
+
+def _threads() -> list[dict[str, Any]]:
+    """Return the stacks of all threads except this one, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    return [
+        {"name": names.get(ident, str(ident)), "calls": [call.with_code() for call in stack(frame)]}
+        for ident, frame in frames
+        if ident != threading.get_ident()
+    ]
+
+
+# --- what is known of a rank -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankState:
+    """The state of a rank, as this machine's files and processes show it."""
+
+    rank: int
+    values: State  # of its hang-<r>.json; of its heartbeat if it did not answer
+    answered: bool
+    location: CodeLocation | None = None
+    is_current: bool = True  # False: the location is that of its last heartbeat
+    trouble: str = ""  # why it does not answer
+
+    @property
+    def name(self) -> str:
+        """Return "rank 1 (host, pid 7)"."""
+        return f"rank {self.rank} ({self.values['host']}, pid {self.values['pid']})"
+
+    @property
+    def step(self) -> int:
+        """Return the number of updates done."""
+        return int(self.values["step"])
+
+    @property
+    def collective(self) -> State:
+        """Return the name, number and state (pending or not) of its last collective; {} if none is recorded."""
+        return self.values.get("collective") or {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether it waits for the others in a collective."""
+        return bool(self.collective.get("pending") or self.values.get("waiting"))
+
+    @property
+    def position(self) -> str:
+        """Return "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
+        verb = "waits" if self.is_waiting else "stands"
+        verb += f" in {self.collective['name']}" if self.collective.get("pending") else ""
+        return f"{verb if self.is_current else 'last seen'} at {self.location or 'an unknown location'}"
+
+
+def read_state(folder: Path, rank: int, now: State) -> RankState | None:
+    """Return what the files in ``folder`` show of a rank in the hang in which ``now`` is this rank's state.
+
+    Return None if they show nothing.
+    """
+    values = read_json(folder / f"hang-{rank}.json")
+    if values.keys() >= HEARTBEAT_FIELDS and _is_of_hang(values, now) and "written_by" not in values:
+        return RankState(rank, values, True, _location(values))
+    values = read_json(folder / f"alive-{rank}")
+    if not values.keys() >= HEARTBEAT_FIELDS or values.get("job") != now["job"]:
+        return None
+    state = RankState(rank, values, False, _location(values), is_current=False)
+    silence = _seconds_since_heartbeat(folder, rank, values, now)
+    state.trouble = _process_trouble(values, silence > HEARTBEAT_TIMEOUT)
+    if stacks := read_stacks(folder / f"stack-{rank}.txt"):
+        writes = any(call.function == "write_json" for calls in stacks[1:] for call in calls)
+        state.trouble = state.trouble or ("its run dir's disk hangs" if writes else "its interpreter held by C code")
+        state.location, state.is_current = own_location(stacks[0]) if stacks[0] else state.location, True
+    if state.trouble or silence > HEARTBEAT_TIMEOUT:
+        state.trouble = f"silent for {silence:.0f} s" + (f", {state.trouble}" if state.trouble else "")
+    return state
+
+
+def _location(values: State) -> CodeLocation | None:
+    """Return the location in a heartbeat; None if it has none."""
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        file, line, function, *code = values["at"]
+        return CodeLocation(str(file), int(line), str(function), *map(str, code)).with_code()
+    return None
+
+
+def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State) -> float:
+    """Return the age of a rank's heartbeat; on another host, whose clock may differ, by the times of its file."""
+    if values["host"] == now["host"]:
+        return max(0.0, time.time() - float(values["time"]))
+    with contextlib.suppress(OSError):
+        own, other = (Path(folder, f"alive-{each}").stat().st_mtime for each in (now["rank"], rank))
+        return max(0.0, own - other)
+    return 0.0
+
+
+def _process_trouble(values: State, is_silent: bool) -> str:
+    """Return what this machine shows of a process that does not answer; "" if it runs or is another machine's."""
+    if values["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return ""
+    pid = int(values["pid"])
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "its process is gone"
+    texts = {"T": f"stopped by a signal (kill -CONT {pid} continues it)", "t": "stopped by a debugger"}
+    texts |= {"Z": "its process is dead", "X": "its process is dead"}
+    texts |= {"D": "waiting for a disk or a device"} if is_silent else {}  # as any process does now and then
+    open_file = _open_checkpoint_file(pid) if state in texts and state in "TtD" else ""
+    return texts.get(state, "") + (f" while it has {open_file} open" if open_file else "")
+
+
+def _open_checkpoint_file(pid: int) -> str:
+    """Return the file of a checkpoint that a process has open; "" if there is none."""
+    with contextlib.suppress(OSError):
+        paths = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").glob("*")]
+        paths = [path for path in paths if "/checkpoints/" in path or path.endswith(".tmp")]
+        return "/".join(Path(paths[0]).parts[-2:]) if paths else ""
+    return ""
+
+
+def read_stacks(path: Path) -> list[list[CodeLocation]]:
+    """Return the stacks that `faulthandler` wrote, the main thread's first, of each the innermost call first."""
+    stacks: list[list[CodeLocation]] = []
+    with contextlib.suppress(OSError):
+        for line in read_text(path).splitlines():
+            if line.startswith(("Thread ", "Current thread ")):
+                stacks.append([])
+            elif stacks and (call := re.fullmatch(r'  File "(.+)", line (\d+) in (.+)', line)):
+                stacks[-1].append(CodeLocation(call[1], int(call[2]), call[3]).with_code())
+    return stacks[::-1]  # the thread that started first comes last in the file
+
+
+def as_json(calls: Iterable[CodeLocation]) -> list[CodeLocation]:
+    """Return calls as in ``hang-<r>.json``: [file, line, function, code] each."""
+    return list(calls)
+
+
+def _is_of_hang(values: State, now: State) -> bool:
+    """Return whether a file is of the current hang: a restarted job finds the files of the job before."""
+    if not {"job", "rank", "time", "pid"} <= values.keys():
+        return False
+    is_recent = now["time"] - values["time"] < MAX_AGE or values.get("host") != now["host"]  # its clock may differ
+    return bool(values["job"] == now["job"] and is_recent)
+
+
+# --- what is known of a job ------------------------------------------------------------------------------------------
+
+
+def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
+    """Describe ranks of this job that a signal such as ABRT ended: the others only see a lost connection.
+
+    Args:
+        folder: the ``log`` folder.
+        job: the job's name.
+        program: the folder of the app, if the caller is not one of its ranks.
+
+    Returns:
+        "; rank 0 (host, pid 7) died (Aborted) at train.py:105 in train (dist.all_reduce(sums))", or "".
+    """
+    texts = []
+    for path in sorted(folder.glob("stack-*.txt")):
+        values = read_json(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
+        with contextlib.suppress(OSError, IndexError, KeyError):
+            error = re.match(r"Fatal Python error: (.+)", read_text(path))
+            if error and values["job"] == job:
+                name = RankState(values["rank"], values, False).name
+                texts.append(f"; {name} died ({error[1]}) at {own_location(read_stacks(path)[0], program)}")
+    return "".join(texts)
+
+
+def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
+    """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes."""
+    heartbeats = [read_json(path) for path in folder.glob("alive-*")]
+    of_job = [values for values in heartbeats if values.keys() >= HEARTBEAT_FIELDS and values.get("job") == job]
+    here = [values for values in of_job if values["host"] == socket.gethostname()]
+    return len(here) >= count and not any("process" in _process_trouble(values, False) for values in here)
+
+
+def _silent_processes(job: str) -> dict[int, int]:
+    """Return the process ids of a job's ranks on this machine, by their environment: also without a heartbeat."""
+    pids: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/environ") if job else ():
+        with contextlib.suppress(Exception):  # processes come and go, and an environment may hold anything
+            pairs = [item.partition("=") for item in path.read_bytes().decode(errors="replace").split("\0") if item]
+            environ = {name: value for name, _, value in pairs}
+            if environ.get("SAMESTEP_JOB") == job and (world := detect(environ)).launcher != "none":
+                pids.setdefault(world.rank, int(path.parent.name))
+    return pids
+
+
+# --- diagnosis -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Which ranks cause a hang. Without suspects the cause is the missing ranks, for which all others wait."""
+
+    suspects: list[RankState]
+    others: list[RankState]
+    missing: list[int]  # ranks without a heartbeat
+    world_size: int
+
+
+def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
+    """Return the suspects among the ranks that were seen."""
+    missing = sorted(set(range(world_size)) - {state.rank for state in states})
+    all_wait = all(state.is_waiting and not state.trouble for state in states)
+    suspects = [] if missing and all_wait else _suspects(states)
+    return Diagnosis(suspects, [state for state in states if state not in suspects], missing, world_size)
+
+
+def _suspects(states: Sequence[RankState]) -> list[RankState]:
+    """Return the ranks that do not answer; else those that do not wait; else the waiting ranks that differ."""
+    if silent := [state for state in states if state.trouble]:
+        return sorted(silent, key=lambda state: state.values["time"])
+    if busy := [state for state in states if not state.is_waiting]:  # the one with the fewest steps is stuck
+        fewest = min(state.step for state in busy)
+        return _smallest_group([state for state in busy if state.step == fewest])
+    numbers = [state.collective.get("number", -1) for state in states]
+    if len(set(numbers)) > 1 and min(numbers) >= 0:
+        return [state for state, number in zip(states, numbers) if number == min(numbers)]
+    return _smallest_group(states)
+
+
+def _smallest_group(states: Sequence[RankState]) -> list[RankState]:
+    """Return a rank of the smallest group at one location and in one collective; of several such groups one each."""
+    groups = _group(states, lambda state: (state.collective.get("name"), state.location and state.location[:2]))
+    fewest = min(len(group) for group in groups)
+    return [group[0] for group in groups if len(group) == fewest]
+
+
+def _group(states: Iterable[RankState], key: Callable[[RankState], Any]) -> list[list[RankState]]:
+    groups: dict[Any, list[RankState]] = {}
+    for state in states:
+        groups.setdefault(key(state), []).append(state)
+    return list(groups.values())
+
+
+def explain(folder: Path, now: State, deadline: float) -> str:
+    """Return the diagnosis of a hang that this rank has found, as far as this machine's files show it.
+
+    Args:
+        folder: the ``log`` folder.
+        now: this rank's state.
+        deadline: when the diagnosis must be ready, on the clock `time.monotonic`. Until shortly before, the other ranks
+            may write their files; they check each second.
+    """
+    write_json(folder, "hanging", dict(now), now["rank"])
+    dump_state(folder, now)
+    states = {now["rank"]: RankState(now["rank"], now, True, _location(now))}
+    while True:
+        for rank in range(now["world_size"]):
+            if not (rank in states and states[rank].answered) and (state := read_state(folder, rank, now)):
+                states[rank] = state
+        is_complete = all(state.answered or state.trouble for state in states.values())
+        if is_complete or time.monotonic() > deadline - DIAGNOSIS_BUDGET:
+            break
+        time.sleep(0.05)
+    diagnosis = diagnose([states[rank] for rank in sorted(states)], now["world_size"])
+    text = format_diagnosis(diagnosis, _silent_processes(now["job"]) if diagnosis.missing else {})
+    first = read_json(folder / f"hang-{read_json(folder / 'stalled').get('rank')}.json")
+    return str(first["verdict"]) if "verdict" in first and _is_of_hang(first, now) else text  # one line on the console
+
+
+def save_diagnosis(folder: Path, now: State, text: str) -> None:
+    """Write the diagnosis, and the state of ranks that cannot write it themselves: a restart loses their heartbeats."""
+    dump_state(folder, now, verdict=text)
+    for rank in range(now["world_size"]):
+        if (state := read_state(folder, rank, now)) and not state.answered:
+            stacks = read_stacks(folder / f"stack-{rank}.txt") or [[state.location] if state.location else []]
+            values = {**state.values, "world_size": now["world_size"], "trouble": state.trouble}
+            values |= {"written_by": now["rank"], "threads": [{"name": "MainThread", "calls": stacks[0]}]}
+            write_json(folder, f"hang-{rank}.json", values, now["rank"])
+
+
+# --- its text --------------------------------------------------------------------------------------------------------
+
+
+def format_diagnosis(diagnosis: Diagnosis, processes: Mapping[int, int] | None = None) -> str:
+    """Return the diagnosis as one line. ``processes`` has process ids of missing ranks on this machine."""
+    suspects, others = diagnosis.suspects, diagnosis.others
+    parts = [_describe_suspect(suspect, others) for suspect in suspects[:2]]
+    parts += [f"so do {len(suspects) - 2} more"] if len(suspects) > 2 else []
+    if len(suspects) > 1 and all(suspect.is_waiting and not suspect.trouble for suspect in suspects):
+        parts.append("these do not match")
+    parts += [_group_by_location(others, are_others=bool(suspects))] if others else []
+    missing = [_missing_ranks(diagnosis, processes or {})] if diagnosis.missing else []
+    return "; ".join(parts + missing if suspects else missing + parts)
+
+
+def _describe_suspect(suspect: RankState, others: Sequence[RankState]) -> str:
+    text = f"{suspect.name} last alive at step {suspect.step}"
+    text += f", {suspect.trouble}" if suspect.trouble else ""
+    text += f"{',' if suspect.trouble or not suspect.is_current else ''} {suspect.position}"
+    alone = not suspect.trouble and not suspect.is_waiting and any(other.is_waiting for other in others)
+    return f"{text}, not in a collective" if alone else text
+
+
+def _group_by_location(states: Sequence[RankState], are_others: bool = False) -> str:
+    """Describe each group at one location once: "ranks 0, 2-7 wait in all_reduce 115 [7] double at train.py:105"."""
+    groups = sorted(_group(states, lambda state: state.position), key=lambda group: -len(group))
+    parts = []
+    for group in groups[:2]:
+        ranks, position = group[0].name, group[0].position
+        if len(group) > 1:
+            ranks = f"ranks {format_ranges(state.rank for state in group)}"
+            ranks = "the others" if are_others and len(groups) == 1 else ranks
+            position = re.sub("^(stand|wait)s", r"\1", position)
+        parts.append(f"{ranks} {position}")
+    return "; ".join([*parts, f"{len(groups) - 2} more stand elsewhere"] if len(groups) > 2 else parts)
+
+
+def _missing_ranks(diagnosis: Diagnosis, processes: Mapping[int, int]) -> str:
+    missing = diagnosis.missing
+    known = [f"rank {r} is pid {processes[r]}, which has not come to its Run" for r in missing if r in processes]
+    text = f"{len(missing)} of {diagnosis.world_size} ranks never seen from here: {format_ranges(missing)}"
+    return f"{text} ({'; '.join(known[:2])})" if known else text
+
+
+def format_ranges(ranks: Iterable[int]) -> str:
+    """Return "0, 2-7" for 0, 2, 3, 4, 5, 6, 7."""
+    every = sorted(ranks)
+    firsts = [rank for rank in every if rank - 1 not in every]
+    lasts = [rank for rank in every if rank + 1 not in every]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts))

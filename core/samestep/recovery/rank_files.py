@@ -1,0 +1,86 @@
+"""Read and write the files in ``<run-dir>/log`` that describe ranks, and the code locations in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import re
+import stat
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+MAX_BYTES = 2**20  # that are read of any file
+MAX_CODE_LENGTH = 70  # characters of a line of code in a message
+
+_MAIN = getattr(sys.modules["__main__"], "__file__", None)
+PROGRAM = Path(_MAIN).absolute().parent if _MAIN else Path(os.devnull)
+_PACKAGE = f"{Path(__file__).absolute().parents[1]}{os.sep}"
+_COLLECTIVES = re.compile(r"/(horovod|distributed|communication)/")  # folders of frameworks' modules of collectives
+
+
+class CodeLocation(NamedTuple):
+    """A file, a line and a function in which a thread is; ``code`` is the line's text, or "" if it was not read."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def with_code(self) -> CodeLocation:
+        """Return the location with the text of its line; "" if the file cannot be read."""
+        return self._replace(code=self.code or linecache.getline(self.file, self.line).strip())
+
+    def __str__(self) -> str:
+        code = re.sub(r"\s*#.*", "", self.code)
+        code = code if len(code) <= MAX_CODE_LENGTH else f"{code[: MAX_CODE_LENGTH - 3]}..."
+        return f"{os.path.basename(self.file)}:{self.line} in {self.function}" + (f" ({code})" if code else "")
+
+
+def stack(frame: FrameType | None) -> list[CodeLocation]:
+    """Return the calls of a thread, the innermost first."""
+    return [CodeLocation(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(frame)]
+
+
+def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> CodeLocation:
+    """Return the innermost of one or more ``calls`` in the folder ``program``, else in this package, else of all."""
+    folder = f"{program}{os.sep}"
+    in_package = [call for call in calls if call.file.startswith(_PACKAGE)]
+    in_folder = [call for call in calls if call.file.startswith(folder) and not call.file.startswith(_PACKAGE)]
+    in_program = [call for call in in_folder if "site-packages" not in call.file[len(folder) :]]
+    return (in_program or in_package or calls)[0]
+
+
+def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> bool:
+    """Return whether the own code of a thread has called into a framework's module of collectives."""
+    inner = calls[: calls.index(own_location(calls, program))]
+    files = [call.file.rpartition("-packages")[2] for call in inner if not call.file.startswith(_PACKAGE)]
+    return any(_COLLECTIVES.search(file) for file in files)
+
+
+def read_text(path: Path) -> str:
+    """Return a regular file's text, "" for anything else: a pipe would block. Raises OSError if it cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(MAX_BYTES).decode(errors="replace") if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is none, or a crash left it damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        values = json.loads(read_text(path))
+        return values if isinstance(values, dict) else {}
+    return {}
+
+
+def write_json(folder: Path, name: str, values: dict[str, Any], writer: int) -> None:
+    """Write a file of ``folder`` atomically. ``writer`` is the rank that writes it; errors are ignored."""
+    temporary = folder / f".{name}.{writer}.tmp"
+    with contextlib.suppress(OSError):  # a full disk must not stop the training; the checkpoint will report it
+        temporary.write_text(json.dumps(values))
+        temporary.replace(folder / name)

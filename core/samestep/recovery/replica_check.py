@@ -1,0 +1,66 @@
+"""Describe why a run goes back to its last good checkpoint: ranks differ, or a loss is NaN or infinite.
+
+A flipped bit has two effects. Ranks differ, which they see when they compare their arrays before a checkpoint. Or a
+loss is NaN or infinite: the gradients carry that to every rank within a step, so all ranks may be equal. A learning
+rate that is too high has the second effect too, but at the same step again after a restart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep import NonRetryableError, RetryableError
+from samestep.env import World
+from samestep.options import Options
+from samestep.recovery.rank_files import read_json, write_json
+
+_NOTE = "not-finite"  # in log/: the step at which a loss was NaN or infinite, and the number of that start of the job
+_RESTART = "a restart resumes from an earlier checkpoint"
+
+
+def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> RetryableError:
+    """Return the error for ranks that differ.
+
+    Args:
+        checksums: [world_size, k], a row per rank; not all rows are equal.
+        step: the number of updates done.
+        names: the array of each column; none if the columns are a digest of the final weights.
+    """
+    if not names:
+        ranks, unknown = minority_ranks(checksums)
+        return RetryableError(f"{ranks} in the final weights: no result{unknown}; {_RESTART}")
+    first = int((checksums != checksums[0]).any(axis=0).argmax())
+    ranks, unknown = minority_ranks(checksums[:, [first]])
+    return RetryableError(f"{ranks} at step {step}, first in {names[first]}: not saved{unknown}; {_RESTART}")
+
+
+def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
+    """Describe the ranks whose rows [world_size, k] are not the majority's, and what is unknown without a majority."""
+    _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+    if 2 * counts.max() <= len(rows):
+        ranks = "ranks 0 and 1 differ" if len(rows) == 2 else f"the {len(rows)} ranks differ"
+        return ranks, ", and without a majority the wrong rank is unknown"
+    minority = np.flatnonzero(kind.reshape(-1) != counts.argmax()).tolist()
+    ranks = f"rank {minority[0]} differs" if len(minority) == 1 else f"ranks {minority} differ"
+    return f"{ranks} from all others", ""
+
+
+def not_finite(name: str, value: float, step: int, options: Options, world: World) -> Exception:
+    """Return the error for a loss that is NaN or infinite.
+
+    It is a RetryableError, or a NonRetryableError if an earlier start had such a loss at the same step. Each rank notes
+    the step for its machine, because any rank may be ended before another has done so. The notes of a start are equal.
+    """
+    start = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
+    text = f"at step {step} the {name} is {value}: lower --lr, now {options.lr}"
+    logs = options.run_dir / "log"
+    note = read_json(logs / _NOTE)
+    if note.get("step") == step and note.get("start", start) < start:
+        return NonRetryableError(f"{text}; the same happened in an earlier start")
+    write_json(logs, _NOTE, {"step": step, "start": start}, world.rank)
+    return RetryableError(f"{text}, unless a flipped bit caused it; {_RESTART}")

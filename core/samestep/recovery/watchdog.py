@@ -1,0 +1,245 @@
+"""Watch a rank with two threads: write heartbeats, and end the rank if its launcher is gone or it makes no progress.
+
+One thread writes ``<run-dir>/log/alive-<r>`` each second (step, time, pid, host, and the main thread's location), so
+that the location of a stopped rank is known. The other ends the rank if its launcher is gone, so that a killed launcher
+leaves no process behind, and if the rank has made no progress for --timeout seconds (--first-step-timeout while it
+compiles). Frameworks wait for minutes, then name the rank that noticed; this error names the rank that the others wait
+for, and its line of code. `hang_diagnosis` finds it and writes ``log/hang-<r>.json``. The launch script ends the rest
+of the job when ``log/stalled`` appears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from numpy.typing import NDArray
+
+from samestep import log
+from samestep.env import World, launch_script
+from samestep.monitor import Monitor
+from samestep.options import Options
+from samestep.recovery import replica_check
+from samestep.recovery.rank_files import is_in_collective, own_location, stack, write_json
+from samestep.recovery.straggler import StragglerDetector
+
+_TICK = 1.0  # seconds
+_SILENT = 5.0  # seconds without a tick after which this process itself was stopped
+STALL_DUMP_AFTER = 2.5  # seconds without a heartbeat after which a C thread, which needs no interpreter, writes stacks
+ORPHAN_GRACE = 3.0  # seconds in which a rank without its launcher may save a step
+_DIAGNOSIS_TIMEOUT = 1.7  # seconds
+_NO_FOLDER = Path(os.devnull)  # until the run dir is known; writes into it fail silently
+
+
+class Watchdog(Monitor):
+    """End this process if waiting is in vain, also while it waits in a framework's C++ code."""
+
+    def __init__(self) -> None:
+        self.folder = _NO_FOLDER
+        self.job = os.environ.get("SAMESTEP_JOB", "")
+        self._stacks: IO[str] | None = None
+        self._step = self._updates = self._first_step = self._collectives = 0
+        self._collective: dict[str, Any] | None = None
+        self._stragglers: StragglerDetector | None = None
+        self._writing, self._stopped = threading.Lock(), threading.Event()
+
+    def start(self, world: World, options: Options) -> None:
+        """Start both threads. The wait for ranks that never come counts as no progress, too."""
+        self._world, self._options, self.world_size = world, options, world.world_size
+        self._compile_timeout: float | None = getattr(options, "first_step_timeout", None)
+        self.expect_compilation()
+        self.last_progress = time.monotonic()
+        self._launcher, self._parent = _launcher(world), os.getppid()
+        self._launched = _start_time(self._launcher) if self._launcher else None
+        for target in (self._watch, self._write_heartbeats):
+            threading.Thread(target=target, name="watchdog", daemon=True).start()
+
+    def write_to(self, folder: Path) -> None:
+        self.folder = folder if self.folder == _NO_FOLDER else self.folder
+        with contextlib.suppress(OSError):
+            self._stacks = self._stacks or Path(self.folder, f"stack-{self._world.rank}.txt").open("a")
+            self._stacks.truncate(0)  # an earlier start's; opened for appending, as its writer keeps its position
+            if not faulthandler.is_enabled():  # if a framework's C++ aborts, no line of Python can report it
+                faulthandler.enable(self._stacks)
+        self._write_heartbeat()
+
+    def resume_at(self, step: int) -> None:
+        self._step = self._first_step = step
+        self.last_progress = time.monotonic()
+        self._last_collective()  # a framework without this record is reported now, not in a hang
+        self._write_heartbeat()
+
+    def expect_compilation(self) -> None:
+        self._is_compiling = self._compile_timeout is not None
+
+    def beat(self, step: int | None = None) -> None:
+        self.last_progress, self._is_compiling = time.monotonic(), False
+        if step is not None:
+            self._step, self._updates = step, self._updates + 1
+            if self._updates == 1:  # at once: the launch script checks whether a failed start got so far
+                self._write_heartbeat()
+
+    @contextlib.contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        self._collectives += 1
+        outer = self._collective
+        self._collective = {"name": name, "number": self._collectives, "pending": True}
+        try:
+            yield
+        finally:
+            self._collective = outer
+
+    def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
+        ranks, samples, factor = self.world_size, self._options.global_batch_size, self._options.straggler
+        if self._stragglers is None and self._world.rank == 0 and factor > 0 and 1 < ranks <= samples:
+            self._stragglers = StragglerDetector(factor, ranks, samples, self._first_step)
+        return self._stragglers.update(step, phase_seconds) if self._stragglers else []
+
+    def check_losses(self, losses: Mapping[str, float], step: int) -> None:
+        for name, value in losses.items():
+            if not math.isfinite(value):
+                raise replica_check.not_finite(name, value, step, self._options, self._world)
+
+    def check_replicas(self, checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> None:
+        if (checksums != checksums[0]).any():
+            raise replica_check.unequal(checksums, step, names)
+
+    def launcher_died(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._parent
+
+    def all_ranks_alive(self, count: int) -> bool:
+        from samestep.recovery import hang_diagnosis
+
+        return hang_diagnosis.all_ranks_alive(self.folder, self.job, count)
+
+    def describe_crashes(self) -> str:
+        from samestep.recovery import hang_diagnosis
+
+        return hang_diagnosis.crashes(self.folder, self.job)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self._stacks:
+            Path(self._stacks.name).unlink(missing_ok=True)
+
+    # --- progress ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        ticked = time.monotonic()
+        while not self._stopped.wait(min(_TICK, max(0.05, self.last_progress + self._limit() - ticked))):
+            now = time.monotonic()
+            if now - ticked > _SILENT:  # this process was stopped and continues: its time starts anew
+                self.last_progress = now
+            ticked = now
+            if self._launcher and (self._launched is None or _start_time(self._launcher) != self._launched):
+                log.error(f"rank {self._world.rank}: its launcher (pid {self._launcher}) is gone; ending")
+                if callable(signal.getsignal(signal.SIGTERM)):  # a Run handles it: a step may still be saved
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(ORPHAN_GRACE)
+                os._exit(1)
+            if now - self.last_progress > self._limit():
+                self._end()
+
+    def _limit(self) -> float:
+        return self._compile_timeout if self._is_compiling and self._compile_timeout else self._options.timeout
+
+    def _end(self) -> None:
+        """Report the suspect and end. Every wait here has a limit: what blocks the rank may block files as well."""
+        deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
+        this = f"rank {self._world.rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
+        suspect = log.call_with_timeout(_DIAGNOSIS_TIMEOUT, self._diagnose, deadline) or this
+        text = f"no progress for {self._limit():g} s: {suspect}"
+        text += "; if it was still compiling, give it a longer --first-step-timeout" if self._is_compiling else ""
+        has_files = self.folder != _NO_FOLDER
+        text += f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if has_files else ""
+        log.call_with_timeout(_TICK, log.error, text)
+        log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
+        # The launch script ends the job at this file: it comes after the line, so that the line is not lost.
+        stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
+        log.call_with_timeout(_TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
+        os._exit(1)
+
+    def _diagnose(self, deadline: float) -> str:
+        from samestep.recovery import hang_diagnosis  # only a rank that hangs needs it
+
+        return hang_diagnosis.explain(self.folder, self.state(), deadline)
+
+    def _save_diagnosis(self, text: str) -> None:
+        from samestep.recovery import hang_diagnosis
+
+        hang_diagnosis.save_diagnosis(self.folder, self.state(), text)
+
+    # --- heartbeats ----------------------------------------------------------------------------------------------
+
+    def _write_heartbeats(self) -> None:
+        """Write until the rank is done. A disk that hangs stops this thread, but not the one that ends the rank."""
+        while not self._stopped.wait(_TICK):
+            self._write_heartbeat()
+            if time.monotonic() - self.last_progress > self._limit() / 2:
+                with contextlib.suppress(Exception):
+                    from samestep.recovery import hang_diagnosis  # before seconds count
+
+                    hang_diagnosis.dump_state_if_others_hang(self.folder, self.values(), self.state)
+
+    def _write_heartbeat(self) -> None:
+        with self._writing:
+            write_json(self.folder, f"alive-{self._world.rank}", self.values(), self._world.rank)
+            with contextlib.suppress(OSError):
+                if self._stacks and not self._stopped.is_set():
+                    self._stacks.truncate(0)
+                    faulthandler.dump_traceback_later(STALL_DUMP_AFTER, file=self._stacks)  # unless the next one comes
+
+    def values(self) -> dict[str, Any]:
+        """Return a heartbeat's values. ``at`` is the main thread's file, line and function in the program."""
+        calls = stack(sys._current_frames().get(threading.main_thread().ident or 0))
+        waiting = self._collective is not None or is_in_collective(calls)
+        values = {"rank": self._world.rank, "pid": os.getpid(), "host": socket.gethostname(), "job": self.job}
+        values |= {"step": self._step, "updates": self._updates, "time": time.time()}
+        return {**values, "at": own_location(calls)[:3], "waiting": waiting, "collective": self._collective}
+
+    def state(self) -> dict[str, Any]:
+        """Return the values of ``hang-<r>.json``: a heartbeat's, and what only a diagnosis needs."""
+        collective, waited = self._last_collective(), time.monotonic() - self.last_progress
+        return {**self.values(), "world_size": self.world_size, "waited": waited, "collective": collective}
+
+    def _last_collective(self) -> dict[str, Any] | None:
+        try:
+            recorded = self.last_collective() if self.last_collective else None
+        except Exception as problem:  # it may rest on a private function of the framework
+            self.last_collective = recorded = None
+            text = f"the framework's record of collectives cannot be read ({problem}): hangs are diagnosed without it"
+            log.call_with_timeout(_TICK / 2, log.info, text)
+        return recorded or self._collective
+
+
+def _launcher(world: World) -> int | None:
+    """Return the process that must outlive this rank: the launch script, which handles the launcher; else the launcher.
+
+    The parent of a rank that no launcher started is a shell, whose end means nothing.
+    """
+    script = launch_script(os.environ)
+    pid = script or os.getppid()
+    return None if pid == 1 or (world.launcher in ("none", "env") and not script) else pid
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None if it is gone or a zombie. "" if not on Linux."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        if not Path("/proc/self/stat").exists():
+            os.getsid(pid)
+            return ""
+        # The command's name, in parentheses, may hold spaces: fields are counted after it (proc(5): 3 state, 22 start).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    return None

@@ -1,0 +1,52 @@
+"""Lay out a safetensors file, so that its arrays can be written one block at a time.
+
+The safetensors library writes whole arrays alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# numpy's dtypes (without their byte order) under safetensors' names, in the order in which its own writer sorts arrays.
+DTYPES = {
+    "u8": "U64",
+    "i8": "I64",
+    "f8": "F64",
+    "c8": "C64",
+    "f4": "F32",
+    "u4": "U32",
+    "i4": "I32",
+    "f2": "F16",
+    "u2": "U16",
+    "i2": "I16",
+    "i1": "I8",
+    "u1": "U8",
+    "b1": "BOOL",
+}
+
+
+def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
+    """Return the beginning of a file, and the byte at which each array begins, in their order.
+
+    Only dtype and shape of the arrays matter. Raises TypeError for a dtype that no safetensors file can hold.
+
+    Format: the header's length in 8 bytes, little-endian; the header in JSON, padded with spaces to a multiple of 8;
+    the arrays in C order, little-endian. Source: https://huggingface.co/docs/safetensors, "Format".
+    """
+    dtypes = {name: array.dtype.str[1:] for name, array in arrays.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise TypeError(f"{name} is {arrays[name].dtype}, which no safetensors file can hold")
+    order = list(DTYPES).index
+    header, places, end = {}, {}, 0
+    for name in sorted(arrays, key=lambda name: (order(dtypes[name]), name)):
+        shape = arrays[name].shape
+        places[name], end = end, end + math.prod(shape) * arrays[name].dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtypes[name]], "shape": shape, "data_offsets": [places[name], end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    begin = len(encoded).to_bytes(8, "little") + encoded
+    return begin, {name: len(begin) + place for name, place in places.items()}

@@ -1,0 +1,245 @@
+"""Write checkpoints of which each rank writes a shard, and read any part of them.
+
+A sharded checkpoint is a folder as `checkpoint` describes, but has a file ``<group>-<rank>.safetensors`` for each group
+and each rank that wrote it, such as ``model-00003.safetensors``, and its manifest names the pieces of each array:
+
+    "pieces": {"model": {"w": {"dtype": "float32", "shape": [6, 4],
+                               "pieces": [[0, [0, 0], [3, 4]], [1, [3, 0], [3, 4]]]}}}
+
+A piece is the rank that wrote it, its offset in the whole array, and its shape. All ranks' files are on the disk before
+rank 0 writes the manifest and gives the folder its name, so a checkpoint is atomic over all ranks. A reader asks for
+the parts that it needs, at any number of ranks. Reading holds no more than these, or a block of 16 MB.
+
+All ranks write into one folder: on one machine, or in a directory that all machines share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
+from samestep.checkpoint import Checkpoint, CorruptCheckpoint
+from samestep.run import Collectives
+from samestep.sharded import safetensors_layout, tensors
+from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def save(
+    collectives: Collectives,
+    rank: int,
+    folder: Path,
+    groups: ShardGroups,
+    body: Mapping[str, Any] | None,
+    keep: int = 1,
+    protected_step: int | None = None,
+) -> None:
+    """Write the checkpoint ``folder``; every rank calls this, and returns when all ranks' files are on the disk.
+
+    Rank 0's ``body`` has the app, the step, the state and the resume invariants. A thread writes the manifest, renames
+    the folder and deletes old checkpoints, as in `checkpoint.save`; `checkpoint.finish` waits for it. Raises
+    NonRetryableError on a rank that cannot write, and RemoteRankError on all others; earlier ones are then untouched.
+    """
+    checkpoint.finish()
+    files, pieces = write(collectives, rank, folder, groups)
+    if rank != 0:
+        return
+    if lacking := [name for name in files if not (checkpoint.temporary_of(folder) / name).exists()]:
+        raise not_shared_error(folder.parents[1], f"{lacking[0]}, which a rank wrote, is not there for rank 0")
+    manifest = {"format": checkpoint.FORMAT, "files": files, "pieces": pieces, **(body or {})}
+
+    def commit() -> None:
+        with checkpoint.writing(folder):
+            checkpoint.commit(folder, manifest, keep, protected_step)
+
+    checkpoint.submit(commit)
+
+
+def write(
+    collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write each rank's files in the temporary folder of ``folder``; return all ranks' entries of the manifest."""
+    temporary, failed, entries = checkpoint.temporary_of(folder), None, dict[str, Any]()
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for group, shards in groups.items():
+            local = {name: shard.values for name, shard in shards.items() if shard.values.size and not shard.copy}
+            name = _file_name(group, rank)
+            files[name] = checkpoint.write_file(temporary / name, checkpoint.serialize(local))
+        checkpoint.sync_folder(temporary)
+        entries = {"files": files, "pieces": {group: _describe(shards) for group, shards in groups.items()}}
+    except OSError as error:
+        failed = error
+    # No rank returns, or deletes anything, before all have written.
+    gathered = [json.loads(entry) for entry in all_gather_bytes(collectives, json.dumps(entries).encode())]
+    if failed:
+        with checkpoint.writing(folder):
+            raise failed
+    if not all(gathered):
+        raise RemoteRankError(1)
+    all_files = {name: entry for rank_entries in gathered for name, entry in rank_entries["files"].items()}
+    return all_files, {group: _merge([rank_entries["pieces"][group] for rank_entries in gathered]) for group in groups}
+
+
+def _file_name(group: str, rank: int) -> str:
+    return f"{group}-{rank:05d}.safetensors"
+
+
+def rank_of(name: str) -> int:
+    """Return the rank that wrote a shard's file; 0 if it is not one."""
+    rank = name.removesuffix(".safetensors").rpartition("-")[2]
+    return int(rank) if rank.isdecimal() else 0
+
+
+def _describe(shards: Mapping[str, TensorShard]) -> dict[str, Any]:
+    """Return for each array its dtype, the shape of the whole, and the piece that this rank wrote, or None."""
+    described = {}
+    for name, shard in shards.items():
+        piece = [shard.offset, shard.values.shape] if shard.values.size and not shard.copy else None
+        described[name] = [shard.dtype.name, shard.shape, piece]
+    return described
+
+
+def _merge(described: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest's entries for one group from all ranks' `_describe`. Raises ValueError for a gap."""
+    merged = {}
+    for name, (dtype, shape, _) in described[0].items():
+        pieces = [[rank, *each[name][2]] for rank, each in enumerate(described) if each[name][2]]
+        if sum(math.prod(extent) for *_, extent in pieces) != math.prod(shape):
+            raise ValueError(f"the ranks' pieces of {name} do not make up its shape {shape}: {pieces}")
+        merged[name] = {"dtype": dtype, "shape": shape, "pieces": pieces}
+    return merged
+
+
+def all_gather_bytes(collectives: Collectives, content: bytes) -> list[bytes]:
+    """Return every rank's ``content``, of any length, on every rank."""
+    lengths = collectives.all_gather(np.array([len(content)], np.int64)).reshape(-1).tolist()
+    local = np.frombuffer(content.ljust(max(lengths), b"\0"), np.uint8)
+    rows = collectives.all_gather(local) if len(local) else np.empty((len(lengths), 0), np.uint8)
+    return [row.tobytes()[:length] for row, length in zip(rows, lengths)]
+
+
+def not_shared_error(run_dir: Path, why: str) -> ConfigError:
+    """Return the error for a run dir that some rank does not see."""
+    return ConfigError(
+        f"--run-dir {run_dir} is not shared by all ranks: {why}: each writes its part of the model there, so name a "
+        "directory that all machines share"
+    )
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path, verify: bool = True) -> Checkpoint:
+    """Read a sharded checkpoint as `checkpoint.read` does, without holding its files. Raises CorruptCheckpoint."""
+    found = checkpoint.read(folder, verify=False)
+    if verify and (damage := find_damage(folder, found.files)):
+        raise CorruptCheckpoint(damage)
+    stored_groups(found)
+    return found
+
+
+def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> str:
+    """Return what is wrong with the first of ``files`` that does not match its digest; "" if all are good."""
+    buffer = memoryview(bytearray(tensors.BLOCK))
+    for name, entry in files.items():
+        digest = hashlib.sha256()
+        try:
+            with (folder / name).open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+                    beat()
+        except OSError as error:
+            return checkpoint.os_error_message(error)
+        if digest.hexdigest() != entry["sha256"]:
+            return f"{name} does not match its checksum"
+    return ""
+
+
+def stored_groups(found: Checkpoint) -> StoredGroups:
+    """Return the arrays of a sharded checkpoint. Raises CorruptCheckpoint if its manifest makes no sense."""
+    try:
+        return stored_in(found.folder, found.pieces, found.files)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpoint(
+            f"manifest.json does not say where arrays are ({type(error).__name__}: {error})"
+        ) from error
+
+
+def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any]) -> StoredGroups:
+    """Return the arrays that ``groups``, a manifest's pieces, describes, in ``files`` of ``folder``."""
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    for group, arrays in groups.items():
+        stored[group] = {}
+        for name, entry in arrays.items():
+            pieces = []
+            for rank, offset, extent in entry["pieces"]:
+                if _file_name(group, rank) not in files or not len(offset) == len(extent) == len(entry["shape"]):
+                    raise ValueError(f"a piece of {name} is {[rank, offset, extent]}")
+                pieces.append((folder / _file_name(group, rank), tuple(offset), tuple(extent)))
+            if sum(math.prod(extent) for *_, extent in pieces) != math.prod(entry["shape"]):
+                raise ValueError(f"pieces of {name} are missing")
+            stored[group][name] = StoredTensor(name, np.dtype(entry["dtype"]), tuple(entry["shape"]), tuple(pieces))
+    return stored
+
+
+def stored_file(path: Path) -> dict[str, StoredTensor]:
+    """Return the arrays of one safetensors file of whole arrays. Raises ConfigError if it is missing or not one."""
+    dtypes = {code: np.dtype(name) for name, code in safetensors_layout.DTYPES.items()}
+    stored = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                part = file.get_slice(name)
+                shape = tuple(part.get_shape())
+                stored[name] = StoredTensor(name, dtypes[part.get_dtype()], shape, ((path, (0,) * len(shape), shape),))
+    except OSError as error:
+        raise ConfigError(f"--init-from {path}: {checkpoint.os_error_message(error)}") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+    return stored
+
+
+def consolidate(
+    arrays: Mapping[str, StoredTensor], path: Path | None = None, tick: Callable[[], Any] = lambda: None
+) -> str:
+    """Return the `checkpoint.weights_sha256` of ``arrays``, and write them atomically to the safetensors file ``path``.
+
+    It reads once, a block of 16 MB at a time, and calls ``tick`` after each array. Raises NonRetryableError.
+    """
+    digest = hashlib.sha256()
+    begin, places = safetensors_layout.layout(arrays)
+    temporary = path.with_name(f".{path.name}.tmp") if path else Path(os.devnull)
+    try:
+        with temporary.open("wb") as file:
+            file.write(begin)
+            for name in sorted(arrays):
+                digest.update(checkpoint.digest_line(name, arrays[name]))
+                file.seek(places[name])
+                for block in arrays[name].blocks():
+                    content = block.astype(block.dtype.newbyteorder("<"), copy=False).tobytes()
+                    digest.update(content)
+                    file.write(content)
+                tick()
+            if path:
+                file.flush()
+                os.fsync(file.fileno())
+        if path:
+            temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink() if path else None
+        raise NonRetryableError(f"cannot write {path}: {checkpoint.os_error_message(error)}") from error
+    return digest.hexdigest()

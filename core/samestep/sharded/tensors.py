@@ -1,0 +1,85 @@
+"""Describe a rank's shard of an array, and a stored array of which any part can be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from samestep import NonRetryableError
+
+BLOCK = 16 * 2**20  # bytes that are read at a time
+Shape = tuple[int, ...]
+
+
+class TensorShard(NamedTuple):
+    """A rank's part of an array: ``values``, which begin at ``offset`` in an array of ``shape``; may be empty."""
+
+    values: NDArray[Any]
+    offset: Shape
+    shape: Shape
+    copy: bool = False  # another rank holds, and writes, the same
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An array in files, of which any part can be read; ``pieces`` are (file, offset, shape)."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: Shape
+    pieces: tuple[tuple[Path, Shape, Shape], ...]
+
+    def read(self, offset: Shape | None = None, shape: Shape | None = None) -> NDArray[Any]:
+        """Return the part of ``shape`` that begins at ``offset``; by default all. Raises NonRetryableError."""
+        offset = (0,) * len(self.shape) if offset is None else offset
+        shape = self.shape if shape is None else shape
+        values = np.empty(shape, self.dtype)
+        for path, begin, extent in self.pieces:
+            low = [max(pair) for pair in zip(offset, begin)]
+            high = [min(a + b, c + d) for a, b, c, d in zip(offset, shape, begin, extent)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            try:  # opened for each piece, so that what was mapped of the file is not kept in memory
+                with safe_open(path, framework="numpy") as file:
+                    source = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, begin))
+                    part = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
+                values[tuple(slice(a - c, b - c) for a, b, c in zip(low, high, offset))] = part
+            except (OSError, SafetensorError, ValueError) as error:
+                raise NonRetryableError(f"{path}: {self.name} cannot be read: {error}") from error
+        return values
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield all of it in C order, in parts of at most BLOCK bytes. Raises NonRetryableError."""
+        for offset, shape in _split((0,) * len(self.shape), self.shape, max(1, BLOCK // self.dtype.itemsize)):
+            yield self.read(offset, shape)
+
+
+ShardGroups = Mapping[
+    str, Mapping[str, TensorShard]
+]  # by group and name: a rank's shards, the same names on every rank
+StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # by group and name: what can be read
+
+
+def _split(offset: Shape, shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield parts (offset, shape) of a part, in C order, each of at most ``most`` elements."""
+    size = math.prod(shape)
+    axis = next((axis for axis, length in enumerate(shape) if length > 1), None)
+    if size <= most or axis is None:
+        yield offset, shape
+        return
+    rows = max(1, shape[axis] * most // size)
+    for first in range(0, shape[axis], rows):
+        at, count = offset[axis] + first, min(rows, shape[axis] - first)
+        yield from _split((*offset[:axis], at, *offset[axis + 1 :]), (*shape[:axis], count, *shape[axis + 1 :]), most)

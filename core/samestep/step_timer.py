@@ -1,0 +1,38 @@
+"""Measure where the seconds of a step go."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+# The values are those of metrics.jsonl. COMPUTE ends with the last gradient.
+PHASES = INPUT, COMPUTE, COMMUNICATION, OPTIMIZER = "input", "computing", "waiting", "optimizer"
+
+
+class StepTimer:
+    """Add up the seconds of this rank's phases. Time between a step's last phase and the next `phase` is not counted.
+
+    The seconds are the host's. Work that the host only queued on a GPU counts in the phase that waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._mark = dict.fromkeys(PHASES, 0.0), 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of the context as phase ``name``."""
+        self._mark = time.perf_counter()
+        yield
+        self.mark(name)
+
+    def mark(self, phase: str) -> None:
+        """Count the seconds since the last mark as ``phase``. Repeated marks add up, so each gradient may set one."""
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._mark
+        self._mark = now
+
+    def pop(self) -> list[float]:
+        """Return the seconds in the order of PHASES and reset them."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return list(seconds.values())

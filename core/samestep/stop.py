@@ -1,0 +1,91 @@
+"""Turn signals into stop requests on which all ranks agree.
+
+TERM, USR1 (Slurm's ``--signal``) and the first Ctrl-C request the same: all ranks agree on a step, save it and exit
+with 128 + the signal. A rank exits at once at a second signal, at a signal before its first step, and if the ranks have
+not agreed within ``grace`` seconds. A thread does that, because the main thread may wait in C code.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+REPEAT_SECONDS = 1.0  # launchers repeat a signal, and a terminal sends it to a whole group: count those as one
+
+
+class Stopped(BaseException):
+    """End the job as requested. Not an Exception, because no ``except`` clause of a program is meant for it."""
+
+    def __init__(self, number: int, text: str, is_final: bool = True) -> None:
+        """``is_final``: the launch script exits with this signal's code.
+
+        Otherwise the signal may be a launcher's reaction to a failure, after which a restart helps.
+        """
+        super().__init__(text)
+        self.exit_code, self.is_final = 128 + number, is_final
+
+
+class StopRequest:
+    """Hold the stop signal that this rank received."""
+
+    def __init__(self, grace: float, exit_now: Callable[[Stopped], None]) -> None:
+        """``grace`` is in seconds; ``exit_now`` ends the process at once, from any thread."""
+        self.number = 0  # the signal, or 0
+        self.in_training = False  # after a step, ranks synchronize
+        self._grace, self._exit_now = grace, exit_now
+        self._read_end = self._write_end = -1
+
+    def install(self) -> None:
+        """Install the signal handlers. Call it again if a framework has installed handlers of its own."""
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread
+            return
+        if self._read_end < 0:
+            self._read_end, self._write_end = os.pipe()
+            os.set_blocking(self._write_end, False)
+            threading.Thread(target=self._signal_thread, name="signals", daemon=True).start()
+            os.register_at_fork(after_in_child=_restore_defaults)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # gets each signal's number at once
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, frame: None)
+            signal.siginterrupt(number, False)  # some frameworks' C++ treats an interrupted call as an error
+
+    def _signal_thread(self) -> None:
+        self.number = first = self._next_signal(None)
+        begun, name = time.monotonic(), signal.Signals(first).name
+        if not self.in_training:
+            self._exit_now(Stopped(first, f"stopped by {name} before the first step", is_final=False))
+        while (second := self._next_signal(begun + self._grace)) and time.monotonic() < begun + min(
+            REPEAT_SECONDS, self._grace
+        ):
+            pass
+        why = "a second signal" if second else f"no step could be saved within {self._grace:g} s (--grace)"
+        self._exit_now(Stopped(first, f"stopped by {name}, unsaved: {why}", is_final=False))
+
+    def _next_signal(self, deadline: float | None) -> int:
+        """Return the next stop signal, or 0 at ``deadline`` on the clock `time.monotonic`."""
+        while select.select([self._read_end], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
+            number = os.read(self._read_end, 1)[0]
+            if number in STOP_SIGNALS:
+                return number
+        return 0
+
+    def encode(self, launcher_died: bool = False) -> tuple[float, ...]:
+        """Return this rank's part of the sum over ranks: one slot for each signal, one for a dead launcher."""
+        return (*(float(self.number == number) for number in STOP_SIGNALS), float(launcher_died))
+
+
+def decode(sums: Sequence[float]) -> tuple[int, bool]:
+    """Return the signal that any rank received (0 for none), and whether any rank's launcher died."""
+    return next((int(number) for number, votes in zip(STOP_SIGNALS, sums) if votes), 0), sums[-1] > 0
+
+
+def _restore_defaults() -> None:
+    """In a forked child, such as a loader's worker: let signals end it."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

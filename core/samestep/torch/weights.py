@@ -1,0 +1,75 @@
+"""Convert weights and optimizer state to arrays, under the names that all apps share, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep import NonRetryableError
+from samestep.checkpoint import Arrays, state_dict_diff
+from samestep.run import Groups
+
+
+def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
+    """Return what a checkpoint holds. Raises NonRetryableError for state that `load` could not restore."""
+    return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
+
+
+def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
+    """Load what `groups` returned, or weights alone. Raises ValueError for what does not fit."""
+    load_model(model, groups["model"])
+    load_optimizer(model, optimizer, groups.get("optimizer", {}))
+
+
+def model_arrays(model: nn.Module) -> Arrays:
+    """Return the weights and buffers under their names, as arrays on the CPU."""
+    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in model.state_dict().items()}
+
+
+def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
+    """Return the optimizer's state as ``<parameter>.<key>``, such as ``conv1.weight.momentum_buffer``.
+
+    Raises NonRetryableError if the state is not made of scalars and of tensors like their parameters.
+    """
+    arrays = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or shape_mismatch_error(value, parameter):
+                kind = type(optimizer).__name__
+                raise NonRetryableError(
+                    f"{kind}'s {key} of {name} cannot be kept in a checkpoint: use another optimizer"
+                )
+            arrays[f"{name}.{key}"] = value.detach().cpu().contiguous().numpy()
+    return arrays
+
+
+def load_model(model: nn.Module, arrays: Arrays) -> None:
+    """Load what `model_arrays` returned. Raises ValueError unless names, shapes and dtypes are the model's."""
+    if difference := state_dict_diff(arrays, model_arrays(model)):
+        raise ValueError(difference)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
+    """Load what `optimizer_arrays` returned. Raises ValueError unless each array fits its parameter."""
+    parameters = dict(model.named_parameters())
+    for full_name, array in arrays.items():
+        name, _, key = full_name.rpartition(".")
+        if name not in parameters:
+            raise ValueError(f"{full_name} is not part of its optimizer state")
+        parameter, value = parameters[name], torch.from_numpy(array)
+        if difference := shape_mismatch_error(value, parameter):
+            raise ValueError(f"{full_name} is {difference}")
+        # Counters such as Adam's ``step`` stay on the CPU, where the optimizer made them.
+        on_cpu = value.ndim < parameter.ndim or key == "step"
+        optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
+
+
+def shape_mismatch_error(value: Tensor, parameter: Tensor) -> str | None:
+    """Return why ``value`` cannot be optimizer state of ``parameter``, or None if it can."""
+    if value.ndim == 0 or (value.shape == parameter.shape and value.dtype == parameter.dtype):
+        return None
+    return f"{value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"

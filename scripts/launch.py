@@ -1,0 +1,22 @@
+"""Start an app: ``python scripts/launch.py <app> <template of its launcher> -- N [options]``. launch.sh calls it."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+root = Path(__file__).resolve().parents[1]
+# A project that is a copy of one app has a wheel in place of core/. The first stage imports from it; the second runs in
+# an environment that has it installed, because its data are files.
+wheel = next(root.glob("vendor/samestep-*.whl"), None)
+sys.path[:1] = [str(root / "core")]  # in place of this folder
+if wheel and not os.environ.get("SAMESTEP_SECOND_STAGE"):
+    sys.path[:1] = [str(wheel)]
+elif wheel and importlib.util.find_spec("samestep") is None:
+    install = f"{sys.executable} -m pip install {wheel}"
+    print(f"error: {sys.executable} lacks samestep: {install}; or unset PYTHON to have one made", file=sys.stderr)
+    sys.exit(2)
+
+from samestep.launch.app import main  # noqa: E402
+
+sys.exit(main(root, sys.argv[1:]))

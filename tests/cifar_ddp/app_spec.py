@@ -1,0 +1,42 @@
+"""What the common cases need to know of cifar_ddp."""
+
+from __future__ import annotations
+
+from harness import App
+
+EVERYTHING = (
+    *("--optimizer=adamw", "--schedule=cosine", "--warmup-steps=5", "--clip-norm=1", "--accumulate=3"),
+    *("--dropout=0.2", "--label-smoothing=0.1", "--ema=0.99"),
+)
+
+SPEC = App(
+    accuracy=0.9,
+    dataset="synthetic-cifar10",
+    test_examples=256,
+    # 1,024 samples by 64: 16 steps an epoch. Everything is on in what is killed, stopped, damaged and resumed.
+    small=(
+        *("--dataset=synthetic-cifar10", "--epochs=3", "--global-batch-size=64", "--checkpoint-every=5"),
+        *("--log-every=1", *EVERYTHING),
+    ),
+    exact=("--dataset=synthetic-cifar10", "--dtype=float64", "--log-every=1", "--epochs=100"),
+    variants=[EVERYTHING, ("--norm=group", "--optimizer=sgd")],
+    resume_invariants=[
+        "--model=resnet18",
+        "--global-batch-size=65",
+        "--seed=7",
+        "--optimizer=sgd",
+        "--dtype=float64",
+        "--lr=0.5",
+        "--epochs=4",
+        "--accumulate=2",
+        "--ema=0.9",
+        "--schedule=linear",
+        "--compile",
+        "--dataset=fashion-mnist",
+    ],
+    defaults=("--log-every=1",),
+    parts=(40, 3),
+    exact_steps=(50, 6),
+    delay=30,  # in each of three micro-batches
+    skipped_marks=("core_only", "best", "curves", "kills", "launcher", "stall", "torchrun"),
+)

@@ -1,0 +1,30 @@
+"""What the common cases need to know of the apps that train on MNIST: the values that they share."""
+
+from __future__ import annotations
+
+from harness import App
+
+MNIST = App(
+    accuracy=0.95,
+    dataset="mnist-5k",
+    test_examples=1000,
+    # 4,000 samples by 250: 16 steps an epoch.
+    small=("--dataset=mnist-5k", "--epochs=3", "--global-batch-size=250", "--checkpoint-every=5", "--log-every=1"),
+    exact=("--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"),
+    variants=[
+        ("--model=net", "--optimizer=sgd"),
+        ("--model=net", "--optimizer=adam"),
+        ("--model=lenet", "--optimizer=sgd"),
+        ("--model=lenet", "--optimizer=adam"),
+    ],
+    resume_invariants=[
+        "--model=lenet",
+        "--global-batch-size=251",
+        "--seed=7",
+        "--optimizer=adam",
+        "--dtype=float64",
+        "--lr=0.5",
+        "--dropout=0.1",
+        "--dataset=fashion-mnist",
+    ],
+)

@@ -1,0 +1,131 @@
+"""Signals to a rank: a stop request that reaches the others, and an exit that nothing can delay."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from programs import LIMIT, rank_log, running, verdict
+from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS, Stopped, StopRequest, decode
+
+# A rank that has said "here". Main threads wait in C, where no handler of Python's is run: in a framework's collective.
+RANK = """
+import ctypes
+from samestep import stop
+
+def wait():
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    log.info("here")
+    libc.pthread_mutex_lock(mutex)  # for ever
+
+def main():
+    log.start(run_dir, 0, False)
+    is_final = sys.argv[3:] == ["final"]
+    request = stop.StopRequest(float(sys.argv[2]), lambda stopped: log.exit_process(stopped, is_final))
+    request.install()
+    BODY
+
+log.run(main)
+"""
+TRAINS = RANK.replace("BODY", "request.in_training = True; wait()")
+
+
+def never(stopped: Stopped) -> NoReturn:
+    raise AssertionError("this process is not to end")
+
+
+def total(*votes: tuple[int, tuple[float, ...]]) -> list[float]:
+    """The sum over ranks: so many ranks with these slots each."""
+    return [sum(count * slots[slot] for count, slots in votes) for slot in range(len(STOP_SIGNALS) + 1)]
+
+
+def test_stop_requests_of_all_ranks_are_one_vector() -> None:
+    for number in STOP_SIGNALS:
+        request = StopRequest(1.0, never)
+        assert decode(total((3, request.encode()))) == (0, False)
+        request.number = number
+        assert decode(total((8_000, request.encode()))) == (number, False)
+        assert decode(total((8_000, request.encode()), (1, request.encode(launcher_died=True)))) == (number, True)
+    assert decode([7.0, 3.0, 0.0, 0.0]) == (signal.SIGTERM, False)  # TERM at seven ranks, USR1 at three
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_before_the_first_step_a_signal_ends_the_rank_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    with running(RANK.replace("BODY", "wait()"), tmp_path, "600", until="here") as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+    said = f"stopped by {number.name} before the first step"
+    assert (process.returncode, out, err) == (128 + number, f"{said}\n", "")
+    assert verdict(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("grace", "sent", "why"),
+    [
+        ("0.5", [signal.SIGUSR1], "no step could be saved within 0.5 s (--grace)"),
+        ("2.5", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], "no step could be saved within 2.5 s (--grace)"),
+        ("600", [signal.SIGUSR1, None, signal.SIGINT], "a second signal"),
+    ],
+)
+def test_a_rank_that_hangs_ends_all_the_same(tmp_path: Path, grace: str, sent: Sequence[int | None], why: str) -> None:
+    """What comes within a second of the first signal is the same: launchers repeat theirs."""
+    with running(TRAINS, tmp_path, grace, "final", until="here") as process:
+        for number in sent:
+            if number is None:
+                time.sleep(REPEAT_SECONDS + 0.3)
+            else:
+                process.send_signal(number)
+                time.sleep(0.2)  # of several that wait, the system delivers the least first
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out, err) == (138, f"stopped by SIGUSR1, unsaved: {why}\n", "")
+    assert verdict(tmp_path) == {"code": 138}
+
+
+def test_a_signal_to_a_forked_child_ends_that_alone(tmp_path: Path) -> None:
+    """A loader's worker, say, that its parent terminates."""
+    body = """
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b".")
+        time.sleep(600)
+    os.read(ready, 1)
+    os.kill(child, 15)
+    print("here", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.number, file=sys.stderr)
+    request.in_training = True
+    log.info("here")
+    time.sleep(0.2)
+    raise stop.Stopped(0, f"received {request.number}")
+"""
+    with running(RANK.replace("    BODY\n", body), tmp_path, "600", until="here") as process:
+        out, _ = process.communicate(timeout=LIMIT)
+    assert out == "received 0\n"
+    assert "here -15 0\n" in rank_log(tmp_path)
+
+
+def test_listening_again_takes_back_what_a_framework_took(tmp_path: Path) -> None:
+    body = """
+    import signal
+    for number in stop.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, lambda *_: None)  # a handler of the framework's own, of no meaning here
+    signal.set_wakeup_fd(-1)  # as asyncio does
+    request.in_training = True
+    request.install()
+    log.info("here")
+    os.kill(os.getpid(), signal.SIGUSR2)
+    while not request.number:
+        time.sleep(0.01)
+    raise stop.Stopped(request.number, f"saved after {signal.Signals(request.number).name}")
+"""
+    with running(RANK.replace("    BODY\n", body), tmp_path, "600", until="here") as process:
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out) == (143, "saved after SIGTERM\n")
+    assert "Traceback" not in rank_log(tmp_path)

@@ -1,0 +1,187 @@
+"""A scratch project for the launch scripts' tests: a copy of core and of the doors in scripts/, and toy apps.
+
+It is started by bash, as a user would; its launchers and ranks are small programs of the standard library, but real
+processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import samestep
+from processes import marked
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CORE = Path(samestep.__file__).resolve().parents[1]
+LIMIT = 40.0  # seconds that nothing here needs
+OURS = re.compile(
+    "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
+)
+
+OPTIONS = """
+from samestep.options import Parser, add_common
+
+def build_parser(prog=None, usage=None):
+    parser = Parser(prog=prog, usage=usage)
+    add_common(parser, epochs=1, global_batch_size=8, lr="0.1", datasets=("mnist-5k", "mnist"), devices=("auto", "cpu"))
+    return parser
+
+def parse(argv, prog=None, usage=None):
+    return build_parser(prog, usage).parse(argv)
+"""
+# Of an app that measures: commands, and neither a data set nor checkpoints.
+BENCH_OPTIONS = """
+from pathlib import Path
+from samestep.options import Parser
+
+COMMANDS = {"weigh": "a thing", "count": "many"}
+
+def build_parser(prog=None, usage=None):
+    parser = Parser(prog=prog, usage=usage)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("--run-dir", type=Path)
+    command.add_argument("--up-to", type=int)
+    return parser
+
+def parse(argv, prog=None, usage=None):
+    return build_parser(prog, usage).parse(argv)
+"""
+# Of an app whose launcher puts something before each line of a rank's stderr.
+PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
+# Of an app whose launcher reads the machines from a file, whose options need another file of its folder, and which has
+# a question when it is known on what it will train.
+TABLE_OPTIONS = (
+    OPTIONS
+    + """
+def find_machines(options, ranks):
+    from table import place
+    return place(ranks)
+
+def check_start(options, dataset, step):
+    if options.epochs == 7:
+        from samestep import ConfigError
+        raise ConfigError(f"7 epochs of {dataset} from step {step}: choose another number")
+"""
+)
+TABLE = """
+import os
+from samestep import ConfigError
+
+def place(ranks):
+    if ranks != 2:
+        raise ConfigError(f"N={ranks}, but the table lists 2: give N=2")
+    return (3, 1) if os.environ.get("TABLE") else None
+"""
+# What every launcher begins with: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
+LAUNCHER = """
+import json, os, signal, socket, subprocess, sys, time
+from pathlib import Path
+
+nproc, port, *options = sys.argv[1:]
+run_dir = Path([option.split("=", 1)[1] for option in options if option.startswith("--run-dir=")][-1])
+attempt = int(os.environ["SAMESTEP_RESTARTS"])
+
+def note(**values):
+    with (run_dir / "notes.jsonl").open("a") as file:
+        file.write(json.dumps(values) + chr(10))
+
+def heartbeat(updates, rank=0, job=os.environ["SAMESTEP_JOB"]):
+    content = {"job": job, "host": socket.gethostname(), "updates": updates}
+    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps(content))
+
+def rank(code, **settings):
+    return subprocess.Popen([sys.executable, "-S", "-c", code], **settings)
+"""
+SLEEPER = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**{name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}, **changes}
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LIMIT
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def gone(processes: Callable[[], Sequence[int]]) -> bool:
+    """A process that was sent SIGKILL is gone a moment later."""
+    deadline = time.monotonic() + 5
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not processes()
+
+
+class ScratchProject:
+    """A repository with one app, ``toy``; all that a test starts there carries a mark by which it is found again."""
+
+    def __init__(self, root: Path, work: Path) -> None:
+        self.root, self.work, self.run_dir = root, work, work / "run"
+        self.mark = uuid.uuid4().hex
+        work.mkdir(exist_ok=True)
+
+    def start(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
+        """``bash run_toy.sh`` with a launcher that is the given program."""
+        path = self.work / "launcher.py"
+        path.write_text(LAUNCHER + launcher)
+        template = ["{python}", str(path), "{nproc}", "{master_port}", "{options}"]
+        words = arguments or ("2",)
+        if not any(word.startswith("--run-dir") for word in words):
+            words = (*words, f"--run-dir={self.run_dir}")
+        return self.script("toy", *template, "--", *words, "--dataset=mnist-5k", **settings)
+
+    def script(
+        self, *words: str, ignored: Sequence[int] = (), environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        def signals() -> None:  # what a login shell hands on, whatever this process was started with
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        return subprocess.Popen(
+            ["bash", str(self.root / "scripts" / "launch.sh"), *words],
+            cwd=self.work,
+            env=environment(**{"PYTHON": sys.executable, "SAMESTEP_TEST": self.mark, **(environ or {})}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=signals,
+            start_new_session=True,
+        )
+
+    def run(self, launcher: str, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+        return end_of(self.start(launcher, *arguments, **settings))
+
+    def notes(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "notes.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def processes(self) -> list[int]:
+        return marked("SAMESTEP_TEST", self.mark)
+
+
+def end_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

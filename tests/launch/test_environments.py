@@ -1,0 +1,503 @@
+"""Environments: shared by apps with equal locks, made once, whole or not at all, and never changed.
+
+The launch script makes them in a project of its own, with a base Python whose `venv` leaves out pip, and a `pip` that
+notes what it was asked to install. Everything else is real; and so is pip where hashes are what is tested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+from scratch_project import ScratchProject, end_of, gone
+from samestep import ConfigError
+from samestep.launch import environments
+from samestep.launch.environments import Environment
+
+# On PATH as python3 and python3.11. It claims to be of another version where a file says so.
+BASE = """#!/usr/bin/env bash
+if [ "$1 $2" = "-m venv" ]; then
+  echo "venv $3" >> {notes}
+  exec {python} -m venv --without-pip "$3"
+elif [ -e {version} ] && [[ "$2" = *python_version* ]]; then
+  exec cat {version}
+fi
+exec {python} "$@"
+"""
+# On PYTHONPATH: notes its words and the interpreter; fails, or dies, where a file tells it to.
+PIP = """
+import os, signal, sys, time
+from pathlib import Path
+work = Path({work!r})
+with (work / "pip.notes").open("a") as file:
+    file.write(" ".join([sys.executable, *sys.argv[1:]]) + chr(10))
+time.sleep(0.1)
+if (work / "pip.fails").exists():
+    sys.exit(3)
+if (work / "pip.kills").exists():
+    os.killpg(0, signal.SIGKILL)
+"""
+WHICH = "import json, os, sys; print(json.dumps([sys.executable, os.environ['PATH'].split(':')[0]]))"
+VERSION = platform.python_version()
+
+
+class Street:
+    """A project in which no PYTHON is given."""
+
+    def __init__(self, project: ScratchProject, root: Path) -> None:
+        shutil.copytree(project.root, root, symlinks=True)
+        self.root, self.work, self.venvs, self.project = (
+            root,
+            project.work,
+            root / ".venvs",
+            ScratchProject(root, project.work),
+        )
+        self.project.mark = project.mark
+        packages = self.work / "packages"
+        (packages / "pip").mkdir(parents=True)
+        (packages / "pip" / "__init__.py").write_text("")
+        (packages / "pip" / "__main__.py").write_text(PIP.format(work=str(self.work)))
+        self.bin = self.work / "bin"
+        self.bin.mkdir()
+        python = self.bin / f"python{'.'.join(VERSION.split('.')[:2])}"
+        base = os.path.realpath(Path(sys.base_prefix, "bin", "python3"))
+        notes, version = self.work / "pip.notes", self.work / "version"
+        python.write_text(BASE.format(python=base, notes=notes, version=version))
+        python.chmod(0o755)
+        (self.bin / "python3").symlink_to(python.name)  # pyenv's would put its own folder before this one
+        installed = Path(numpy.__file__).parents[1]  # what pip would have brought
+        self.environ = {
+            "PYTHON": "",
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{packages}:{root / 'core'}:{installed}",
+        }
+        for app in ("toy", "bench"):
+            self.require(app, "torch==1.0")
+
+    def require(self, app: str, *lines: str, lock: str = "requirements-cpu.txt") -> None:
+        """Pin ``lines``, and lock them as they are, without hashes."""
+        python = f"# python: {'.'.join(VERSION.split('.')[:2])}"
+        source = self.root / "apps" / app
+        (source / "requirements.in").write_text("\n".join([f"# {app}'s own words", python, *lines, ""]))
+        (source / lock).write_text("\n".join([f"# Made of {app}'s", *lines, ""]))
+
+    def start(self, app: str = "toy", run: str = "run") -> subprocess.Popen[str]:
+        words = ["weigh"] if app == "bench" else ["--dataset=mnist-5k"]
+        words = ["1", *words, f"--run-dir={self.work / run}-{app}"]
+        return self.project.script(app, "{python}", "-c", WHICH, "--", *words, environ=self.environ)
+
+    def python(self, app: str = "toy") -> Path:
+        """Run the app; returns the folder of the environment in which it ran."""
+        done = end_of(self.start(app))
+        assert done.returncode == 0, done.stderr
+        executable, first_on_path = json.loads(done.stdout)
+        assert Path(executable).parent == Path(first_on_path)
+        return Path(executable).parents[1]
+
+    def notes(self) -> list[str]:
+        path = self.work / "pip.notes"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def made(self) -> int:
+        return sum(note.startswith("venv ") for note in self.notes())
+
+
+@pytest.fixture
+def street(project: ScratchProject, tmp_path: Path) -> Iterator[Street]:
+    made = Street(project, tmp_path / "street")
+    # Nothing is installed in it: requirements are compared with the imported packages elsewhere.
+    source = made.root / "core" / "samestep" / "launch" / "environments.py"
+    text, count = re.subn(r"(def check_requirements\(.*?\) -> None:\n)", r"\1        return\n", source.read_text())
+    assert count == 1
+    source.write_text(text)
+    yield made
+    assert gone(made.project.processes)
+
+
+def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Street) -> None:
+    done = end_of(street.start())
+    assert done.returncode == 0, done.stderr
+    first, *_ = done.stderr.splitlines()
+    assert first == f"first start: making .venvs/toy with Python {VERSION}; pip's own progress follows"
+    venv = Path(json.loads(done.stdout)[0]).parents[1]
+    assert re.fullmatch("[0-9a-f]{12}", venv.name)
+    assert os.readlink(street.venvs / "toy") == venv.name
+    venv_note, pip_note = street.notes()
+    assert venv_note == f"venv {venv}"
+    assert pip_note.startswith(f"{venv}/bin/python install ")
+    assert pip_note.endswith(f" --no-deps --require-hashes --only-binary=:all: -r {venv / 'requirements.txt'}")
+    assert (venv / "requirements.txt").read_text() == "# Made of toy's\ntorch==1.0\n"
+    (core,) = venv.glob("lib/python*/site-packages/samestep.pth")
+    assert core.read_text() == f"{street.root / 'core'}\n"
+    again = end_of(street.start())
+    assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
+    assert len(street.notes()) == 2
+
+
+def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage imports from it, the environment has it installed, and another wheel makes another one."""
+    wheel = street.root / "vendor" / "samestep-0.1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as file:
+        for path in (street.root / "core" / "samestep").rglob("*.py"):
+            file.write(path, path.relative_to(street.root / "core"))
+    installed = (street.root / "core").rename(street.work / "core")
+    lacking = {**street.environ, "PYTHONPATH": street.environ["PYTHONPATH"].replace(f":{street.root / 'core'}:", ":")}
+    street.environ["PYTHONPATH"] += f":{installed}"
+    first = street.python()
+    assert street.notes()[-1].endswith(f" --no-deps --no-index {wheel}")
+
+    street.environ, complete = lacking, street.environ
+    done = end_of(street.start())
+    assert (done.returncode, done.stdout) == (2, "")
+    install = f"{first}/bin/python -m pip install {wheel}"
+    assert done.stderr == f"error: {first}/bin/python lacks samestep: {install}; or unset PYTHON to have one made\n"
+
+    street.environ = complete
+    with zipfile.ZipFile(wheel, "a") as file:
+        file.writestr("samestep/more.py", "")
+    assert street.python() != first
+    assert [pin[:2] for pin in Environment(street.root, "toy").pins()] == [("torch", "1.0"), ("samestep", "0.1.0")]
+
+
+def test_what_is_there_is_used_without_the_python_that_made_it(street: Street) -> None:
+    venv = street.python()
+    shutil.rmtree(street.bin)
+    assert street.python() == venv
+
+
+def test_apps_with_equal_locks_share_one(street: Street) -> None:
+    """Comments, blank lines and order do not count."""
+    street.require("toy", "torch==1.0", "numpy==2.0")
+    street.require("bench", "", "numpy==2.0  # arrays", "# python: 3", "torch==1.0", "")
+    assert street.python("toy") == street.python("bench")
+    assert street.made() == 1
+    assert {os.readlink(street.venvs / app) for app in ("toy", "bench")} == {street.python().name}
+
+
+def test_first_starts_at_once_make_one(street: Street) -> None:
+    """Also those of two apps."""
+    done = [end_of(job) for job in [street.start("toy"), street.start("bench"), street.start("bench", "other")]]
+    assert [each.returncode for each in done] == [0, 0, 0]
+    assert len({json.loads(each.stdout)[0] for each in done}) == 1
+    assert sum("first start: " in each.stderr for each in done) == 1
+    assert street.made() == 1
+
+
+def test_another_lock_makes_another_and_leaves_the_old_one_as_it_was(street: Street) -> None:
+    old = street.python()
+    (old / "mine").write_text("")
+    street.require("toy", "torch==1.1")
+    new = street.python()
+    assert new != old
+    assert os.readlink(street.venvs / "toy") == new.name
+    assert (old / "mine").exists()
+    assert (old / "bin" / "python").exists()
+    assert street.made() == 2
+
+
+LOCK = "torch==1.0 \\\n    --hash=sha256:01\n    # via x\nnumpy==2.0 \\\n    --hash=sha256:02\n"
+CONTENT = {
+    "apps/toy/requirements.in": "# horovod==0.1 is built by setup.sh\n",
+    "apps/toy/requirements-cpu.txt": LOCK,
+    "apps/toy/requirements-cuda.txt": "torch==1.0\n",
+    "apps/toy/setup.sh": "# builds from: build.py tools/more.txt\n",
+    "apps/toy/build.py": "0",
+    "apps/toy/tools/more.txt": "0",
+    "apps/toy/other.py": "0",
+    "core/pyproject.toml": "[project]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "counts"),
+    [
+        ("apps/toy/requirements.in", "# horovod==0.2 is built by setup.sh\n", True),
+        ("apps/toy/requirements.in", "# horovod==0.1 is built by setup.sh\ntorch==1.0\n", False),  # the lock decides
+        ("apps/toy/requirements-cpu.txt", LOCK.replace("2.0", "2.1"), True),
+        ("apps/toy/requirements-cpu.txt", LOCK.replace("02", "03"), True),
+        ("apps/toy/requirements-cpu.txt", f"# Some words.\n\n{LOCK}", False),
+        ("apps/toy/requirements-cpu.txt", LOCK.replace("via x", "via y"), False),
+        ("apps/toy/requirements-cuda.txt", "torch==1.1\n", True),  # the environment may have been made of it
+        ("apps/toy/setup.sh", CONTENT["apps/toy/setup.sh"] + "exit 1\n", True),
+        ("apps/toy/build.py", "1", True),
+        ("apps/toy/tools/more.txt", "1", True),
+        ("apps/toy/other.py", "1", False),
+        ("core/pyproject.toml", "[project]\nname = 'x'\n", False),  # core is not installed, and the lock has its needs
+    ],
+)
+def test_what_decides_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str, counts: bool
+) -> None:
+    monkeypatch.setattr(environments, "_has_nvidia", lambda: False)
+    monkeypatch.delenv("SAMESTEP_LOCK", raising=False)
+    for name, text in CONTENT.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    environment = Environment(tmp_path, "toy")
+
+    def key(version: str = "3.11.7", settings: dict[str, str] | None = None, allowed: tuple[str, ...] = ()) -> str:
+        locks = [environments._allow(lock.read_text(), {"torch": allowed}) for lock in environment.locks()]
+        return environment._key(version, settings or {}, locks)
+
+    before = key()
+    assert re.fullmatch("[0-9a-f]{12}", before)
+    assert before not in {key("3.11.8"), key(settings={"WITH": "1"}), key(allowed=("03",))}
+    monkeypatch.setattr(environments, "_has_nvidia", lambda: True)
+    assert key() != before
+    monkeypatch.setattr(environments, "_has_nvidia", lambda: False)
+    (tmp_path / path).write_text(content)
+    assert (key() != before) == counts
+
+
+def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
+    note = f'echo "setup $1" >> {shlex.quote(str(street.work / "pip.notes"))}'
+    (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
+    python = street.python() / "bin" / "python"
+    assert street.notes()[-1] == f"setup {python}"
+
+
+def test_the_options_may_say_what_is_built(street: Street) -> None:
+    """What they ask for has an environment of its own, and each is made once."""
+    note = f'echo "setup ${{WITH-nothing}}" >> {shlex.quote(str(street.work / "pip.notes"))}'
+    (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
+    with (street.root / "apps" / "toy" / "options.py").open("a") as file:
+        file.write("\ndef setup_environment(options):\n    return {'WITH': 'more'} if options.seed == 2 else {}\n")
+    found: list[str] = []
+    for seed in (1, 2, 1, 2):
+        words = ["1", "--dataset=mnist-5k", f"--run-dir={street.work / str(len(found))}", f"--seed={seed}"]
+        done = end_of(street.project.script("toy", "{python}", "-c", WHICH, "--", *words, environ=street.environ))
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)[0])
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert [note for note in street.notes() if note.startswith("setup")] == ["setup nothing", "setup more"]
+
+
+def test_another_full_version_of_python_makes_another(street: Street) -> None:
+    """What is there stays in use: its Python has not changed."""
+    venv = street.python("toy")
+    (street.work / "version").write_text(f"{VERSION}99")
+    assert street.python("bench") != venv
+    assert street.python("toy") == venv
+    assert street.made() == 2
+
+
+def test_a_failed_one_is_said_and_made_anew(street: Street) -> None:
+    (street.work / "pip.fails").write_text("")
+    done = end_of(street.start())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(r"^error: could not make \.venvs/toy: `.* -m pip .*` failed", done.stderr, re.MULTILINE)
+    assert [path for path in street.venvs.iterdir() if path.is_dir()] == []
+    (street.work / "pip.fails").unlink()
+    assert street.python().exists()
+
+
+def test_one_whose_making_was_killed_is_made_anew(street: Street) -> None:
+    (street.work / "pip.kills").write_text("")
+    assert end_of(street.start()).returncode == -9
+    (half,) = [path for path in street.venvs.iterdir() if path.is_dir()]
+    (half / "left").write_text("")
+    (street.work / "pip.kills").unlink()
+    assert street.python() == half
+    assert (half / "samestep-stamp").exists()
+    assert not (half / "left").exists()
+    assert street.made() == 2
+
+
+def test_a_folder_from_before_they_were_shared_becomes_a_link(street: Street) -> None:
+    (street.venvs / "toy" / "bin").mkdir(parents=True)
+    (street.venvs / "toy" / "bin" / "python").symlink_to(sys.executable)
+    (street.venvs / "toy" / "samestep-stamp").write_text("0" * 64)
+    venv = street.python()
+    assert (street.venvs / "toy").is_symlink()
+    assert (street.venvs / "toy").resolve() == venv
+
+
+def test_a_link_that_leads_nowhere_is_replaced(street: Street) -> None:
+    street.venvs.mkdir()
+    (street.venvs / "toy").symlink_to("gone")
+    assert (street.venvs / "toy").resolve() != street.python()
+    assert (street.venvs / "toy").exists()
+
+
+def test_a_dry_run_names_the_link_and_makes_nothing(street: Street) -> None:
+    done = end_of(street.project.script("toy", "{python}", "--", "1", "--dry-run", environ=street.environ))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{street.venvs / 'toy' / 'bin' / 'python'}\n", "")
+    assert not street.venvs.exists()
+
+
+def test_without_a_place_or_a_python_it_is_one_line(street: Street) -> None:
+    street.venvs.write_text("")
+    done = end_of(street.start())
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot make {street.venvs}/")
+    assert len(done.stderr.splitlines()) == 1
+    (street.root / "apps" / "toy" / "requirements.in").write_text("# python: 3.0 2.7\n")
+    done = end_of(street.start())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith("error: no Python 3.0, 2.7 with the venv module was found: ")
+
+
+def test_a_pin_may_be_satisfied_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same package built for other hardware: neither is refused for lack of the other."""
+    (tmp_path / "apps" / "toy").mkdir(parents=True)
+    pins = "# Some words.\nno-such-package==1.0  # or no-such-package-gpu\n# or so\n"
+    (tmp_path / "apps" / "toy" / "requirements.in").write_text(pins)
+    with pytest.raises(ConfigError, match=r" lacks no-such-package or no-such-package-gpu: .* unset PYTHON"):
+        Environment(tmp_path, "toy").check_requirements()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, version, said in (
+        ("no-such-package-gpu", "1.0+cu126", ""),
+        ("no-such-package-gpu", "1.1", "warning: no-such-package-gpu 1.1 is installed; this app was tested with 1.0\n"),
+        ("no-such-package", "1.0", ""),
+    ):
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+        Environment(tmp_path, "toy").check_requirements()
+        assert capsys.readouterr().err == said
+        shutil.rmtree(folder)
+
+
+# --- locks ---------------------------------------------------------------------------------------------------------
+
+
+class Index:
+    """Wheels made here, where the real pip looks for them and nowhere else."""
+
+    def __init__(self, street: Street) -> None:
+        self.folder, self.street = street.work / "wheels", street
+        self.folder.mkdir()
+        street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # without the pip that notes
+        street.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.folder), "PIP_CONFIG_FILE": os.devnull}
+
+    def wheel(self, version: str, content: str = "") -> str:
+        """Make one, or another in its place; returns its SHA-256."""
+        path, info = self.folder / f"tiny-{version}-py3-none-any.whl", f"tiny-{version}.dist-info"
+        files = {
+            "tiny.py": content,
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/RECORD": "",
+        }
+        with zipfile.ZipFile(path, "w") as file:
+            for name, text in files.items():
+                file.writestr(zipfile.ZipInfo(name), text)  # of one date: equal files have equal hashes
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def installed(self, **environ: str) -> str:
+        """What a start has installed as tiny."""
+        self.street.environ |= environ
+        (module,) = self.street.python().glob("lib/python*/site-packages/tiny.py")
+        return module.read_text()
+
+    def refused(self, **environ: str) -> str:
+        """The last line of a start that makes no environment."""
+        self.street.environ |= environ
+        before = {*self.street.venvs.glob("*/bin")}
+        done = end_of(self.street.start())
+        assert (done.returncode, done.stdout) == (1, ""), done
+        assert {*self.street.venvs.glob("*/bin")} == before
+        *others, last = done.stderr.splitlines()
+        assert not [line for line in others if re.search("(?i)error|hash", line)], done.stderr
+        return last
+
+
+def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(street: Street) -> None:
+    """One of the same name and version with other content; the lines that pip has for it become one."""
+    index = Index(street)
+    published = index.wheel("1.0", "# published")
+    street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{published}")
+    ours = index.wheel("1.0", "# ours")
+    said = (
+        f"error: tiny: {index.folder}/tiny-1.0-py3-none-any.whl has SHA-256 {ours}, which toy's lock does not list: "
+        f'it is not what was published; if it is yours, export SAMESTEP_ALLOW="tiny sha256:{ours}" allows it'
+    )
+    assert index.refused() == said
+    assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == said
+    assert index.installed(SAMESTEP_ALLOW=f"other sha256:{published} Tiny sha256:{ours}") == "# ours"
+    assert index.refused(SAMESTEP_ALLOW="") == said  # that environment is not taken without it
+    index.wheel("1.0", "# published")
+    assert index.installed() == "# published"
+    street.environ["SAMESTEP_ALLOW"] = f"tiny {ours}"
+    done = end_of(street.start())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith(f"error: SAMESTEP_ALLOW=tiny {ours}: write ")
+
+
+def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street) -> None:
+    """With a word, and before anything is downloaded."""
+    path = street.root / "core" / "samestep" / "launch" / "environments.py"
+    text, count = re.subn(r'(?m)^CPU_INDEX = ".*"', 'CPU_INDEX = "file:///nowhere"', path.read_text())
+    text, more = re.subn(r"(def _has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)
+    assert (count, more) == (1, 1)
+    path.write_text(text)
+    index = Index(street)
+    cpu, plain = index.wheel("1.0+cpu", "# for CPUs"), index.wheel("1.0", "# for GPUs")
+    street.require("toy", f"tiny==1.0+cpu \\\n    --hash=sha256:{cpu}")
+    street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{plain}", lock="requirements-cuda.txt")
+    assert index.installed() == "# for CPUs"
+
+    shutil.rmtree(street.venvs)
+    (index.folder / "tiny-1.0+cpu-py3-none-any.whl").unlink()
+    nowhere = "no tiny 1.0+cpu is found, nor at file:///nowhere: "
+    assert index.refused(SAMESTEP_LOCK="cpu").startswith(f"error: {nowhere}tell pip where")
+    street.environ["SAMESTEP_LOCK"] = ""
+    done = end_of(street.start())
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith(f"{nowhere}taking the build for NVIDIA GPUs") for line in done.stderr.splitlines()) == 1
+    assert index.installed() == "# for GPUs"
+    ours = index.wheel("1.0+ours", "# ours")  # allowed under whatever label
+    assert index.installed(SAMESTEP_LOCK="cpu", SAMESTEP_ALLOW=f"tiny sha256:{ours}") == "# ours"
+
+
+def test_what_a_machine_has_or_is_told_chooses_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAMESTEP_LOCK", raising=False)
+    app = tmp_path / "apps" / "toy"
+    app.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"requirements-cpu.txt: `bash scripts/test.sh -e locks -- toy` makes it"):
+        Environment(tmp_path, "toy").locks()
+
+    def names(nvidia: bool) -> list[str]:
+        monkeypatch.setattr(environments, "_has_nvidia", lambda: nvidia)
+        return [path.name for path in Environment(tmp_path, "toy").locks()]
+
+    (app / "requirements-cpu.txt").touch()
+    assert names(nvidia=False) == names(nvidia=True) == ["requirements-cpu.txt"]
+    (app / "requirements-cuda.txt").touch()
+    assert names(nvidia=True) == ["requirements-cuda.txt"]
+    assert names(nvidia=False) == ["requirements-cpu.txt", "requirements-cuda.txt"]
+    monkeypatch.setenv("SAMESTEP_LOCK", "cpu")
+    assert names(nvidia=True) == ["requirements-cpu.txt"]
+    monkeypatch.setenv("SAMESTEP_LOCK", "rocm")
+    with pytest.raises(ConfigError, match=r"^SAMESTEP_LOCK=rocm: there is no .*-rocm.txt: name one of cpu, cuda"):
+        names(nvidia=True)
+
+
+def test_a_pin_that_was_changed_without_its_lock_is_told(street: Street) -> None:
+    (street.root / "apps" / "toy" / "requirements-cpu.txt").write_text("torch==1.1+cpu\n")
+    done = end_of(street.start())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: apps/toy/requirements.in has torch==1.0, and its lock has not: `bash scripts/test.sh -e locks -- toy` "
+        "makes it anew\n"
+    )
+    assert street.made() == 0

@@ -1,0 +1,326 @@
+"""scripts/new_app.sh: each app that trains under a name of its own, in the repository and as a project.
+
+All of them in one clone, so that what is slow (a wheel, the house's own tests) is made once. tests/copies trains.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import CORE, REPOSITORY, environment, wait_for
+from repository import clone
+
+APPS = sorted(path.parent.name for path in REPOSITORY.glob("tests/*/row.py"))
+ALL = sorted(path.name for path in REPOSITORY.glob("apps/*") if (path / "options.py").exists())
+# The longest and the shortest: what names them must still be formatted.
+NAMES = dict(zip(APPS, ["q1", *(f"copy{i}_of_somebodys" for i in range(len(APPS) - 1))]))
+LEFT_BEHIND = {
+    "cifar_ddp": {"test_benchmark.py", "test_make_it_yours.py"},
+    "mnist_ddp": {"test_dlc.py", "test_docs_programs.py", "test_torchvision.py"},
+    "mnist_horovod": {"test_and_mnist_ddp.py"},
+    "mnist_lightning": {"test_and_mnist_ddp.py"},
+    "gpt_fsdp": {"test_benchmark.py"},
+    "lenet_paddle": set(),
+    "resnet50_mindspore": {"test_depth_50.py", "mindspore_side.py", "torchvision_side.py"},
+}
+ROWS = "import harness, json; print(json.dumps({n: harness.app_spec(n).__dict__ for n in harness.APPS}))"
+
+
+def run(folder: Path, *command: str, limit: float = 120, **environ: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(**environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def new_app(root: Path, *words: str | Path, **environ: Any) -> subprocess.CompletedProcess[str]:
+    return run(root, "bash", "scripts/new_app.sh", *map(str, words), **environ)
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """All files but git's own, and what Python compiled."""
+    files = (path for path in root.rglob("*") if path.is_file() and not {".git", "__pycache__"} & {*path.parts})
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def listed(root: Path) -> set[str]:
+    return {*run(root, "git", "ls-files").stdout.split()}
+
+
+def python(root: Path, *words: str, limit: float = 120) -> subprocess.CompletedProcess[str]:
+    """This Python with its core, and what the tests there import."""
+    paths = os.pathsep.join(map(str, (root / "tests", root / "tests" / "common", CORE)))
+    return run(root, sys.executable, *words, limit=limit, PYTHONPATH=paths)
+
+
+def rows(root: Path) -> dict[str, dict[str, Any]]:
+    """The rows of all apps there, as the harness reads them."""
+    done = python(root, "-c", ROWS)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def check_ruff(root: Path) -> None:
+    for words in (["check"], ["format", "--check"]):
+        done = python(root, "-m", "ruff", *words, "--no-cache", ".")
+        assert done.returncode == 0, done.stdout
+
+
+def check_script(root: Path, name: str) -> None:
+    """Its launch script stands there under its own name: --help, and a start that is only shown."""
+    script = str(root / "scripts" / f"run_{name}.sh")
+    usage = run(root, "bash", script, "--help")
+    assert usage.stdout.startswith(f"usage: bash scripts/run_{name}.sh N [options]\n"), usage
+    shown = run(root, "bash", script, "2", "--dry-run", MASTER_PORT="29500")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert str(root / "apps" / name / "train.py") in shown.stdout
+    assert str(root / ".venvs" / name / "bin" / "python") in shown.stdout
+
+
+# --- in the repository ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clone(tmp_path_factory.mktemp("repository") / "samestep")
+
+
+def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """What git lists, ruff, the launch scripts and the house's own tests accept, with nothing else touched."""
+    root = clone(tmp_path / "samestep")
+    before, there = content(root), listed(root)
+    first = APPS[0]
+    dry = new_app(root, NAMES[first], "--from", first, "--dry-run")
+    assert (dry.returncode, dry.stderr) == (0, "")
+    assert content(root) == before
+    for app, name in NAMES.items():
+        done = new_app(root, name, "--from", app)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        assert f"  bash scripts/run_{name}.sh 2 " in done.stdout
+        assert all(f"tests/{app}/{file}" in done.stdout for file in LEFT_BEHIND[app])
+        if app == first:
+            written = {path for path, now in content(root).items() if now != before.get(path)}
+            left = {f"tests/{app}/{file}" for file in LEFT_BEHIND[app]}
+            assert {*re.findall(r"^  (\S+)$", dry.stdout, re.MULTILINE)} == written | left
+    after = content(root)
+    changed = {path for path in before if after.get(path) != before[path]}
+    derived = {"docs/devices.md", "docs/messages.md"}
+    assert changed == {"README.md", "tools/python_versions.json", "tox.ini", *derived}
+    assert listed(root) == there | after.keys()
+    for app, name in NAMES.items():
+        check_files(root, app, name)
+        check_script(root, name)
+    found = rows(root)
+    for app, name in NAMES.items():
+        slow = ["slow"] if "slow" in found[app]["left_out"] else []
+        assert found[name] == {**found[app], "name": name, "left_out": ["core_only", *slow]}
+    check_ruff(root)
+    house = python(root, "-m", "pytest", "-q", "tests/test_docs.py", "tests/test_house.py", limit=300)
+    assert house.returncode == 0, house.stdout
+
+
+def test_a_copy_can_be_copied(tmp_path: Path) -> None:
+    """Also one whose name begins with its origin's: neither is taken for the other."""
+    root = clone(tmp_path / "samestep")
+    for name, origin in (("mnist_ddp_big", "mnist_ddp"), ("third_one", "mnist_ddp_big"), ("fourth_one", "mnist_ddp")):
+        done = new_app(root, name, "--from", origin)
+        assert (done.returncode, done.stderr) == (0, ""), done
+    for name in ("mnist_ddp_big", "third_one", "fourth_one"):
+        assert {path.name for path in (root / "tests" / name).iterdir()} - {"__pycache__"} == {
+            *("device_paths.py", "hangs", "row.py", "test_device.py", "test_hangs.py", f"test_{name}.py"),
+            *("test_phases.py", "test_seeing.py", "test_weights.py", "two_buckets.py"),
+        }
+    for path, text in content(root).items():
+        if path.startswith(("apps/third_one", "tests/third_one", "scripts/run_third_one", "deploy/slurm/third_one")):
+            assert b"mnist_ddp_big" not in text, path
+
+
+def check_files(root: Path, app: str, name: str) -> None:
+    """A copy has its origin's files; the old name is left in paths to what was not copied alone."""
+
+    def under(folder: str) -> dict[str, bytes]:
+        return content(root / folder)
+
+    origin, copy = under(f"apps/{app}"), under(f"apps/{name}")
+    assert origin.keys() == copy.keys()
+    for path in ("model.py", "ranks.py", "requirements.in", "weights.py"):  # those that must not differ are among them
+        assert copy[path] == origin[path].replace(app.encode(), name.encode())
+    tests = {path.replace(app, name) for path in under(f"tests/{app}").keys() - LEFT_BEHIND[app]}
+    assert under(f"tests/{name}").keys() == tests
+    for path, text in {**copy, **under(f"tests/{name}")}.items():
+        kept = {*re.findall(rf"[\w./-]*(?<![A-Za-z0-9]){app}(?![A-Za-z0-9])[\w./-]*", text.decode(errors="ignore"))}
+        assert [each for each in kept if not (root / re.sub(r"^(\.\./)+", "", each)).exists()] == [], path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["My-App", "--from", "mnist_ddp"], "'My-App' is no name for an app"),
+        (["a__b", "--from", "mnist_ddp"], "'a__b' is no name for an app"),
+        (["../up", "--from", "mnist_ddp"], "'../up' is no name for an app"),
+        (["a" * 19, "--from", "mnist_ddp"], "has 19 letters: use 18 at most"),
+        (["gpu", "--from", "mnist_ddp"], "gpu means something to tox"),
+        (["py311", "--from", "mnist_ddp"], "py311 means something to tox"),
+        (["train", "--from", "mnist_ddp"], "train is a word in "),
+        (["cifar_ddp", "--from", "mnist_ddp"], "cifar_ddp is taken, by apps/cifar_ddp: choose another name"),
+        (["common", "--from", "mnist_ddp"], "common is taken, by tests/common"),
+        (["cifar_ddp", "--from", "mnist_ddp", "--out", "{out}"], "cifar_ddp is taken"),
+        (["my_app", "--from", "no_app"], "no_app is no app: name one of cifar_ddp, "),
+        (["my_app", "--from", "collectives_lab"], "collectives_lab measures instead of training"),
+        (["my_app"], "the following arguments are required: --from"),
+        (["--from", "mnist_ddp"], "the following arguments are required: NAME"),
+        (["my_app", "--from", "mnist_ddp", "--no-such"], "unrecognized arguments: --no-such"),
+        (["my_app", "--from", "mnist_ddp", "--wheel", "x"], "--wheel goes with --out"),
+        (["my_app", "--from", "mnist_ddp", "--out", "{out}", "--wheel", "x"], "--wheel x is not a file samestep-*.whl"),
+        (["my_app", "--from", "mnist_ddp", "--out", "{out}/in/that"], "there is no folder "),
+        (["my_app", "--from", "mnist_ddp", "--out", "{full}"], "is not an empty folder"),
+        (["my_app", "--from", "mnist_ddp", "--out", "{root}/mine"], "is in this repository"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_a_mistake_is_one_line(
+    repository: Path, tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Told before anything is read: by main() itself, as the door only finds a Python."""
+    spec = importlib.util.spec_from_file_location("new_app", REPOSITORY / "tools" / "new_app.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "new_app", tool)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(tool, "ROOT", repository)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    places = {"out": tmp_path / "out", "full": tmp_path / "full", "root": repository}
+    assert tool.main([word.format(**places) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith("error: ")
+    assert said in err
+    assert {path.name for path in tmp_path.iterdir()} == {"full"}
+
+
+def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """The last step fails; another time a TERM comes in it; a third time two lists lack the origin."""
+    root, page = clone(tmp_path / "samestep"), Path("docs", "device_paths.py")
+    (root / page).write_text("import sys\nfrom pathlib import Path\nsys.exit('error: nothing to show')\n")
+    before = content(root)
+    done = new_app(root, "my_own", "--from", "mnist_horovod")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.endswith("cannot make docs/devices.md: error: nothing to show\n")
+    assert content(root) == before
+    assert not (root / "apps" / "my_own").exists()
+
+    waits = "import time\nfrom pathlib import Path\nPath('reached').touch()\nPath('docs/devices.md').write_text('')\n"
+    (root / page).write_text(f"{waits}time.sleep(600)\n")
+    before = content(root)
+    command = ["bash", str(root / "scripts" / "new_app.sh"), "my_own", "--from", "mnist_horovod"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for((root / "reached").exists)
+            process.terminate()
+            assert process.wait(timeout=40) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    (root / "reached").unlink()
+    assert content(root) == before
+
+    (root / "README.md").write_text("# No apps\n")
+    before = content(root)
+    done = new_app(root, "my_own", "--from", "mnist_ddp")
+    assert (done.returncode, content(root)) == (2, before)
+    assert done.stderr.startswith("error: mnist_ddp has no line in README.md's table of apps")
+
+
+def test_it_is_written_in_the_language_of_python_3_9() -> None:
+    ast.parse((REPOSITORY / "tools" / "new_app.py").read_text(), feature_version=(3, 9))
+    oldest = shutil.which("python3.9")
+    if oldest and run(REPOSITORY, oldest, "-c", "").returncode == 0:
+        done = run(REPOSITORY, oldest, "tools/new_app.py", "my_own", "--from", "mnist_lightning", "--dry-run")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- a project of its own ------------------------------------------------------------------------------------------
+
+
+def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> None:
+    """None of it names another app or points to what it does not have; the wheel is made for the first one alone."""
+    before = content(repository)
+    wheel: list[str | Path] = []
+    for app, name in NAMES.items():
+        root = tmp_path / f"project of {name}"
+        words: list[str | Path] = [name, "--from", app, "--out", root, *wheel]
+        dry = new_app(repository, *words, "--dry-run")
+        assert (dry.returncode, dry.stderr, root.exists()) == (0, "", False)
+        done = new_app(repository, *words)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        told, _, _ = dry.stdout.partition("would leave behind")
+        assert content(root).keys() == {*re.findall(r"^  (\S+)$", told, re.MULTILINE)} == listed(root)
+        wheel = ["--wheel", next(root.glob("vendor/samestep-*.whl"))]
+        check_words(root, name)
+        check_script(root, name)
+        check_ruff(root)
+        assert {each: row["left_out"] for each, row in rows(root).items()} == {
+            name: ["core_only", "slow"] if app == "resnet50_mindspore" else ["core_only"]
+        }
+    assert content(repository) == before
+    assert {path.name for path in tmp_path.iterdir()} == {f"project of {name}" for name in NAMES.values()}
+
+    # In the last of them the common tests are all found, those of core alone too, and no other app is on offer.
+    collected = python(root, "-m", "pytest", "--collect-only", "-q", "--every-case", "tests/common").stdout
+    assert len(re.findall("^tests/common/.*::", collected, re.MULTILINE)) > 40, collected
+    needed = python(root, "-c", "import runpy; print(runpy.run_path('tools/lock.py')['core_requirements']())").stdout
+    assert needed.split() == ["numpy>=1.26", "safetensors>=0.5", "tqdm>=4.60"]  # of the wheel
+    other = python(root, "-m", "pytest", "--app=mnist_ddp")
+    assert "argument --app: invalid choice: 'mnist_ddp'" in other.stderr
+
+
+def check_words(root: Path, name: str) -> None:
+    """What a project says: of no other app, and of nothing that is not there."""
+    files = {path: text.decode() for path, text in content(root).items() if not path.endswith((".whl", ".png"))}
+    others = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(ALL)})(?![A-Za-z0-9])")
+    assert [(path, line) for path, text in files.items() for line in text.splitlines() if others.search(line)] == []
+    for path in (path for path in files if path.endswith(".md")):
+        for link in re.findall(r"\]\(([^)#:]+)", files[path]):
+            assert (root / Path(path).parent / link).exists(), (path, link)
+    words = files["README.md"] + files["tox.ini"]
+    for path in re.findall(r"(?<=[ `])(?:apps|scripts|tests|vendor|deploy)/[\w./-]*\w(?![\w*])", words):
+        assert (root / path).exists(), path
+    assert files["README.md"].startswith(f"# {name}\n")
+    assert f"\nbash scripts/run_{name}.sh 2 " in files["README.md"]
+    assert files[f"apps/{name}/README.md"].startswith(f"# {name}: ")
+
+
+def test_a_project_that_cannot_be_finished_is_not_there(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    git = tmp_path / "bin" / "git"
+    git.write_text("#!/bin/sh\necho 'fatal: no space left' >&2\nexit 128\n")
+    git.chmod(0o755)
+    wheel = tmp_path / "samestep-0.1.0-py3-none-any.whl"
+    wheel.write_bytes(b"a wheel")
+    path = f"{git.parent}{os.pathsep}{os.environ['PATH']}"
+    before = {*tmp_path.iterdir()}
+    done = new_app(
+        repository, "my_own", "--from", "cifar_ddp", "--out", tmp_path / "my_own", "--wheel", wheel, PATH=path
+    )
+    assert (done.returncode, done.stderr) == (2, "error: git cannot make a repository: fatal: no space left\n")
+    assert {*tmp_path.iterdir()} == before

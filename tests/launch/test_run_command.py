@@ -1,0 +1,246 @@
+"""``samestep run``: any program on this interpreter, restarted, stopped and left without processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import is_running
+from samestep.launch.launchers import LAUNCHERS
+from scratch_project import CORE, LIMIT, REPOSITORY, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
+
+# A package torch whose torchrun starts ranks as processes, and ends with the first code that is not 0.
+TORCHRUN = """
+import os, subprocess, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+ranks = int([word.partition("=")[2] for word in options if word.startswith("--nproc-per-node")][0])
+program = sys.argv[1 + 6:]
+assert len(options[:6]) == 6 and not program[0].startswith("--"), sys.argv
+place = {"WORLD_SIZE": str(ranks)}
+started = [subprocess.Popen([sys.executable, *program], env={**os.environ, **place, "RANK": str(r)}) for r in range(ranks)]
+sys.exit(max(abs(each.wait()) for each in started))
+"""
+NOTE = """
+import json, os, sys, time
+from pathlib import Path
+run_dir, start = Path(os.environ["SAMESTEP_RUN_DIR"]), int(os.environ["SAMESTEP_RESTARTS"])
+
+def note(**values):
+    with (run_dir / "notes.jsonl").open("a") as file:
+        file.write(json.dumps({"rank": os.environ.get("RANK"), "start": start, **values}) + chr(10))
+"""
+
+
+class Command:
+    """``python -m samestep.launch run`` in a folder of its own."""
+
+    def __init__(self, project: ScratchProject) -> None:
+        self.project, self.work, self.run_dir = project, project.work, project.run_dir
+        self.path = [str(CORE)]
+
+    def add_torch(self) -> None:
+        package = self.work / "packages" / "torch" / "distributed"
+        package.mkdir(parents=True)
+        for folder in (package, package.parent):
+            (folder / "__init__.py").touch()
+        (package / "run.py").write_text(TORCHRUN)
+        self.path.append(str(self.work / "packages"))
+
+    def call(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "samestep.launch", *words],
+            cwd=self.work,
+            env=environment(PYTHONPATH=os.pathsep.join(self.path), SAMESTEP_TEST=self.project.mark, **environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, code: str, *words: str, arguments: tuple[str, ...] = (), **environ: str) -> subprocess.Popen[str]:
+        (self.work / "program.py").write_text(NOTE + code)
+        return self.call("run", f"--run-dir={self.run_dir}", *words, "program.py", *arguments, **environ)
+
+    def run(self, code: str, *words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+        return end_of(self.start(code, *words, **settings))
+
+
+@pytest.fixture
+def command(project: ScratchProject) -> Iterator[Command]:
+    yield Command(project)
+    assert gone(project.processes)
+
+
+def test_help_teaches(command: Command) -> None:
+    done = end_of(command.call("run", "--help"))
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in (
+        "samestep run -n 4 train.py",
+        "SAMESTEP_RUN_DIR",
+        "exit codes: 0 done",
+        *LAUNCHERS,
+        "--max-restarts R",
+    ):
+        assert text in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+    assert "run" in end_of(command.call("--help")).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "COMMAND"),
+        (["rnu"], "'rnu'"),
+        (["run"], "required: PROGRAM"),
+        (["run", "none.py"], "PROGRAM none.py: there is no such file"),
+        (["run", "."], "PROGRAM .: there is no such file"),
+        (["run", "-n", "0", "p.py"], "'0' is not a whole number of at least 1"),
+        (["run", "-n", "2", "p.py"], "has no torch: name a --launcher of torchrun, "),
+        (["run", "--launcher=torchrun", "p.py"], "--launcher torchrun: "),
+        (["run", "--launcher=srun", "p.py"], "invalid choice: 'srun'"),
+        (["run", "--max-restart=1", "p.py"], "did you mean --max-restarts?"),
+        (["run", "--grace=0", "p.py"], "--grace"),
+        (["run", "--run-dir=p.py", "p.py"], "cannot make "),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(command: Command, words: list[str], text: str) -> None:
+    (command.work / "p.py").write_text("")
+    done = end_of(command.call(*words, PATH="/usr/bin:/bin"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in command.work.iterdir()] == ["p.py"]
+
+
+def test_a_program_gets_its_arguments_its_run_dir_and_no_other_jobs_variables(command: Command) -> None:
+    code = "note(arguments=sys.argv[1:], environ=dict(os.environ)); print('out'); print('err', file=sys.stderr)"
+    arguments = ("-n", "3", "--run-dir=mine", "--", "--help")
+    done = command.run(code, arguments=arguments, SAMESTEP_RANKS="8", SAMESTEP_RUN_DIR="/other", SAMESTEP_JOB="other")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "err\n")
+    (note,) = command.project.notes()
+    assert note["arguments"] == [*arguments]
+    environ = note["environ"]
+    assert (environ["SAMESTEP_RUN_DIR"], environ["SAMESTEP_RANKS"]) == (str(command.run_dir), "1")
+    assert environ["SAMESTEP_JOB"] != "other"
+    assert "RANK" not in environ
+
+
+def test_the_default_run_dir_is_new(command: Command) -> None:
+    (command.work / "program.py").write_text("import os; print(os.environ['SAMESTEP_RUN_DIR'])")
+    both = [end_of(command.call("run", "program.py")).stdout.strip() for _ in range(2)]
+    assert len({*both}) == 2
+    assert {Path(each).parent for each in both} == {command.work / "runs" / "program"}
+
+
+def test_with_torch_its_launcher_starts_the_ranks(command: Command) -> None:
+    command.add_torch()
+    done = command.run("note(size=os.environ['WORLD_SIZE'])", "-n", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted((note["rank"], note["size"]) for note in command.project.notes()) == [(str(r), "3") for r in range(3)]
+
+
+def test_a_program_without_samestep_is_restarted_after_failures(command: Command) -> None:
+    done = command.run("note(); sys.exit(7 if start < 2 else 0)")
+    assert done.returncode == 0
+    assert [note["start"] for note in command.project.notes()] == [0, 1, 2]
+    again = [rf"warning: the job ended with code 7; starting it again \({number} of 3\), .*" for number in (1, 2)]
+    assert re.fullmatch("\n".join([*again, ""]), done.stderr)
+
+
+def test_after_so_many_restarts_it_gives_up(command: Command) -> None:
+    done = command.run("note(); sys.exit(7)", "--max-restarts=1")
+    assert done.returncode == 1
+    assert len(command.project.notes()) == 2
+    last = f"error: the job ended with code 7 after 1 restarts: see {command.run_dir}/log/launcher.log and rank-*.log"
+    assert done.stderr.splitlines()[-1] == last
+
+
+def test_failures_and_stops_are_recorded(command: Command) -> None:
+    process = command.start("note()\nif start == 0: sys.exit(3)\ntime.sleep(600)")
+    wait_for(lambda: len(command.project.notes()) == 2)
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process).returncode == 143
+    lines = (command.run_dir / "log" / "events.jsonl").read_text().splitlines()
+    assert [(event["kind"], event["source"]) for event in map(json.loads, lines)] == [
+        ("failure", "launcher"),
+        ("signal", "launcher"),
+    ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_signal_is_forwarded_and_nothing_is_left(command: Command, number: int, code: int) -> None:
+    command.add_torch()
+    child = f"subprocess.Popen([sys.executable, '-S', '-c', {SLEEPER!r}], start_new_session=True).pid"
+    process = command.start(f"import subprocess\nnote(pids=[os.getpid(), {child}])\ntime.sleep(600)", "-n", "2")
+    wait_for(lambda: len(command.project.notes()) == 2)
+    pids = [pid for note in command.project.notes() for pid in note["pids"]]
+    assert all(map(is_running, pids))
+    process.send_signal(number)
+    done = end_of(process)
+    assert (done.returncode, done.stderr) == (code, f"stopping ({signal.Signals(number).name})\n")
+    assert gone(lambda: [pid for pid in pids if is_running(pid)])
+
+
+def test_a_program_has_its_grace_to_handle_term(command: Command) -> None:
+    code = """
+import signal
+def save(number, frame):
+    time.sleep(2)
+    note(saved=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+note()
+time.sleep(600)
+"""
+    process = command.start(code, "--grace=20")
+    wait_for(command.project.notes)
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process).returncode == 143
+    assert command.project.notes()[-1]["saved"]
+
+
+def test_a_program_that_uses_checkpoints_resumes(command: Command) -> None:
+    code = """
+import numpy as np
+from samestep import checkpoint
+found = checkpoint.newest(run_dir, warn=print)
+step = found.step if found else 0
+note(resumed=step)
+checkpoint.save(run_dir, "mine", step + 1, {"model": {"w": np.full(3, step)}}, {}, {}, keep=2)
+checkpoint.finish()
+sys.exit(step < 2)
+"""
+    assert command.run(code).returncode == 0
+    assert [note["resumed"] for note in command.project.notes()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("mnist_ddp", "torchrun"),
+        ("lenet_paddle", "paddle"),
+        ("mnist_horovod", "horovodrun"),
+        ("resnet50_mindspore", "msrun"),
+    ],
+)
+def test_the_templates_are_those_of_the_launch_scripts(tmp_path: Path, script: str, name: str) -> None:
+    words = ["bash", str(REPOSITORY / "scripts" / f"run_{script}.sh"), "3", "--dry-run", "--run-dir=r"]
+    environ = environment(PYTHON="/python", MASTER_PORT="29400")
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT, check=True)
+    words = shlex.split(done.stdout)
+    words = words[1:] if words[0] == "env" else words  # paddle's GPUs, of which none are given
+    values = {"python": "/python", "nproc": 3, "nnodes": 1, "node_rank": 0, "world_size": 3, "master_addr": "127.0.0.1"}
+    values |= {"master_port": 29400, "host": "127.0.0.1", "log_dir": "r/log", "arguments": "--run-dir=r"}
+    values["train"] = REPOSITORY / "apps" / script / "train.py"
+    assert LAUNCHERS[name].template.format(**values).split() == words

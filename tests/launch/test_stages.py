@@ -1,0 +1,87 @@
+"""What may import what: the first stage runs on the system's Python, and ranks need no launcher."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scratch_project import CORE, REPOSITORY
+
+APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
+FOLDER = CORE / "samestep" / "launch"
+MODULES = ["__init__", "__main__", "app", "cli", "environments", "job", "launchers", "migration", "preflight"]
+MODULES += ["supervise", "trackers"]
+
+FIRST_STAGE = """
+import importlib.util, sys
+from pathlib import Path
+root, core, *apps = sys.argv[1:]
+sys.path.insert(0, core)
+missing = [name for name in ("numpy", "safetensors", "tqdm", "pytest", "pip") if importlib.util.find_spec(name) is None]
+assert "numpy" in missing and "pytest" in missing, "third-party packages can be imported here, so nothing is shown"
+from samestep.launch import app
+for name in apps:
+    module = app._app_options(Path(root), name)
+    module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
+own = {name for name in sys.modules if name.partition(".")[0] == "samestep"}
+modules = ("app", "environments", "job", "migration", "supervise", "trackers")
+launch = {"samestep.launch", *(f"samestep.launch.{name}" for name in modules)}
+assert own == {"samestep", "samestep.events", "samestep.options", *launch}, own
+assert app.__file__.startswith(core), app.__file__
+locks = app.Environment(Path(root), "trackers")
+assert "numpy==" in locks.locks()[0].read_text() and locks.pins()
+print("ok")
+"""
+
+
+def interpreters() -> list[str]:
+    """This one, and a 3.9 where one works."""
+    found = [sys.executable]
+    oldest = shutil.which("python3.9")
+    if oldest and subprocess.run([oldest, "-c", ""], capture_output=True, timeout=30, check=False).returncode == 0:
+        found.append(oldest)
+    return found
+
+
+@pytest.mark.parametrize("python", interpreters())
+@pytest.mark.parametrize("zipped", [False, True])
+def test_the_first_stage_needs_only_the_standard_library(python: str, zipped: bool, tmp_path: Path) -> None:
+    """With every app's options; samestep.{checkpoint,data,log,rundir} are for the second stage. Also from a wheel."""
+    core = CORE
+    if zipped:
+        core = Path(shutil.make_archive(str(tmp_path / "samestep"), "zip", CORE, "samestep"))
+    paths = [str(REPOSITORY), str(core)]
+    done = subprocess.run(  # -I and -S: no PYTHONPATH, no site-packages
+        [python, "-I", "-S", "-c", FIRST_STAGE, *paths, *APPS], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_first_stage_is_written_in_the_language_of_python_3_9(name: str) -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.py")) == MODULES
+    ast.parse((FOLDER / f"{name}.py").read_text(), feature_version=(3, 9))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for folder in ("core/samestep", "apps")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        if not path.is_relative_to(FOLDER)
+    ],
+    ids=lambda path: "/".join(path.parts[-2:]),
+)
+def test_what_runs_in_a_rank_imports_nothing_of_the_launcher(path: Path) -> None:
+    """Also not within a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names += [node.module or ""]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        assert not [name for name in names if name.startswith("samestep.launch")]

@@ -1,0 +1,10 @@
+"""What the common cases need to know of mnist_horovod: mnist_ddp's models with mnist_ddp's options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mnist_spec import MNIST
+
+# Other tests compare its losses with the other torch programs' and show that core's watchdog finds a stalled rank.
+SPEC = replace(MNIST, launcher="horovodrun", skipped_marks=("core_only", "best", "curves", "stall", "stragglers"))

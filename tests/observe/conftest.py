@@ -1,0 +1,29 @@
+"""Share the toy app of tests/core, whose watchdogs must not outlive a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samestep.recovery.watchdog import Watchdog
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+
+@pytest.fixture(autouse=True)
+def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stop every watchdog of a test: after --timeout it would end the process without a word."""
+    started: list[Watchdog] = []
+    original = Watchdog.__init__
+
+    def init(self: Watchdog, *values: Any, **named: Any) -> None:
+        original(self, *values, **named)
+        started.append(self)
+
+    monkeypatch.setattr(Watchdog, "__init__", init)
+    yield
+    for watchdog in started:
+        watchdog.stop()

@@ -1,0 +1,45 @@
+"""What the common cases need to know of resnet50_mindspore."""
+
+from __future__ import annotations
+
+from harness import App
+
+SPEC = App(
+    accuracy=0.8,
+    dataset="synthetic-cifar10",
+    test_examples=256,
+    # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.
+    small=(
+        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--epochs=2", "--max-steps=8"),
+        *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
+    ),
+    # MindSpore on CPU knows float32 alone, so rounding must be kept from growing.
+    exact=(
+        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
+        *("--log-every=1", "--epochs=100"),
+    ),
+    variants=[("--loss=expand",), ("--loss=builtin", "--api=highlevel")],
+    tolerance=1e-4,
+    parts=(100, 3),
+    launcher="msrun",
+    resume_invariants=[
+        "--depth=50",
+        "--global-batch-size=255",
+        "--seed=7",
+        "--lr=0.5",
+        "--momentum=0.5",
+        "--freeze-bn",
+        "--drop-remainder",
+        "--image-size=32",
+        "--loss=builtin",
+        "--dataset=cifar10",
+    ],
+    defaults=("--depth=18", "--epochs=3", "--log-every=1"),
+    exact_steps=(6, 4),
+    first_steps=("--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
+    first_tolerance=1e-4,
+    diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
+    patience=40,
+    kills=5,
+    skipped_marks=("core_only", "launcher", "stall", "slow"),  # each start compiles for 13 s
+)

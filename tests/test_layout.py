@@ -1,0 +1,184 @@
+"""The layout of the repository: the same functions in each train.py, what apps import, and what belongs to each app.
+
+The layers of the package `samestep` are in .importlinter, which `lint-imports` checks.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # those that train
+FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # in this order, if the app has them
+FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's
+# Calls of collectives as train.py makes them: the framework's own, and those of `run` and `distributed`.
+COLLECTIVE = re.compile(
+    r"\b(dist|hvd|fleet|distributed)\.(all_reduce|all_gather|allreduce|allgather|broadcast|broadcast_parameters)$"
+    r"|\bdistributed\.(rendezvous|distribute|all_reduce_gradients)$|\breduction\.fix_reduction_order$"
+    r"|\brun\.(restore|save|finish)$|\bDistributedDataParallel$|^(evaluate|train_step)$|\btrainer\.fit$"
+)
+
+
+def parse_train(app: str) -> tuple[str, ast.Module]:
+    source = (ROOT / "apps" / app / "train.py").read_text()
+    return source, ast.parse(source)
+
+
+def imported_names(path: Path) -> set[str]:
+    """Return the top-level packages and modules that a file imports, also within functions."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_each_train_py_has_the_same_functions_in_the_same_order(app: str) -> None:
+    _, tree = parse_train(app)
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS]
+    assert names == [name for name in FUNCTIONS if name in names]
+    assert {"build_optimizer", "train", "main"} <= set(names)
+    assert ast.get_docstring(tree), "the docstring is the launch manual"
+
+
+def test_the_smallest_train_py_stays_small() -> None:
+    count = runpy.run_path(str(ROOT / "tools" / "code_lines.py"))["count"]
+    assert count(parse_train("mnist_ddp")[0]) <= 85
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_each_collective_of_a_train_py_is_marked(app: str) -> None:
+    """The comment is for readers: they find each call in which a rank waits for the others."""
+    source, tree = parse_train(app)
+    lines = source.splitlines()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    collectives = [node for node in calls if COLLECTIVE.search(ast.unparse(node.func))]
+    if "hvd." not in source:  # Horovod reduces in a call of its own, after backward()
+        collectives += [node for node in calls if ast.unparse(node.func).endswith(".backward")]
+    assert len(collectives) > 4
+    for node in collectives:
+        marked = any("# collective" in line for line in lines[node.lineno - 1 : node.end_lineno])
+        named = ".collective(" in lines[node.lineno - 2]  # `with run.monitor.collective("backward"):`
+        assert marked or named, ast.unparse(node)
+
+
+def test_ddp_and_horovod_differ_only_by_the_migration() -> None:
+    done = subprocess.run(["bash", "docs/diff_sizes.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
+    changed = dict(re.findall(r"^(\S+): (\d+) changed lines", done.stdout, re.MULTILINE))
+    assert int(changed["mnist_horovod/train.py"]) <= 40
+    assert int(changed["mnist_horovod/model.py"]) == int(changed["mnist_lightning/model.py"]) == 0  # copies
+    remedy = "docs/migrating.md shows what `bash docs/diff_sizes.sh` prints: copy it there"
+    assert done.stdout in (ROOT / "docs" / "migrating.md").read_text(), remedy
+
+
+@pytest.mark.parametrize("app", ALL_APPS)
+def test_an_app_imports_samestep_one_framework_and_its_own_files(app: str) -> None:
+    files = {path: path.parent.name for path in ROOT.glob("apps/*/*.py")}
+    own = {path.stem for path, folder in files.items() if folder == app}
+    of_others = {path.stem for path in files} - own - sys.stdlib_module_names | {"apps", *files.values()}
+    frameworks = set()
+    for path in (path for path, folder in files.items() if folder == app):
+        names = imported_names(path)
+        assert names & of_others == set(), path
+        assert not re.search(r"\bsamestep(\.| import )(launch|observe|check)\b", path.read_text()), path
+        frameworks |= names & FRAMEWORKS
+    assert len(frameworks) == 1
+
+
+def test_scripts_hold_only_doors() -> None:
+    listed = subprocess.run(["git", "ls-files", "scripts"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {name for name in listed.stdout.split() if (ROOT / name).exists()}
+    doors = {"launch.sh", "launch.py", "new_app.sh", "test.sh", "verify_horovod.sh"}
+    doors |= {f"run_{path.name}.sh" for path in ROOT.glob("apps/*")}
+    assert found <= {f"scripts/{name}" for name in doors}
+
+
+def test_each_app_has_its_specification_its_script_and_its_environment() -> None:
+    environments = (ROOT / "tox.ini").read_text()
+    for app in (path.parent.name for path in ROOT.glob("apps/*/train.py")):
+        assert app in APPS, f"tests/{app}/app_spec.py is missing"
+        assert (ROOT / "scripts" / f"run_{app}.sh").exists()
+        assert re.search(rf"^\[testenv:{app}-", environments, re.MULTILINE), f"tox.ini lacks {app}"
+    for app in ALL_APPS:
+        assert (ROOT / "tests" / app / "device_paths.py").exists()
+
+
+def test_the_pythons_of_each_app_follow_from_the_record_of_its_pins() -> None:
+    """`tox -e pythons` makes the record; it needs a package index."""
+    tool = runpy.run_path(str(ROOT / "tools" / "python_versions.py"))
+    differences, recorded = tool["differences"], json.loads(tool["RECORD"].read_text())
+    assert recorded.keys() == {tool["app_of"](path) for path in tool["requirements"]()}
+    for path in tool["requirements"]():
+        text, record = path.read_text(), recorded[tool["app_of"](path)]
+        assert differences(text, record) == [], path
+        assert differences(text + "numpy==2.4.7\n", record)  # another pin was not resolved
+        assert differences(text.replace("# python: 3.11", "# python: 3.10 3.11"), record)
+
+
+def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> None:
+    """`tox -e locks -- --check` compares with PyPI."""
+    tool, pythons = (runpy.run_path(str(ROOT / "tools" / f"{name}.py")) for name in ("lock", "python_versions"))
+    line = re.compile(
+        r"[a-z0-9-]+==[\w.+]+( ; [\w.'() =<>!]+)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?|"
+        r"    # +(via )?([a-z0-9-]+|-r (apps/\w+|core/samestep/launch/tracker_locks)/\w+\.in)|    # via|"
+        r"# Made by `bash scripts/test\.sh -e locks -- .*"
+    )
+    for source in [*ROOT.glob("apps/*/*.in"), *tool["TRACKERS"].glob("*.in")]:
+        whole = source.name == "requirements.in"
+        locks = [*source.parent.glob("requirements-*.txt")] if whole else [source.with_suffix(".txt")]
+        pins = pythons["pins"](source.read_text())
+        needed = {re.split("[=><]", pin)[0].lower() for pin in (pins if whole else pins[:-3])}
+        assert source.with_name("requirements-cpu.txt") in locks or not whole
+        for lock in locks:
+            text, entries = lock.read_text(), tool["entries"](lock.read_text())
+            assert [each for each in text.splitlines() if not line.fullmatch(each)] == [], lock
+            assert all(entry.hashes for entry in entries), lock
+            assert needed <= {entry.name for entry in entries}, lock
+            found = {f"{entry.name}=={entry.version}" for entry in entries}
+            assert {pin.lower() for pin in pins if "==" in pin} <= found, f"{lock}: bash scripts/test.sh -e locks"
+            gpu = {entry.name for entry in entries if tool["GPU"].fullmatch(entry.name)}
+            assert bool(gpu) == lock.name.endswith("-cuda.txt"), lock
+            for entry in entries:
+                listed = {*tool["CPU_INDEX"].get((entry.name, entry.version), "").split()[::2]}
+                if entry.name == "torch":  # the one build, or the other
+                    assert ("+cpu " in f"{entry.requirement} ", listed == {*entry.hashes}) == (not gpu, not gpu), lock
+                elif entry.name == "torchvision" and not gpu:
+                    assert listed < {*entry.hashes}, lock
+
+
+def test_each_device_path_is_listed_with_its_evidence() -> None:
+    command = [sys.executable, "docs/device_paths.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (("cuda", "NCCL", "", "read", ""), []),
+        (("gpu", "NCCL", "", "read", ""), ["devices ['cpu', 'gpu'], but --device takes ['cpu', 'cuda']"]),
+        (("cuda", "NCCL", "", "seen", ""), ["'seen' is not one of run, simulated, read"]),
+        (("cuda", "NCCL", "", "simulated", "tests/nowhere"), ["no test tests/nowhere"]),
+        (
+            ("cuda", "NCCL", "", "run", "tests/test_layout.py::test_no_such"),
+            ["no test tests/test_layout.py::test_no_such"],
+        ),
+        (("cuda", "NCCL", "", "run", "tests/test_layout.py::test_scripts_hold_only_doors"), []),
+    ],
+    ids=str,
+)
+def test_a_wrong_device_path_is_named(path: tuple[str, ...], words: list[str]) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "device_paths.py"))
+    paths = [script["DevicePath"](*each) for each in (("cpu", "gloo", "", "run", "tests/common"), path)]
+    found = list(script["mistakes"]("mnist_ddp", paths))
+    assert len(found) == len(words), found
+    assert all(each in problem for each, problem in zip(words, found)), found
