@@ -36,6 +36,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
+from samestep.recovery import replica_check
 from samestep import checkpoint  # noqa: E402
 from samestep.sharding import BatchSlice  # noqa: E402
 
@@ -65,7 +66,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
         groups = weights.groups(model, optimizer)
         for arrays in groups.values():
             for array in arrays.values():
-                checkpoint.checksum(array)
+                replica_check.checksum(array)
         state, arithmetic = {"seconds": time.monotonic()}, {"seed": 1, "lr": 0.1}
         return checkpoint.save(folder / "run", "benchmark", next(steps), groups, state, arithmetic, keep=3)
 

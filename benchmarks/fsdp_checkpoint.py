@@ -31,12 +31,13 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "gpt_fsdp")]
-import ranks  # noqa: E402
+import distributed  # noqa: E402
 import train  # noqa: E402
 import weights  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
-from samestep import checkpoint, sharded  # noqa: E402
+from samestep import checkpoint  # noqa: E402
+from samestep.sharded import storage  # noqa: E402
 
 CPU = torch.device("cpu")
 MODELS = (["--layers=4", "--width=256", "--heads=8"], ["--layers=8", "--width=512", "--heads=8"])
@@ -52,7 +53,7 @@ def longest(seconds: float) -> float:
 def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
     """The bytes of this rank's files, and the milliseconds of each contestant in each round."""
     asked, rank = parse(options), dist.get_rank()
-    mesh = ranks.make_mesh(asked, CPU)
+    mesh = distributed.make_mesh(asked, CPU)
     model = build_model(asked, torch.float32, mesh)
     optimizer = train.build_optimizer(asked, model)
     for parameter in model.parameters():
@@ -64,7 +65,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
         saved.append(checkpoint.folder_of(folder, len(saved)))
         groups = weights.groups(model, optimizer, mesh)
         body = {"app": "benchmark", "step": len(saved) - 1, "state": {}, "arithmetic": {}}
-        sharded.save(ranks, rank, saved[-1], groups, body if rank == 0 else None, keep=2)
+        storage.save(distributed, rank, saved[-1], groups, body if rank == 0 else None, keep=2)
 
     for _ in range(3):
         save()
@@ -109,7 +110,7 @@ def main() -> None:
     given = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as above")
-    ranks.give_back()
+    distributed.release_memory_early()
     dist.init_process_group("gloo")
     above = given.dir or ROOT / "runs"
     above.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def main() -> None:
             made = ""
             if dist.get_rank() == 0:
                 made = stack.enter_context(tempfile.TemporaryDirectory(dir=above, prefix="benchmark-"))
-            folder = Path(ranks.broadcast(made.encode()).decode())
+            folder = Path(distributed.broadcast(made.encode()).decode())
             size, taken = measure(options, 1 if given.quick else given.rounds, folder)
             dist.barrier()  # rank 0 deletes it
         if dist.get_rank() == 0:

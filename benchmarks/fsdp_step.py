@@ -4,7 +4,7 @@
         benchmarks/fsdp_step.py [--rounds 15] [--keep-memory]
 
 All take turns in one job, on batches of their own. Times are medians in milliseconds, over the rank that took longest;
-ratios to the app's step are of each round. ``--keep-memory`` leaves the C library's way with memory (ranks.give_back).
+ratios to the app's step are of each round. ``--keep-memory`` keeps the C library's defaults for memory (see distributed.release_memory_early).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "gpt_fsdp")]
-import ranks  # noqa: E402
+import distributed  # noqa: E402
 import train  # noqa: E402
 from data import load  # noqa: E402
 from model import GPT, build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep.options import Options  # noqa: E402
-from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
+from samestep.step_timer import StepTimer  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 def app(options: Options) -> Callable[[int], object]:
     """A step of the program, with all that it does in one."""
-    mesh = ranks.make_mesh(options, CPU)
+    mesh = distributed.make_mesh(options, CPU)
     model = build_model(options, torch.float32, mesh)
-    optimizer, phases = train.build_optimizer(options, model), StepTimer()
-    ranks.time_phases(model, optimizer, phases)
+    optimizer, timer = train.build_optimizer(options, model), StepTimer()
+    distributed.time_phases(model, optimizer, timer)
     training, _ = load(options, CPU)
     batches = GlobalBatches(len(training), options.global_batch_size, 1, dist.get_rank(), dist.get_world_size())
-    return lambda step: train.train_step(options, model, optimizer, training, batches, step, mesh, phases).item()
+    return lambda step: train.train_step(options, model, optimizer, training, batches, step, mesh, timer).item()
 
 
 def plain(options: Options, wrap: Callable[[GPT], nn.Module]) -> Callable[[int], object]:
@@ -89,7 +89,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as above")
     if not given.keep_memory:
-        ranks.give_back()
+        distributed.release_memory_early()
     dist.init_process_group("gloo")
     default = ["--layers=6", "--width=256", "--heads=8", "--context=128", "--global-batch-size=16", "--clip-norm=1"]
     options = parse([*default, *given.options])

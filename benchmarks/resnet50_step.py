@@ -45,12 +45,12 @@ def mindspore_step(depth: int, batch: int, size: int, steps: int, weights: Path,
     sys.path.insert(0, str(ROOT / "apps" / "resnet50_mindspore"))
     import mindspore as ms
     import numpy as np
+    from distributed import choose_device
     from mindspore import Tensor
-    from model import build_loss, build_model
+    from model import Forward, build_loss, build_model
     from options import parse
-    from ranks import choose_device
     from samestep import checkpoint
-    from train import Forward, TrainStep, build_optimizer
+    from train import TrainStep, build_optimizer
     from weights import load_model, model_arrays
 
     if os.environ["ONEDNN_MAX_CPU_ISA"] == "app":

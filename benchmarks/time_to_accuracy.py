@@ -76,9 +76,11 @@ def environment() -> str:
 
 def unpack(data_dir: Path, folder: Path, python: str) -> None:
     """Fashion-MNIST where torchvision and the app both look: FashionMNIST/raw, plain."""
-    code = "import sys; from pathlib import Path; from samestep import datasets, UserError\n"
+    code = (
+        "import sys; from pathlib import Path; from samestep import ConfigError; from samestep.data import datasets\n"
+    )
     code += "try: print(datasets.resolve('fashion-mnist', Path(sys.argv[1])).folder)\n"
-    code += "except UserError as problem: sys.exit(f'error: {problem}')\n"
+    code += "except ConfigError as problem: sys.exit(f'error: {problem}')\n"
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "core")}
     command = [python, "-c", code, str(data_dir.resolve())]
     found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)

@@ -1,11 +1,11 @@
-"""What --track costs a step: mnist_ddp with MLflow's server stopped in the middle of the run, beside mnist_ddp without.
+"""Measure what --track costs a step: mnist_ddp without it, and with it while MLflow's server stops in mid-run.
 
     python benchmarks/trackers.py [--rounds 5] [--ranks 2] [--steps 600] [--quick] [--json FILE]
 
-Both run by the launch script with this Python, which needs mlflow (not mlflow-skinny), with a line of metrics.jsonl at
-each step and a checkpoint each 50: more than a run has. A step's milliseconds are the run's seconds over its steps, as
-the result has them. Interleaved rounds; the ratio is that of each round's two. The server has the least priority, as
-the process beside the job has: it stands for one on another machine.
+The launch script runs both with this Python, which needs mlflow (not mlflow-skinny). Each step writes a line of
+metrics.jsonl, and every 50th a checkpoint, which is more than runs usually do. The milliseconds per step are the
+seconds in a run's result, divided by its steps. Rounds are interleaved, and a ratio is of the two runs of one round.
+The server has the lowest priority, as the process beside the job has: it stands for a server on another machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 900.0  # seconds of a run, or until the server answers
+LIMIT = 900.0  # seconds for a run, and for the start of the server
 
 
 def free_port() -> int:
@@ -46,12 +46,12 @@ def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return server
         if server.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"error: MLflow's server does not start: {(folder / 'server.log').read_text()[-2000:]}")
+            sys.exit(f"error: MLflow's server did not start: {(folder / 'server.log').read_text()[-2000:]}")
         time.sleep(0.2)
 
 
 def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable[[], object] = lambda: None) -> float:
-    """Milliseconds a step of one run; ``halfway`` is called after half of its steps."""
+    """Return the milliseconds per step of one run; call ``halfway`` after half of its steps."""
     run_dir = folder / "run"
     command = ["bash", str(ROOT / "scripts" / "run_mnist_ddp.sh"), str(ranks), f"--run-dir={run_dir}", "--quiet"]
     command += ["--dataset=mnist-5k", "--epochs=1000", "--log-every=1", "--checkpoint-every=50", f"--max-steps={steps}"]
@@ -71,7 +71,8 @@ def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable
     return float(json.loads((run_dir / "result.json").read_text())["seconds"]) / steps * 1000
 
 
-def tracked(folder: Path, ranks: int, steps: int) -> float:
+def train_tracked(folder: Path, ranks: int, steps: int) -> float:
+    """Return the milliseconds per step of one run whose server stops halfway."""
     port = free_port()
     server = start_server(folder, port)
     os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
@@ -85,25 +86,26 @@ def tracked(folder: Path, ranks: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=600, help="of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each run (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one round of 40 steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the measurements there")
     options = parser.parse_args()
     rounds, steps = (1, 40) if options.quick else (options.rounds, options.steps)
-    found: dict[str, list[float]] = {"without": [], "with --track mlflow": []}
+    ms_per_step: dict[str, list[float]] = {"without": [], "with --track mlflow": []}
     for _ in range(rounds):
-        for name, run in (("without", train), ("with --track mlflow", tracked)):
+        for name, run in (("without", train), ("with --track mlflow", train_tracked)):
             with tempfile.TemporaryDirectory() as folder:
-                found[name].append(run(Path(folder), options.ranks, steps))
-    ratios = [one / other for other, one in zip(*found.values())]
+                ms_per_step[name].append(run(Path(folder), options.ranks, steps))
+    ratios = [tracked / plain for plain, tracked in zip(*ms_per_step.values())]
     print(f"{os.cpu_count()} processors, {options.ranks} ranks, {rounds} rounds of {steps} steps; median (range)\n")
-    print("| | ms a step |\n|---|---|")
-    for name, values in {**found, "ratio of a round's two": ratios}.items():
+    print("| | ms per step |\n|---|---|")
+    for name, values in {**ms_per_step, "ratio of the two of a round": ratios}.items():
         print(f"| {name} | {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}) |")
     if options.json:
-        options.json.write_text(json.dumps({"ms": found, "ratios": ratios, "ranks": options.ranks, "steps": steps}))
+        results = {"ms": ms_per_step, "ratios": ratios, "ranks": options.ranks, "steps": steps}
+        options.json.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def listed(path: Path) -> list[DevicePath]:
 
 
 def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
-    """What is wrong with an app's list, in words."""
+    """Yield what is wrong with an app's list."""
     wanted, found = devices(app), {path.device for path in paths}
     if found != wanted:
         yield f"it has the devices {sorted(found)}, but --device takes {sorted(wanted)} beside auto"
@@ -74,7 +74,7 @@ def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
 
 
 def devices(app: str) -> set[str]:
-    """What the app's --device takes beside auto; where the app has commands, that of any of them."""
+    """Return the values of the app's --device except auto; if the app has commands, those of all of them."""
     sys.path.insert(0, str(ROOT / "core"))  # an app's options.py needs nothing else
     parser = runpy.run_path(str(ROOT / "apps" / app / "options.py"))["build_parser"]()
     actions = [action for each in [parser, *parser.commands().values()] for action in each._actions]
@@ -82,13 +82,13 @@ def devices(app: str) -> set[str]:
 
 
 def exists(by: str) -> bool:
-    """Whether there is this folder of tests, or this function in a file of tests."""
+    """Return whether this folder of tests, or this function in a file of tests, exists."""
     file, _, function = by.partition("::")
     return (ROOT / file).is_dir() if not function else function in tests(ROOT / file)
 
 
 def tests(file: Path) -> dict[str, bool]:
-    """The functions of a file of tests, and whether the matrix leaves them to the soak."""
+    """Return the functions of a file of tests, and whether each is a soak test."""
     tree = ast.parse(file.read_text() if file.is_file() else "")
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     soak = "pytest.mark.soak"
@@ -96,7 +96,7 @@ def tests(file: Path) -> dict[str, bool]:
 
 
 def page(lists: dict[str, list[DevicePath]]) -> str:
-    """docs/devices.md."""
+    """Return the text of docs/devices.md."""
     lines = [HEAD]
     for app, paths in lists.items():
         lines += [f"## {app}", "", "| device | transport | | how | by |", "|---|---|---|---|---|"]

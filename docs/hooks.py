@@ -1,12 +1,12 @@
-"""What the site has beside docs/, for mkdocs (mkdocs.yml names this file).
+"""Add to the site what is not in docs/. mkdocs.yml names this file.
 
 The pages are written to be read in the repository, where a link leads to any file of it. On the site a link leads to
 
 - the page, for one of docs/, for a README.md and the few other pages of the repository;
 - a page that shows the file, or lists the folder, for everything else that git knows: source/<its path>;
 
-so that no link needs an address of the repository. The README of the repository is the first page. Each module of core/
-has a page of its docstrings.
+so that no link needs an address of the repository. The README of the repository is the first page. Each public module of
+core/ has a page of its docstrings.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "core" / "samestep"
 IMAGES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ini": "ini", ".json": "json"}
 # Code, which is left as it is, or the target of a link.
@@ -33,12 +34,12 @@ UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Headings get GitHub's anchors; the two sections that follow from what there is get their pages."""
+    """Give headings GitHub's anchors, and the sections Apps and API their pages."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     apps = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("apps/*/README.md"))
     sections: dict[str, list[Any]] = {
         "Apps": [{app.split("/")[1]: app} for app in apps],
-        "API": ["api/index.md", *({f"samestep.{name}": f"api/{name}.md"} for name in modules())],
+        "API": ["api/index.md", *({name: api_page(name)} for name in modules())],
     }
     for section in config.nav or []:
         for title in section.keys() & sections.keys():
@@ -47,9 +48,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/, and whatever any page leads to."""
-    for name, content in api_pages():
-        files.append(File.generated(config, f"api/{name}.md", content=content))
+    """Add the pages that are not in docs/, and the targets of all links."""
+    files.append(File.generated(config, "api/index.md", content="# The package samestep\n\n::: samestep\n"))
+    for name in modules():
+        files.append(File.generated(config, api_page(name), content=f"# {name}\n\n::: {name}\n"))
     seen: set[str] = set()
     waiting = ["README.md", *(f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
     waiting += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("apps/*/README.md"))
@@ -66,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links that leave docs/ to where the site has what they lead to."""
+    """Replace the targets of links that leave docs/ by their places on the site."""
     origin = "README.md" if page.file.src_uri == "index.md" else page.file.src_uri
     origin = origin if (ROOT / origin).exists() else f"docs/{origin}"
     if not (ROOT / origin).exists():  # made here
@@ -85,13 +87,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def targets(markdown: str) -> Iterator[str]:
-    """What the links of a page lead to."""
+    """Return the targets of a page's links."""
     return (match["target"] for match in CODE_OR_TARGET.finditer(markdown) if match["target"])
 
 
 def resolved(origin: str, target: str) -> str | None:
-    """The path, from the root on, that a relative link of the file ``origin`` leads to; its README.md for a folder that
-    has one; None for what is not in the repository."""
+    """Return the path, relative to the root, of a relative link in the file ``origin``.
+
+    Of a folder with a README.md it is that file. Return None for a target that is not in the repository.
+    """
     path = target.partition("#")[0]
     if not path or re.match("[a-z]+:", path):
         return None
@@ -101,7 +105,7 @@ def resolved(origin: str, target: str) -> str | None:
 
 
 def place(path: str) -> str:
-    """Where the site has a file or folder of the repository."""
+    """Return the place on the site of a file or folder of the repository."""
     if path == "README.md":
         return "index.md"
     if not is_page(path):
@@ -110,7 +114,7 @@ def place(path: str) -> str:
 
 
 def is_page(path: str) -> bool:
-    """Whether it is one as it stands: a text with links, or an image."""
+    """Return whether the site shows the file as it is: a text with links, or an image."""
     return path.endswith((".md", *IMAGES))
 
 
@@ -134,7 +138,7 @@ def add(files: Files, config: MkDocsConfig, path: str) -> None:
 
 
 def in_nav(nav: Any) -> set[str]:
-    """The pages of a nav."""
+    """Return the pages of a nav."""
     if isinstance(nav, str):
         return {nav}
     items = nav.values() if isinstance(nav, dict) else nav or []
@@ -142,18 +146,20 @@ def in_nav(nav: Any) -> set[str]:
 
 
 def modules() -> list[str]:
-    return sorted(path.stem for path in ROOT.glob("core/samestep/*.py") if path.stem != "__init__")
+    """Return the names of the public modules: those of the core first, then those of each package in it."""
+    paths = [path for pattern in ("*.py", "*/*.py") for path in sorted(PACKAGE.glob(pattern))]
+    public = [path for path in paths if not path.stem.startswith("_") and "import runpy" not in path.read_text()]
+    return [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in public]
 
 
-def api_pages() -> Iterator[tuple[str, str]]:
-    yield "index", "# The package samestep\n\n::: samestep\n"
-    for name in modules():
-        yield name, f"# samestep.{name}\n\n::: samestep.{name}\n"
+def api_page(name: str) -> str:
+    """Return the page of a module, such as api/data/datasets.md."""
+    return f"api/{name.removeprefix('samestep.').replace('.', '/')}.md"
 
 
 @lru_cache
 def known() -> frozenset[str]:
-    """The files that git knows."""
+    """Return the files that git lists."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     return frozenset(listed.stdout.splitlines())
 

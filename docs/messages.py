@@ -1,12 +1,13 @@
-"""Make docs/messages.md: every message with which the programs end on purpose, by the file that says it.
+"""Make docs/messages.md: every message with which the programs end on purpose, by the file that prints it.
 
     python3.11 docs/messages.py            # writes the page
     python3.11 docs/messages.py --check    # compares, writes nothing
 
 A message is the argument of an error of `ERRORS`, wherever one is made in core/ and apps/, or is printed there by
-`log.error`, or by `print_stderr` or a `Decision` of the launcher after "error: ". What is known only when the program runs is shown as an
-ellipsis: of an f-string the fixed words stay, a name stands for each string that is assigned to it, a parameter for
-what the calls in its file give, and a call for what a function of its file returns.
+`log.error`, or by `print_stderr` or a `Decision` of the launcher after "error: ". What is known only when the program
+runs is shown as an ellipsis: of an f-string the fixed words stay, a name stands for each string that is assigned to it,
+a parameter for the arguments of the calls, a dict's item for its values, and a call for what a function of its file
+returns.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ Scope = dict[str, list[str]]  # what the parameters of a function may be, as `So
 HEAD = """\
 # Messages
 
-Every message with which a program here ends on purpose, by the part that says it. Made by `docs/messages.py` of the
-code. A message is one line after `error: `; … stands for what differs from case to case, so search this page for a few
-words of yours. [Troubleshooting](troubleshooting.md) begins at what you see.
+This page lists every message with which a program here ends on purpose. `docs/messages.py` makes it from the code. A
+message is one line after `error: `. An ellipsis (…) stands for values that differ, so search this page for a few words of
+your message. [Troubleshooting](troubleshooting.md) starts from symptoms.
 
-| code | |
+| code | meaning |
 |---|---|
-| 2 | the caller's mistake: the line names the thing and the remedy; nothing is started again |
-| 1 | starting again cannot mend it, or did not |
-| again | the launch script starts the job again from its newest good checkpoint, up to `--max-restarts` times; then 1 |
+| 2 | the caller's mistake: the line names the thing and the remedy; there is no restart |
+| 1 | a failure that a restart cannot fix, or did not fix |
+| again | the launch script restarts the job from its newest good checkpoint, up to `--max-restarts` times; then 1 |
 """
 PACKAGE, LAUNCHER = "All apps: the package `samestep`", "The launch script and `samestep run`"
 PARTS = {
@@ -56,7 +57,7 @@ PARTS = {
 
 
 class Message(NamedTuple):
-    """One message: its words, the exit code that it ends with, and the files that say it, from the root on."""
+    """A message: its words, the exit code, and the files that print it, relative to the root."""
 
     words: str
     code: str
@@ -64,33 +65,39 @@ class Message(NamedTuple):
 
 
 class Source:
-    """One file of Python: the messages in it."""
+    """Find the messages in a Python file."""
 
     def __init__(self, path: Path) -> None:
-        self.tree = ast.parse(path.read_text())
+        self.module, self.tree = path.stem, ast.parse(path.read_text())
         self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self._functions: dict[str, list[ast.FunctionDef]] = {}  # by name, as calls
         self._calls: dict[str, list[ast.Call]] = {}
+        self._imported: set[str] = set()  # names, with those of modules
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef):
                 self._functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.Call):
                 self._calls.setdefault(_last_name(node.func), []).append(node)
+            elif isinstance(node, ast.ImportFrom):
+                self._imported |= {alias.name for alias in node.names}
 
-    def messages(self) -> Iterator[tuple[str, str]]:
-        """(words, code) of each error that is made; words are ELLIPSIS where another's message is passed on."""
+    def messages(self, others: Sequence[Source] = ()) -> Iterator[tuple[str, str]]:
+        """Yield (words, code) of each error; words are ELLIPSIS if it passes on another message."""
         made = [(call, code) for name, code in ERRORS.items() for call in self._calls.get(name, [])]
         printed = [call for name in ("error", *AFTER_ERROR) for call in self._calls.get(name, [])]
         made += [(call, PRINTED[name]) for call in printed if (name := ast.unparse(call.func)) in PRINTED]
         for call, code in sorted(made, key=lambda each: each[0].lineno):
-            for bound in self._scopes(call) if call.args else ():
-                for words in self.words(call.args[-1], bound):
+            message = call.args[-1] if call.args else ast.Constant("")
+            if ast.unparse(call.func) in ("log.error", "error"):  # a kind of event may follow
+                message = call.args[0]
+            for bound in self._scopes(call, message, others) if call.args else ():
+                for words in self.words(message, bound):
                     if _last_name(call.func) not in AFTER_ERROR or words.startswith("error: "):
                         line = " ".join(words.removeprefix("error: ").split())
                         yield re.sub(f"{ELLIPSIS}+", ELLIPSIS, line).rstrip(": "), code
 
     def words(self, node: ast.expr, bound: Scope, depth: int = 0) -> list[str]:
-        """What the expression may be as a string, ELLIPSIS for what only a run knows; ``bound`` are parameters."""
+        """Return the strings that an expression may be, with ELLIPSIS for run-time values; ``bound`` are parameters."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
         if isinstance(node, ast.FormattedValue):
@@ -105,6 +112,11 @@ class Source:
             return list(dict.fromkeys("".join(choice) for choice in choices))
         if isinstance(node, ast.Name) and node.id in bound:
             return bound[node.id]
+        if isinstance(node, ast.Name) and depth < DEPTH and (made := self._caught(node)):
+            return self._each([call.args[0] for call in made if call.args], bound, depth)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):  # one of a dict's values
+            dicts = [value for value in self._assigned(node.value) if isinstance(value, ast.Dict)]
+            return self._each([value for each in dicts for value in each.values], bound, depth)
         if isinstance(node, ast.Name) and depth < DEPTH:
             found = self._each(self._assigned(node), bound, depth)
             for more in self._added(node):  # `name += more`, perhaps
@@ -125,17 +137,31 @@ class Source:
         found = [words for node in nodes for words in self.words(node, bound, depth + 1)]
         return list(dict.fromkeys(found)) or [ELLIPSIS]
 
-    def _scopes(self, call: ast.Call) -> list[Scope]:
-        """What the calls in this file give to the function around this one, one for each call; one where none does.
+    def _caught(self, name: ast.Name) -> list[ast.Call]:
+        """Return the calls that make an error which ``name`` catches, if its class is private to this file."""
+        node: ast.AST = name
+        while node in self._parents:
+            node = self._parents[node]
+            if isinstance(node, ast.ExceptHandler) and node.name == name.id:
+                kind = _last_name(node.type) if node.type else ""
+                return self._calls.get(kind, []) if kind.startswith("_") else []
+        return []
 
-        What a function returns as a tuple belongs together, and so multiplies them.
+    def _scopes(self, call: ast.Call, message: ast.expr, others: Sequence[Source]) -> list[Scope]:
+        """Return the arguments of each call to the function around ``call``, or one empty scope if nothing calls it.
+
+        The elements of a returned tuple belong together, so each such tuple makes another scope.
         """
         function = self._around(call)
         if not function:
             return [{}]
         calls = self._calls.get(function.name, [])
-        scopes = [self._arguments(function, each, {}, 0) for each in calls] or [{}]
-        used = {node.id for node in ast.walk(call.args[-1]) if isinstance(node, ast.Name)}
+        scopes = [self._arguments(function, each, {}, 0) for each in calls]
+        for other in others:  # those that import this function, or its module
+            if {function.name, self.module} & other._imported and not function.name.startswith("_"):
+                scopes += [other._arguments(function, each, {}, 0) for each in other._calls.get(function.name, [])]
+        scopes = scopes or [{}]
+        used = {node.id for node in ast.walk(message) if isinstance(node, ast.Name)}
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 names = [each.id for each in ast.walk(node.targets[0]) if isinstance(each, ast.Name)]
@@ -146,18 +172,20 @@ class Source:
         return scopes
 
     def _arguments(self, function: ast.FunctionDef, call: ast.Call, bound: Scope, depth: int) -> Scope:
-        """The words that a call gives to a function's parameters."""
+        """Return the words that a call gives to a function's parameters."""
         names = [each.arg for each in [*function.args.posonlyargs, *function.args.args]]
         names = names[1:] if names[:1] == ["self"] else names
         given = {**dict(zip(names, call.args)), **{each.arg: each.value for each in call.keywords if each.arg}}
         return {name: self.words(value, bound, depth) for name, value in given.items()}
 
     def _assigned(self, name: ast.Name) -> list[ast.expr]:
-        """The expressions that are assigned to a name in the function around it, else in the module."""
+        """Return the expressions that are assigned to a name in the function around it, else in the module."""
         function = self._around(name)
-        nodes = ast.walk(function) if function else []
-        found = [value for node in nodes for value in self._values(node, name.id)]
-        return found or [value for node in self.tree.body for value in self._values(node, name.id)]
+        while function:  # and those around a nested one
+            if found := [value for node in ast.walk(function) for value in self._values(node, name.id)]:
+                return found
+            function = self._around(function)
+        return [value for node in self.tree.body for value in self._values(node, name.id)]
 
     def _added(self, name: ast.Name) -> list[ast.expr]:
         function = self._around(name)
@@ -165,7 +193,7 @@ class Source:
         return [node.value for node in nodes if _last_name(node.target) == name.id]
 
     def _values(self, node: ast.AST, name: str) -> list[ast.expr]:
-        """What an assignment or a loop gives to a name, also by a tuple of targets."""
+        """Return the expressions that an assignment or a loop gives to a name, also by a tuple of targets."""
         pairs: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
             pairs = [(node.target, node.value)]
@@ -184,7 +212,7 @@ class Source:
         return found
 
     def _results(self, call: ast.Call) -> list[ast.expr]:
-        """What the functions of this file return that a call may call."""
+        """Return the results of the functions of this file that a call may call."""
         functions = self._functions.get(_last_name(call.func), [])
         return [value for function in functions for value in self._returned(function)]
 
@@ -205,23 +233,24 @@ def _last_name(node: ast.expr) -> str:
 
 
 def files() -> list[Path]:
-    """The programs."""
+    """Return the files of the programs."""
     return sorted(path for part in (*PARTS, "apps/*") for path in ROOT.glob(f"{part}/*.py"))
 
 
 def collect() -> list[Message]:
-    """All messages with words of their own, each once, in the order of the first file that says them."""
-    said: dict[tuple[str, str], list[str]] = {}
-    for path in files():
-        for words, code in Source(path).messages():
+    """Return all messages with words of their own, each once, in the order of the first file that prints them."""
+    files_of: dict[tuple[str, str], list[str]] = {}
+    sources = {path: Source(path) for path in files()}
+    for path, source in sources.items():
+        for words, code in source.messages([each for each in sources.values() if each is not source]):
             name = str(path.relative_to(ROOT))
-            if re.search("[a-z]", words) and name not in said.setdefault((words, code), []):
-                said[words, code].append(name)
-    return [Message(words, code, tuple(names)) for (words, code), names in said.items()]
+            if re.search("[a-z]", words) and name not in files_of.setdefault((words, code), []):
+                files_of[words, code].append(name)
+    return [Message(words, code, tuple(names)) for (words, code), names in files_of.items()]
 
 
 def page(messages: list[Message]) -> str:
-    """docs/messages.md."""
+    """Return the text of docs/messages.md."""
     by_part: dict[str, list[Message]] = {}
     for message in messages:
         parts = {name.rpartition("/")[0] for name in message.files}
@@ -231,7 +260,7 @@ def page(messages: list[Message]) -> str:
     first = [PACKAGE, LAUNCHER, "Several apps"]
     lines = [HEAD]
     for title in sorted(by_part, key=lambda title: (title not in first, first.index(title) if title in first else 0)):
-        lines += [f"## {title}", "", "| message | code | said by |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| message | code | file |", "|---|---|---|"]
         for message in sorted(by_part[title], key=lambda each: each.files[0]):
             links = ", ".join(_link(name, len(message.files) > 1) for name in message.files)
             lines.append(f"| {_code(message.words)} | {message.code} | {links} |")
@@ -245,7 +274,7 @@ def _link(name: str, several: bool) -> str:
 
 
 def _code(words: str) -> str:
-    """The words as Markdown's code, in a table's cell."""
+    """Return the words as code in a cell of a Markdown table."""
     fence = "``" if "`" in words else "`"
     pad = " " if fence == "``" else ""
     return f"{fence}{pad}{words.replace('|', chr(92) + '|')}{pad}{fence}"
@@ -258,7 +287,7 @@ def main() -> None:
     if not parser.parse_args().check:
         PAGE.write_text(made)
     elif not PAGE.exists() or PAGE.read_text() != made:
-        sys.exit("error: docs/messages.md is not what the programs say: run python3.11 docs/messages.py")
+        sys.exit("error: docs/messages.md differs from the code: run python3.11 docs/messages.py")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""own_loop.py with a `Run`: samestep run -n 2 own_loop_run.py --max-steps 200. Logs, stops, hangs and results included."""
+"""own_loop.py with a `Run`, its options, logs, stops and results: samestep run -n 2 own_loop_run.py --max-steps 200."""
 
 import os
 import sys

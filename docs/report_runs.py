@@ -44,12 +44,12 @@ def step_of(run_dir: Path) -> int:
 
 
 def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[int] = (), stop: int = 0) -> None:
-    """Train at n ranks; one is killed at each step of ``kill``, and the run is told to stop at ``stop``."""
+    """Train at n ranks; one is killed at each step of ``kill``, and the run gets a TERM at ``stop``."""
     if (run_dir / "metrics.jsonl").exists():
         return
     print(run_dir.name, flush=True)
-    app, *its = OF[framework]
-    command = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={run_dir}", *COMMON, *its, *options]
+    app, *app_options = OF[framework]
+    command = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={run_dir}", *COMMON, *app_options, *options]
     script = subprocess.Popen(command)
     for step in kill:
         while step_of(run_dir) < step and script.poll() is None:
@@ -113,7 +113,7 @@ def main() -> None:
     if not (folder / "frames.txt").exists():
         (folder / "watched" / "log").mkdir(parents=True)
         with watched(folder / "watched", folder / "frames.txt"):
-            train("torch", 2, folder / "watched", same, "--epochs=6", kill=(60,))
+            train("torch", 2, folder / "watched", same, "--epochs=4", kill=(60,))
     page = folder / "report.html"
     command = [sys.executable, "-m", "samestep.observe.report", *map(str, runs.values()), "-o", str(page)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT / "core")}, check=True)

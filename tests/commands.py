@@ -1,4 +1,4 @@
-"""The commands that the pages show, found in them; what runs each, and what docs/commands.md says of the others.
+"""Find the commands that the pages show, what runs each, and what docs/commands.md lists of the others.
 
 A command stands in a block without a language, or of bash or sh, whose first line is one; in a block that shows output
 too, it begins with `$ `. Or it is inline code: a program of `PROGRAMS`, and at least one word for it. A comment in the
@@ -7,7 +7,7 @@ page, in the line above a block or in the line of inline code, has an app's star
     <!-- run in mnist_ddp: --max-steps=2 --dataset=mnist-5k -->
 
 those of mnist_ddp in the block, with these options added, in mnist_ddp's environment (test_commands_started.py).
-Everything else `RULES` know, or a row of docs/commands.md does (test_commands.py).
+All other commands match one of `RULES`, or have a row in docs/commands.md (test_commands.py).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_RUN = "docs/commands.md"
-# Pages that show what programs say, not what one types; and the one that lists commands.
+# Pages that show messages of programs, not commands; and the one that lists commands.
 LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
     *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),
-    *("python3.11", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard", "torchrun", "tox"),
-    *("visualdl", "wandb", "watch"),
+    *("python3.11", "samestep", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard", "torchrun"),
+    *("tox", "visualdl", "wandb", "watch"),
 }
 ASSIGNMENTS = r"(?:[A-Za-z_]+=(?:\$\([^)]*\)|\S)*[ ;]+)*"
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 NOTE = re.compile(r"<!-- run in (\w+): ?(.*?) ?-->")
-# What a reader puts in their place.
+# Placeholders, and what a reader could write instead.
 PLACEHOLDERS = {
     r"<app>": "mnist_ddp",
     r"(?<=\.sh )N\b": "2",
@@ -41,7 +41,8 @@ PLACEHOLDERS = {
     r"\bRUN_DIR\b": "runs/x",
     r"(?<=new_app\.sh )my_app\b": "one_more",  # there may be one of the pages' name
     r"(?<=run_)my_app(?=\.sh)|(?<=-e )my_app(?=-cpu)": "cifar_ddp",  # of which it is a copy
-    r"(?<![/\w])own_loop\.py": "docs/own_loop.py",
+    r"(?<![/\w])own_loop\.py|\bPROGRAM\b": "docs/own_loop.py",
+    r"(?<=samestep run -n )N\b": "2",
 }
 # What the core environment can check of a command without a framework, by what the whole of it looks like.
 RULES = {
@@ -54,16 +55,18 @@ RULES = {
     "planned": r"bash scripts/new_app\.sh .*",
     # The environments are there, and what follows -- selects a test.
     "collected": r"bash scripts/test\.sh( .*)?",
-    # The file is there and knows the options, and a test runs it.
+    # The file exists and has the options, and a test runs it.
     "known": r"python3\.11 benchmarks/(?!launcher_signals)\w+\.py( .*)?",
-    # The program takes the options.
+    # The program accepts the options.
     "parsed": rf"{ASSIGNMENTS}(python|torchrun|fleetrun|horovodrun|mpirun|msrun)\b[^&|;]* apps/\w+/train\.py( .*)?",
+    # The command accepts its options, and the program exists.
+    "samestep": r"samestep run( -[^&|;]* \S+\.py( .*)?)?",
 }
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page; ``app`` is that of the page's comment, "" without one, and ``added`` its options."""
+    """A command of a page. ``app`` and ``added`` are the app and the options in the page's comment; "" without one."""
 
     page: str
     line: int
@@ -77,7 +80,7 @@ class Command:
 
     @property
     def filled(self) -> str:
-        """With values in the place of what stands for them."""
+        """Return the command with values instead of placeholders."""
         text = self.text
         for placeholder, value in PLACEHOLDERS.items():
             text = re.sub(placeholder, value, text)
@@ -85,20 +88,20 @@ class Command:
 
     @property
     def started(self) -> str | None:
-        """What starts it for real, as the page's comment says; None without one, and where another machine is named."""
+        """Return the command that the page's comment has run; None without one, or if it names another machine."""
         if not self.app or "MASTER_ADDR=" in self.text or not re.search(rf"\brun_{self.app}\.sh \d|\.py\b", self.text):
             return None
         return f"{self.filled} {self.added}".strip()
 
 
 def is_command(text: str, words: int = 1) -> bool:
-    """Whether it begins with a program, after variables, and has so many words for it."""
+    """Return whether ``text`` begins with a program, after variables, and has at least ``words`` arguments."""
     found = re.match(rf"{ASSIGNMENTS}(\S+)((?: +\S+)*)$", text)
     return found is not None and found[1].rpartition("/")[2] in PROGRAMS and len(found[2].split()) >= words
 
 
 def of_any_app(text: str) -> str:
-    """A command or a page with <app> in the place of an app's name: what is said of one holds for its copies."""
+    """Return a command or a page with <app> instead of an app's name: a row holds for an app and its copies."""
     names = sorted({"my_app", *(path.name for path in ROOT.glob("apps/*"))}, key=len, reverse=True)
     return re.sub(rf"(?<![A-Za-z0-9])({'|'.join(names)})(?![A-Za-z0-9])", "<app>", text)
 
@@ -109,7 +112,7 @@ def pages() -> list[str]:
 
 
 def commands(page: str, text: str) -> Iterator[Command]:
-    """All of a page's, from the top of its blocks, then of its lines."""
+    """Yield the commands of a page: those in blocks first, then those in lines, each in order."""
     for block in FENCE.finditer(text):
         above = text[: block.start()].rstrip("\n").rpartition("\n")[2]
         note = NOTE.fullmatch(above.strip())
@@ -127,7 +130,7 @@ def commands(page: str, text: str) -> Iterator[Command]:
 
 
 def _of_block(block: str) -> Iterator[tuple[int, str]]:
-    """The commands of a block, with their lines from 0; one that goes on after a backslash is one."""
+    """Yield the commands of a block, with their lines from 0; a command that a backslash continues is one."""
     lines = list(enumerate(block.split("\n")))
     if prompted := [(number, line[2:]) for number, line in lines if line.startswith("$ ")]:
         lines = prompted
@@ -152,17 +155,17 @@ def _of_block(block: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def found() -> list[Command]:
-    """All commands of all pages."""
+    """Return all commands of all pages."""
     return [command for page in pages() for command in commands(page, (ROOT / page).read_text())]
 
 
 def not_run() -> dict[str, tuple[set[str], str]]:
-    """The rows of docs/commands.md: a command's pages, each `of_any_app`, and why no test runs it as it stands."""
+    """Return the rows of docs/commands.md: a command's pages, each `of_any_app`, and why no test runs it."""
     rows = re.findall(r"^\| `+ ?(.+?) ?`+ \| (.+?) \| (.+?) \|$", (ROOT / NOT_RUN).read_text(), re.MULTILINE)
     assert len(rows) == len({text for text, _, _ in rows}), "a command stands twice in docs/commands.md"
     return {text.replace("\\|", "|"): ({*re.findall(r"`(.+?)`", where)}, why) for text, where, why in rows}
 
 
 def rule_of(text: str) -> str | None:
-    """The name of the first rule for a command with values in its placeholders."""
+    """Return the name of the first rule that matches a command without placeholders; None if none does."""
     return next((name for name, pattern in RULES.items() if re.fullmatch(pattern, text)), None)

@@ -1,6 +1,6 @@
-"""Every command of the pages works, as far as that shows without a framework, or docs/commands.md has its reason.
+"""Every command of the pages works, as far as tests without a framework can show, or has its reason in docs/commands.md.
 
-Real starts, shrunk as a page's comment says, are test_commands_started.py's.
+test_commands_started.py has real starts, made small by a page's comment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import pytest
 from commands import Command
 from harness import APPS, options_of
 from repository import Ended, clone, ran
+from samestep import ConfigError
 from samestep.checkpoint import save_weights
+from samestep.launch import cli
 
 ROOT = commands.ROOT
 LIMIT = 120.0
@@ -29,7 +31,7 @@ LIMIT = 120.0
 
 @cache
 def ruled() -> dict[str, list[Command]]:
-    """The commands that a rule knows, by their pages."""
+    """Return the commands that match a rule, by their pages."""
     found: dict[str, list[Command]] = {}
     for command in commands.found():
         if commands.rule_of(command.filled):
@@ -43,7 +45,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell(repository: Path, text: str) -> Ended:
-    """A line of a page, typed in the repository with this Python first in PATH, and none of a caller's ranks."""
+    """Run a line of a page in the repository, with this Python first in PATH and no variables of a launcher."""
     kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH")
     environ = {name: os.environ[name] for name in kept if name in os.environ}
     environ["PATH"] = f"{repository / 'bin'}{os.pathsep}{environ['PATH']}"
@@ -59,7 +61,7 @@ def shell(repository: Path, text: str) -> Ended:
 
 @pytest.mark.parametrize("page", ruled())
 def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
-    """Those that a rule knows, in the order of the page."""
+    """Check the commands that match a rule, in the order of the page."""
     wrong = [
         f"{command.place}: {problem}"
         for command in ruled()[page]
@@ -68,7 +70,7 @@ def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Each check gives what is wrong, in words.
+# Each check yields the problems, in words.
 
 
 def _ends(repository: Path, text: str, codes: tuple[int, ...] = (0,)) -> Iterator[str]:
@@ -78,7 +80,7 @@ def _ends(repository: Path, text: str, codes: tuple[int, ...] = (0,)) -> Iterato
 
 
 def as_it_stands(repository: Path, text: str) -> Iterator[str]:
-    # Where there is no Ascend, its addresses come from a file.
+    # Without an Ascend, its addresses come from a file.
     if server := re.search(r"make_rank_table\.py make .*\b(\d+)\b --out", text):
         addresses = [f"address_{i}=192.168.{server[1]}.{i + 1}\n" for i in range(8)]
         (repository / "hccn.conf").write_text("".join(addresses))
@@ -87,7 +89,7 @@ def as_it_stands(repository: Path, text: str) -> Iterator[str]:
 
 
 def shown(repository: Path, text: str) -> Iterator[str]:
-    """Nothing is installed for --dry-run: all that the script says of N, options and machines is said."""
+    """Run the script with --dry-run: it installs nothing, and checks N, the options and the machines."""
     text = re.sub(r"PYTHON=\S+ ", "", text)
     if text.endswith(" FILE"):
         save_weights(repository / "FILE", {"fc.weight": np.zeros((10, 4), np.float32)})
@@ -124,7 +126,7 @@ def collected(repository: Path, text: str) -> Iterator[str]:
 
 
 def _unknown(path: Path, words: str) -> Iterator[str]:
-    """The options in these words that the program's source does not have."""
+    """Yield a problem for each option in these words that the program's source lacks."""
     source = (ROOT / path).read_text()
     options = re.findall(r" (--[\w-]+)", words)
     yield from (f"{path} has no option {option}" for option in options if f'"{option}"' not in source)
@@ -138,7 +140,7 @@ def tox() -> configparser.ConfigParser:
 
 
 def environments() -> set[str]:
-    """The names of tox.ini's environments: `a-{b,c}` is two."""
+    """Return the names of tox.ini's environments: `a-{b,c}` is two."""
     found = set()
     for section in tox().sections():
         if section.startswith("testenv:"):
@@ -163,8 +165,21 @@ def parsed(repository: Path, text: str) -> Iterator[str]:
     app, words = re.findall(r" apps/(\w+)/train\.py(.*)", text)[0]
     try:
         options_of(app).parse(shlex.split(words))
-    except Exception as error:  # a UserError, or an app that is not there
+    except Exception as error:  # a ConfigError, or an app that does not exist
         yield str(error)
+
+
+def samestep(repository: Path, text: str) -> Iterator[str]:
+    words = shlex.split(text)[1:]
+    if words == ["run"]:  # names the command
+        return
+    try:
+        options = cli.build_parser().parse(words)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not (ROOT / options.program).is_file():
+        yield f"there is no {options.program}"
 
 
 CHECKS = {
@@ -175,6 +190,7 @@ CHECKS = {
     "collected": collected,
     "known": known,
     "parsed": parsed,
+    "samestep": samestep,
 }
 
 
@@ -182,7 +198,7 @@ CHECKS = {
 
 
 def test_every_command_is_run_or_listed_with_its_reason() -> None:
-    """In both directions: a command that nothing runs, and a row whose command no page has any more."""
+    """Fail for a command that nothing runs, and for a row whose command is on no page."""
     assert CHECKS.keys() == commands.RULES.keys()
     listed = commands.not_run()
     pages: dict[str, set[str]] = {}
@@ -202,7 +218,7 @@ def test_every_command_is_run_or_listed_with_its_reason() -> None:
 
 
 def test_a_block_is_all_commands_or_marks_them() -> None:
-    """In a block that begins with a command, without `$ `, each line is one."""
+    """Each line of a block is a command, if the first is one and has no `$ `."""
     listed = commands.not_run()
     lines = [each for each in commands.found() if not commands.is_command(each.text, 0)]
     unknown = "\n".join(each.place for each in lines if commands.of_any_app(each.text) not in listed)
@@ -274,6 +290,8 @@ def test_commands_are_found_where_they_stand() -> None:
         ("python3.11 benchmarks/throughput.py --app=mnist_ddp", "no option --app"),
         ("python3.11 benchmarks/no_such.py", "there is no benchmarks/no_such.py"),
         ("torchrun apps/mnist_ddp/train.py --epoch 3", "--epoch"),
+        ("samestep run -n 0 docs/own_loop_run.py", "--nproc"),
+        ("samestep run -n 2 docs/no_such.py", "there is no docs/no_such.py"),
         ("bash scripts/new_app.sh my_app --from no_such", "no_such is no app"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The commands that a page has run for real, in the environment of their app: a comment beside them says how small."""
+"""Run the commands that a page's comment names, in the environment of their app, with the options in that comment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repository import clone
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each once, however many pages have it."""
+    """Run each command once, even if several pages have it."""
     app = metafunc.config.getoption("--app")
     started = {command.started: command for command in commands.found() if command.app == app and command.started}
     metafunc.parametrize("command", started, ids=[command.place for command in started.values()])
@@ -25,7 +25,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_runs(harness: Harness, repository: Path, command: str) -> None:
-    """Typed in the repository, with this Python's programs first in PATH."""
+    """Run it in the repository, with this Python's programs first in PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = harness.start_command(["bash", "-c", command], harness.folder / "run", repository, PATH=path)
     outcome = job.finish()

@@ -1,4 +1,4 @@
-"""The walk of docs/make_it_yours.md, which is its only source: the page's patches, and the table that counts them."""
+"""Apply the patches of docs/make_it_yours.md, and count them as its table does. The page is their only source."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from repository import without_git
 
 
 def table(page: Path) -> list[tuple[int, ...]]:
-    """Of each change, as ``page`` has it: files touched, lines added, lines removed."""
+    """Return, for each change in the table of ``page``: files touched, lines added, lines removed."""
     rows = re.findall(r"^\| \[[a-z ]+\]\(#[a-z-]+\) \| (\d+) \| (\d+) \| (\d+) \|$", page.read_text(), re.MULTILINE)
     return [tuple(map(int, row)) for row in rows]
 
 
-def take(root: Path, page: Path) -> list[tuple[int, ...]]:
-    """Apply the patches of ``page`` to the repository in ``root``, in turn; what git counts of each, as in `table`."""
+def apply_patches(root: Path, page: Path) -> list[tuple[int, ...]]:
+    """Apply the patches of ``page`` in turn to the repository in ``root``; return git's counts of each, as `table`."""
     counted = []
     for patch in re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         _git(root, "add", "--all")
@@ -31,5 +31,5 @@ def _git(root: Path, *words: str, given: str | None = None) -> str:
     done = subprocess.run(
         ["git", *words], cwd=root, env=without_git(), input=given, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"the page and the files that it changes have come apart: {done.stderr}\n{given}"
+    assert done.returncode == 0, f"a patch of the page does not fit the files that it changes: {done.stderr}\n{given}"
     return done.stdout

@@ -1,7 +1,7 @@
 """Count the lines of code of Python files: neither blank lines nor comments nor docstrings.
 
     python3 tools/code_lines.py                       # the package's parts, each app, and what a user reads in all
-    python3 tools/code_lines.py tools apps/cifar_ddp  # each file of these, and their total
+    python3 tools/code_lines.py tools apps             # each file of these, and their total
 
 A line counts once, however many statements are on it; a statement over three lines counts three times. Needs the
 standard library only.
@@ -55,7 +55,7 @@ def overview() -> list[tuple[str, int]]:
     core = total(own)
     rows = [(str(file.relative_to(ROOT)), total([file])) for file in own]
     rows.append(("core/samestep/*.py", core))
-    packages = {path.name: total(python_files(path)) for path in sorted(PACKAGE.iterdir()) if any(path.rglob("*.py"))}
+    packages = {path.name: total(python_files(path)) for path in sorted(PACKAGE.glob("*")) if any(path.rglob("*.py"))}
     rows += [(f"core/samestep/{name}/", lines) for name, lines in packages.items() if (PACKAGE / name).is_dir()]
     apps = {path.name: total(python_files(path)) for path in sorted((ROOT / "apps").iterdir()) if path.is_dir()}
     rows += [(f"apps/{name}/", lines) for name, lines in apps.items()]

@@ -3,10 +3,10 @@
     bash scripts/new_app.sh my_app --from cifar_ddp                   # apps/my_app, its launch script, its tests
     bash scripts/new_app.sh my_app --from cifar_ddp --out ~/my_app    # a project of its own, with core as a wheel
 
-The tool renames the app in files, paths and commands; it keeps a path that leads to something it does not copy. The
-READMEs are written from templates. A test file that names another app, or a folder that only the repository has
-(benchmarks, deploy, docs), is about more than this app and is left behind. In the copy's app_spec.py, `skipped_marks`
-keeps what depends on the framework only: no other app runs the rest for the copy.
+The tool renames the app in files, paths and commands; it keeps a path that leads to something it does not copy. It
+writes READMEs from templates. A test file that names another app, `stored` runs of an earlier version, or a folder that
+only the repository has (benchmarks, deploy, docs) is about more than this app: it is left behind. In the copy's
+app_spec.py, `skipped_marks` keeps only what depends on the framework, because no other app runs the rest for the copy.
 
 It runs on the system's Python and needs the standard library only; pip builds the wheel.
 """
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-TEMPLATES = Path(__file__).with_name("templates")
 DEFAULT_APP = "mnist_ddp"  # the app that the common tests and their options name if they mean any app
 MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characters
 TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # in the name of an environment they select lines of tox.ini
@@ -37,14 +36,20 @@ TOP_FOLDERS = ("apps", "benchmarks", "core", "deploy", "docs", "scripts", "tests
 GENERATED_PAGES = {"docs/devices.md": "docs/device_paths.py", "docs/messages.md": "docs/messages.py"}
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 PROJECT_FILES = (
-    *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "deploy/slurm/common.sh", "tools/lock.py"),
-    *(".ci/run", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "mypy.ini", "pytest.ini", "ruff.toml"),
+    *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "tools/code_lines.py", "tools/lock.py", "LICENSE"),
+    *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
+    *("mypy.ini", "pytest.ini", "ruff.toml"),
 )
 BESIDE_OTHER_APPS = "# --- several apps"  # the rest of tests/conftest.py runs another app beside the one under test
 
 
 class UsageError(Exception):
     """The copy cannot be made as asked: one line that names the problem and the remedy."""
+
+
+def require(condition: object, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
 
 
 class Copy:
@@ -61,12 +66,10 @@ class Copy:
         self.test = "test.sh" if wheel else f"test.sh -e {name}-cpu"
         self.left_behind: list[str] = []  # test files of the origin that are about more than it
         self.paths = [*files_under(f"apps/{origin}"), f"scripts/run_{origin}.sh", *self._test_files()]
-        sbatch = f"deploy/slurm/{origin}.sbatch"
-        self.paths += [sbatch] if (ROOT / sbatch).exists() else []
-        if wheel:
-            doors = sorted({*ROOT.glob("scripts/*.sh")} - {*ROOT.glob("scripts/run_*")})
-            own = [path for path in doors if re.search(name_pattern(origin), path.read_text())]
-            self.paths += [str(path.relative_to(ROOT)) for path in own]
+        self.paths += [path for path in files_under("deploy/slurm") if path.endswith(f"/{origin}.sbatch")]
+        if wheel:  # also other scripts of this app
+            scripts = [path for path in files_under("scripts") if not path.startswith("scripts/run_")]
+            self.paths += [path for path in scripts if re.search(name_pattern(origin), read(path))]
 
     def rename(self, text: str) -> str:
         """Return ``text`` with the copy's name for its origin's, except in paths to files that are not copied."""
@@ -84,34 +87,26 @@ class Copy:
         return any(re.search(name_pattern(other), text) for other in others)
 
     def _is_about_more(self, text: str) -> bool:
-        return self.names_another_app(text) or re.search(r'"(benchmarks|deploy|docs)"', text) is not None
+        return self.names_another_app(text) or re.search(r'"(benchmarks|deploy|docs|stored)"', text) is not None
 
     def files(self) -> dict[str, str]:
         """Return the files of the copy by their new paths, with the new name in them."""
         files = {self.rename(path): self.rename(read(path)) for path in self.paths}
         spec, pattern = f"tests/{self.name}/app_spec.py", r"skipped_marks=\(.*?\)(,?)(  #.*)?"
-        if not (found := re.search(pattern, files[spec])):
-            raise UsageError(f"tests/{self.origin}/app_spec.py has no skipped_marks=(...): add it")
-        marks = '("core_only", "slow")' if '"slow"' in found[0] else '("core_only",)'
-        summary = f'"""What the common cases need to know of {self.name}."""'
-        text = re.sub(r'\A""".*?"""', summary, files[spec], flags=re.DOTALL)
-        files[spec] = re.sub(pattern, rf"skipped_marks={marks}\1", text)
+        marks = '("core_only", "slow")' if re.search(r'skipped_marks=.*"slow"', files[spec]) else '("core_only",)'
+        text, count = re.subn(pattern, rf"skipped_marks={marks}\1", files[spec])
+        require(count == 1, f"tests/{self.origin}/app_spec.py has no skipped_marks=(...), or several: write one")
+        files[spec] = re.sub(r'(?s)\A""".*?"""', f'"""What the common cases need to know of {self.name}."""', text)
         return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
 
     def fill(self, template: str, **values: str) -> str:
         """Return a template of tools/templates with the values of this copy."""
-        about = (ROOT / f"scripts/run_{self.origin}.sh").read_text().splitlines()[1].lstrip("# ").partition(":")[0]
-        python = re.search(r"^# python: (\S+)", read(f"apps/{self.origin}/requirements.in"), re.MULTILINE)
-        values |= {
-            "name": self.name,
-            "origin": "a program" if self.wheel else self.origin,
-            "wheel": self.wheel or "",
-            "about": about,
-            "python": python[1] if python else "3.11",
-            "test": f"bash scripts/{self.test:<{len(f'run_{self.name}.sh 2')}}",
-            "version": provenance(),
-        }
-        return (TEMPLATES / template).read_text().format(**values)
+        about = read(f"scripts/run_{self.origin}.sh").splitlines()[1].lstrip("# ").partition(":")[0]
+        python = re.findall(r"(?m)^# python: (\S+)", read(f"apps/{self.origin}/requirements.in")) or ["3.11"]
+        test = f"bash scripts/{self.test:<{len(f'run_{self.name}.sh 2')}}"
+        values |= {"name": self.name, "about": about, "python": python[0], "test": test, "version": provenance()}
+        values |= {"origin": "a program" if self.wheel else f"`apps/{self.origin}`", "wheel": self.wheel or ""}
+        return read(f"tools/templates/{template}").format(**values)
 
     def project_files(self) -> dict[str, str]:
         """Return what a project needs beside the copy and the wheel. None of it names another app."""
@@ -128,9 +123,8 @@ class Copy:
     def environment(self, section: str) -> str:
         """Return a section of tox.ini for the copy: only its own requirements, the common tests and its own tests."""
         lines, own = [], {"tests/common", *(f"tests/{path.name}" for path in test_folders(self.origin))}
-        for line in section.splitlines():
-            if "requirements.in" in line and self.names_another_app(line):
-                continue
+        wanted = (line for line in section.splitlines() if ".in" not in line or not self.names_another_app(line))
+        for line in wanted:
             line = re.sub(r"^description = .*", f"description = {self.origin}, driven through its launch script", line)
             line = re.sub(r" (tests/[\w./-]+)", lambda match: match[0] if match[1] in own else "", line)
             lines.append(line.replace("-e core", f"vendor/{self.wheel}") if self.wheel else line)
@@ -149,9 +143,8 @@ class Copy:
 
     def _tox(self) -> str:
         """Return the tox.ini of a project."""
-        tox = (ROOT / "tox.ini").read_text()
-        names = ("", ":lint", f":{self.origin}", ":locks")
-        base, lint, own, locks = (find_environments(tox, name)[0] for name in names)
+        tox = read("tox.ini")
+        base, lint, own, locks = (find_environments(tox, name) for name in ("", ":lint", f":{self.origin}", ":locks"))
         pins = [pin for pin in re.findall(r"^  ([\w-]+==\S+)$", lint[0], re.MULTILINE) if "import-linter" not in pin]
         head = self.fill("project_tox.txt", base=base[0], pins="\n  ".join(pins))
         return "\n\n".join([head.strip(), *map(self.environment, own), *locks]) + "\n"
@@ -189,8 +182,7 @@ def used_helpers(helpers: Sequence[str], texts: Sequence[str]) -> list[str]:
     """Return the helpers that ``texts`` import or name, and those that these use in turn."""
 
     def is_used(helper: str) -> bool:
-        parts = Path(helper).parts[1:]
-        name = (parts[1] if len(parts) > 1 else parts[0]).partition(".")[0]
+        name = re.findall(r"^tests/(?:\w+/)?(\w+)", helper)[0]
         return any(re.search(rf'\b(import|from) {name}\b|"{name}(\.py)?"|{name}\.py\b', text) for text in texts)
 
     used = [helper for helper in helpers if is_used(helper)]
@@ -198,29 +190,25 @@ def used_helpers(helpers: Sequence[str], texts: Sequence[str]) -> list[str]:
     return [*used, *used_helpers(rest, [read(path) for path in used])] if used else []
 
 
-def find_environments(tox: str, name: str) -> tuple[list[str], int]:
-    """Return the sections [testenv<name>...] of tox.ini, and where the last one ends."""
-    found = [*re.finditer(rf"^\[testenv{name}(?:-.*)?\].*?(?=^\[|\Z)", tox, re.MULTILINE | re.DOTALL)]
-    if not found:
-        raise UsageError(f"tox.ini has no section [testenv{name}-...]: add one")
-    return [each[0].strip() for each in found], found[-1].end()
+def find_environments(tox: str, name: str) -> list[str]:
+    """Return the sections [testenv<name>] and [testenv<name>-...] of tox.ini."""
+    found = re.findall(rf"(?ms)^\[testenv{name}(?:-[^\n]*)?\].*?(?=^\[|\Z)", tox)
+    require(found, f"tox.ini has no section [testenv{name}-...]: add one")
+    return [each.strip() for each in found]
 
 
 def provenance() -> str:
     """Return core's version, and the commit if git knows it."""
-    version = re.findall(r'(?m)^__version__ = "(.*)"', read("core/samestep/__init__.py"))[0]
+    version: str = re.findall(r'(?m)^__version__ = "(.*)"', read("core/samestep/__init__.py"))[0]
     with contextlib.suppress(OSError, UsageError):
-        if (ROOT / ".git").exists():
-            version += f" at commit {run(['git', 'rev-parse', '--short=12', 'HEAD'], 'git failed', ROOT).strip()}"
+        version += f" at commit {run(['git', '--git-dir=.git', 'rev-parse', '--short=12', 'HEAD'], '', ROOT).strip()}"
     return version
 
 
 def run(command: Sequence[str], problem: str, folder: Path) -> str:
     """Return a command's output. Raises UsageError with ``problem`` and the command's own error line if it fails."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set by a git hook
-    done = subprocess.run(
-        command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"it ended with code {done.returncode}"]
         errors = [line for line in lines if re.match(r"\W*(\w*error|fatal)\b", line, re.IGNORECASE)]
@@ -228,9 +216,14 @@ def run(command: Sequence[str], problem: str, folder: Path) -> str:
     return done.stdout
 
 
+def decode(path: Path) -> str:
+    """Return a file as text; `write` turns the text of a binary file into the same bytes."""
+    return path.read_bytes().decode(errors="surrogateescape")
+
+
 def read(path: str) -> str:
-    """Return a file of the repository as text; `write` turns the text of a binary file into the same bytes."""
-    return (ROOT / path).read_bytes().decode(errors="surrogateescape")
+    """Return a file of the repository as text."""
+    return decode(ROOT / path)
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
@@ -247,22 +240,20 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 def changed_lists(copy: Copy) -> dict[str, str]:
     """Return the files that list apps, with the copy after its origin."""
-    tox, origin = (ROOT / "tox.ini").read_text(), copy.origin
-    sections, end = find_environments(tox, f":{origin}")
-    tox = tox[:end] + "".join(f"{copy.environment(each)}\n\n" for each in sections) + tox[end:]
+    origin, tox, readme = copy.origin, read("tox.ini"), read("README.md")
+    sections = find_environments(tox, f":{origin}")
+    tox = tox.replace(sections[-1], "\n\n".join([sections[-1], *map(copy.environment, sections)]))
     names = [end for line in re.findall(r"(?m)^env_list = (.*)", tox) for end in re.findall(rf"\b{origin}(-\w+)", line)]
-    readme = (ROOT / "README.md").read_text()
-    row = re.search(rf"^\| \[{origin}\]\(apps/{origin}\) .*\n", readme, re.MULTILINE)
-    if row is None or not names:
-        missing = "README.md's table of apps" if row is None else "tox.ini's env_list"
-        raise UsageError(f"{origin} has no entry in {missing}: add it")
-    cells = copy.rename(row[0]).split("|")
+    rows = re.findall(rf"(?m)^\| \[{origin}\]\(apps/{origin}\) .*\n", readme)
+    require(names, f"{origin} has no place in tox.ini's env_list: add it")
+    require(rows, f"{origin} has no line in README.md's table of apps: add it")
+    cells = copy.rename(rows[0]).split("|")
     cells[2] = f" a copy of [{origin}](apps/{origin}) "
-    record = json.loads((ROOT / "tools/python_versions.json").read_text())
+    record = json.loads(read("tools/python_versions.json"))
     record = dict(sorted({**record, copy.name: record[origin]}.items()))
     return {
         "tox.ini": re.sub(r"(?m)^env_list = .*", rf"\g<0>{''.join(f', {copy.name}{each}' for each in names)}", tox),
-        "README.md": readme[: row.end()] + "|".join(cells) + readme[row.end() :],
+        "README.md": readme.replace(rows[0], rows[0] + "|".join(cells)),
         "tools/python_versions.json": json.dumps(record, indent=2) + "\n",
     }
 
@@ -270,8 +261,8 @@ def changed_lists(copy: Copy) -> dict[str, str]:
 def install(new: Mapping[str, str], changed: Mapping[str, str]) -> None:
     """Write all of it into the repository; on a failure, leave the repository as it was."""
     tops = sorted({"/".join(path.split("/")[:2]) if path.startswith(("apps/", "tests/")) else path for path in new})
-    if existing := [top for top in tops if (ROOT / top).exists()]:
-        raise UsageError(f"there is a {existing[0]}: choose another name, or move it away")
+    existing = [top for top in tops if (ROOT / top).exists()]
+    require(not existing, f"there is a {''.join(existing[:1])}: choose another name, or move it away")
     before = {path: read(path) for path in [*changed, *GENERATED_PAGES]}
     try:
         write(ROOT, {**new, **changed})
@@ -324,8 +315,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="new_app.sh",
-        usage="bash scripts/new_app.sh NAME --from APP [--out DIR] [--dry-run]",
+        prog="bash scripts/new_app.sh",
         description="Copy an app, its launch script, its tests and its environment under a new name.",
         epilog="It writes everything or nothing. Exit codes: 0 done, 2 a mistake in the call, 1 any other failure.",
         allow_abbrev=False,
@@ -337,11 +327,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="with --out: use this wheel of core, build none")
     parser.add_argument("--dry-run", action="store_true", help="list the files that would be written, and write none")
     return parser.parse_args(argv)
-
-
-def require(condition: object, message: str) -> None:
-    if not condition:
-        raise UsageError(message)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -357,14 +342,11 @@ def check(options: argparse.Namespace) -> None:
     problem = "measures instead of training" if (ROOT / "apps" / origin).is_dir() else "is no app"
     require(origin in apps, f"{origin} {problem}: name one of {', '.join(apps)}")
     free = not taken or (out and name == origin)
-    require(free, f"{name} is taken, by {' and '.join(taken)}: choose another name")
+    require(free, f"{name} is taken, by {''.join(taken[:1])}: choose another name")
     if out is None:
         require(not wheel, "--wheel goes with --out: without --out the copy uses the repository's core")
-        paths = [
-            "README.md",
-            "CONTRIBUTING.md",
-            *(path for top in ("apps", "docs", "tests") for path in files_under(top)),
-        ]
+        tops = ("apps", "docs", "tests/common", *(f"tests/{app}" for app in apps))
+        paths = ["README.md", "CONTRIBUTING.md", *(path for top in tops for path in files_under(top))]
         pages = [path for path in paths if path.endswith((".md", ".py")) and "_" not in name]
         uses = [path for path in pages if re.search(name_pattern(name), read(path))]
         require(not uses, f"{name} is a word in {', '.join(uses[:1])}: choose another name, such as my_{name}")
@@ -383,10 +365,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
         check(options)
-        if options.out is None:
-            copy_into_repository(options)
-        else:
-            copy_as_project(options)
+        make_copy(options)
     except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -401,37 +380,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def copy_into_repository(options: argparse.Namespace) -> None:
-    copy = Copy(options.origin, options.name)
-    new, changed = copy.files(), changed_lists(copy)
-    if options.dry_run:
-        print_paths("would write", new)
-        print_paths("would change", [*changed, *GENERATED_PAGES])
-        print_paths("would leave behind", copy.left_behind)
-        return
-    install(new, changed)
-    print(f"apps/{copy.name} is a copy of {copy.origin}\n")
-    print_advice(copy)
-    print(f"\nalso changed: {', '.join([*changed, *GENERATED_PAGES])}; new files are staged, and nothing is committed.")
-    print("deploy/images, deploy/kubernetes and deploy/dlc do not have it: add it where it must run.")
-
-
-def copy_as_project(options: argparse.Namespace) -> None:
-    out, wheel = options.out, options.wheel
+def make_copy(options: argparse.Namespace) -> None:
+    """Write the copy and print what to do with it, or, for a dry run, print what would be written."""
+    out, wheel, name = options.out, options.wheel, None
     with tempfile.TemporaryDirectory() as folder:
-        if wheel is None and not options.dry_run:
-            wheel = build_wheel(Path(folder))
-        name = wheel.name if wheel else f"samestep-{provenance().split()[0]}-py3-none-any.whl"
+        if out:
+            wheel = wheel or (None if options.dry_run else build_wheel(Path(folder)))
+            name = wheel.name if wheel else f"samestep-{provenance().split()[0]}-py3-none-any.whl"
         copy = Copy(options.origin, options.name, name)
-        files = {**copy.files(), **copy.project_files()}
+        new = {**copy.files(), **copy.project_files(), f"vendor/{name}": ""} if out else copy.files()
+        changed = {} if out else changed_lists(copy)
+        lists = [] if out else [*changed, *GENERATED_PAGES]
         if options.dry_run:
-            print_paths(f"would write to {out}", sorted([*files, f"vendor/{copy.wheel}"]))
+            print_paths(f"would write to {out}" if out else "would write", new)
+            print_paths("would change", lists)
             print_paths("would leave behind", copy.left_behind)
             return
-        write_project({**files, f"vendor/{copy.wheel}": wheel.read_bytes().decode(errors="surrogateescape")}, out)
-    print(f"{out} is a project of its own, a copy of {copy.origin}\n\n  cd {shlex.quote(str(out))}")
+        if out:
+            write_project({**new, f"vendor/{name}": decode(wheel)}, out)
+        else:
+            install(new, changed)
+    print(f"{out or f'apps/{copy.name}'} is a copy of {copy.origin}\n")
+    print(f"cd {shlex.quote(str(out))}\n" if out else "", end="")
     print_advice(copy)
-    print("its files are staged, and nothing is committed.")
+    if lists:
+        print(f"also changed: {', '.join(lists)}")
+        print("deploy/images, deploy/kubernetes and deploy/dlc do not have it: add it where it must run.")
+    print("new files are staged, and nothing is committed.")
 
 
 def print_paths(title: str, paths: Sequence[str] | Mapping[str, str]) -> None:
@@ -441,12 +416,9 @@ def print_paths(title: str, paths: Sequence[str] | Mapping[str, str]) -> None:
 
 def print_advice(copy: Copy) -> None:
     """Print the commands that train and test the copy, what to change first, and what to keep."""
-    train, test = f"bash scripts/run_{copy.name}.sh 2", f"bash scripts/{copy.test}"
-    width = max(len(train), len(test))
-    print(f"  {train:<{width}}    # trains on 2 ranks\n  {test:<{width}}    # runs its tests\n")
-    print(copy.fill("app_readme.txt").partition("## Make it yours\n\n")[2])
-    if copy.left_behind:
-        print("left behind, because these are about more than the app: " + ", ".join(copy.left_behind))
+    _, commands, rest = copy.fill("app_readme.txt").split("```", 2)
+    print(commands.strip() + "\n\n" + rest.partition("## Make it yours\n\n")[2])
+    print_paths("left behind, because these are about more than the app", copy.left_behind)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random crops and flips that belong to a sample: the same whatever rank, batch or micro-batch it is in."""
+"""Crop and flip images at random, as a function of the sample: the same in any rank, batch or micro-batch."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from samestep.sharding import sample_bits
 from torch import Tensor
 from torch.nn.functional import pad
 
-PADDING = 4  # pixels on each side, of which a random crop takes its choice
+PADDING = 4  # pixels on each side, within which a crop may begin
 
 
 def choices(
     indices: NDArray[np.int64], seed: int, epoch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Where each sample's window begins in the padded image, from the top and from the left, and is it flipped? [m].
+    """Return for each sample [m] the top and left of its window in the padded image, and whether to flip it.
 
-    A function of (seed, epoch, index) alone. What is usually drawn here, from a rank's own generator or a worker's,
-    makes another training of each number of ranks and workers, and of each resume.
+    (seed, epoch, index) alone decide. A draw from a generator of the rank or worker would change with the number of
+    ranks and workers, and at each resume.
     """
-    bits, places = sample_bits(seed, epoch, indices), np.uint64(2 * PADDING + 1)
-    top, left = bits % places, (bits >> np.uint64(20)) % places
+    bits, positions = sample_bits(seed, epoch, indices), np.uint64(2 * PADDING + 1)
+    top, left = bits % positions, (bits >> np.uint64(20)) % positions
     return top.astype(np.int64), left.astype(np.int64), (bits >> np.uint64(40)) % np.uint64(2) == 1
 
 
 def crop_and_flip(images: Tensor, indices: NDArray[np.int64], seed: int, epoch: int) -> Tensor:
-    """Crop from the padded images uint8 [m, s, s, 3], and flip half of them; samples ``indices`` of an epoch."""
-    top, left, flipped = (torch.from_numpy(of).to(images.device) for of in choices(indices, seed, epoch))
+    """Crop each of the images uint8 [m, s, s, 3], samples ``indices`` of an epoch, after padding; flip half of them."""
+    top, left, flipped = (torch.from_numpy(each).to(images.device) for each in choices(indices, seed, epoch))
     side = images.shape[1]
     padded = pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
     windows = padded.unfold(1, side, 1).unfold(2, side, 1).permute(0, 1, 2, 4, 5, 3)  # a view: [m, 9, 9, s, s, 3]

@@ -1,4 +1,4 @@
-"""The data, by two ways to the same batches: one index into a uint8 tensor in memory, or a DataLoader with workers."""
+"""Read the same batches in two ways: by one index into a uint8 tensor in memory, or by a DataLoader with workers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from vision import VisionDataset, functional
 
-# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. CIFAR-10's second are those that
-# most programs have: the mean over images of each one's own.
+# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. CIFAR-10's deviations are those of
+# most programs: means over the images' own deviations.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "fashion-mnist": ((0.2860,) * 3, (0.3530,) * 3),
@@ -38,9 +38,9 @@ class Split:
     def batch(
         self, indices: NDArray[np.int64], dtype: torch.dtype, augment: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Samples ``indices`` [m]: normalized images [m, 3, 32, 32] of ``dtype`` and labels int64 [m]; m may be 0.
+        """Return samples ``indices`` [m]: normalized images [m, 3, 32, 32] and labels int64 [m]; m may be 0.
 
-        With ``augment``, a seed and an epoch, cropped and flipped. The images are channels last in memory, as stored.
+        With ``augment``, a seed and an epoch, it crops and flips. The images are channels last in memory, as stored.
         """
         chosen = torch.from_numpy(indices).to(self.images.device)
         images = self.images[chosen]
@@ -49,7 +49,7 @@ class Split:
         return self.normalize(images, dtype), self.labels[chosen]
 
     def normalize(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Images uint8 [m, 32, 32, 3] to [m, 3, 32, 32] of ``dtype``."""
+        """Map images uint8 [m, 32, 32, 3] to normalized images [m, 3, 32, 32] of ``dtype``."""
         images = images.to(dtype).div_(255).sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
         return images.permute(0, 3, 1, 2)
 
@@ -85,15 +85,15 @@ def _indices(options: Options, batches: GlobalBatches, steps: range) -> Iterator
 Key = tuple[int, int]  # an epoch, and the index of a sample
 
 
-class Samples(VisionDataset):  # type: ignore[misc]  # its types are not at hand where this is checked
-    """One sample at a time: what a data set that does not fit into memory replaces by reading a file."""
+class Samples(VisionDataset):  # type: ignore[misc]  # mypy runs without torchvision
+    """Return one sample at a time. For a dataset that does not fit into memory, read a file here instead."""
 
     def __init__(self, options: Options, training: Split) -> None:
         super().__init__()
         self._seed, self._augment, self._training = options.seed, options.augment, training
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
-        """Image uint8 [3, 32, 32] and label; crop and flip are of (seed, epoch, index), whatever worker has it."""
+        """Return an image uint8 [3, 32, 32] and its label. (seed, epoch, index) decide crop and flip, in any worker."""
         epoch, index = key
         image = self._training.images[index].permute(2, 0, 1)
         if self._augment:
@@ -104,7 +104,7 @@ class Samples(VisionDataset):  # type: ignore[misc]  # its types are not at hand
 
 
 def _collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Images uint8 [m, 32, 32, 3] and labels int64 [m]; m may be 0, which torch's own collate refuses."""
+    """Return images uint8 [m, 32, 32, 3] and labels int64 [m]; m may be 0, which torch's own collate rejects."""
     if not samples:
         return torch.empty(0, SIDE, SIDE, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     images, labels = zip(*samples)
@@ -114,15 +114,12 @@ def _collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _load(
     options: Options, training: Split, batches: GlobalBatches, steps: range, dtype: torch.dtype
 ) -> Generator[tuple[Tensor, Tensor]]:
-    """Load by workers, which get the keys to read and keep no order of their own: a resume starts at its first key."""
+    """Yield batches that workers load. The keys define the order, so that a resume starts at its first key."""
     device = training.labels.device
     keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(options, batches, steps))
-    held = Split(*(tensor.cpu() for tensor in (training.images, training.labels, training.mean, training.std)))
-    samples = Samples(options, held)
-    loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-        samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate
-    )
-    for images, labels in loader:
+    on_cpu = Split(*(tensor.cpu() for tensor in (training.images, training.labels, training.mean, training.std)))
+    samples = Samples(options, on_cpu)
+    for images, labels in DataLoader(samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate):
         yield training.normalize(images.to(device), dtype), labels.to(device)
 
 
@@ -132,7 +129,7 @@ def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]
     mean, std = (torch.tensor(each, dtype=torch.float64) for each in STATISTICS[name.removeprefix("synthetic-")])
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
-        if images.ndim == 3:  # gray: the same in three channels, with an edge of background
+        if images.ndim == 3:  # gray: repeat it in three channels, with a border of background
             edge = (SIDE - images.shape[1]) // 2
             images = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))[..., None].repeat(3, axis=3)
         arrays = torch.from_numpy(images), torch.from_numpy(labels).long()

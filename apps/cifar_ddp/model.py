@@ -1,4 +1,4 @@
-"""The models: a small VGG, and torchvision's ResNets."""
+"""Define the models: a small VGG, and torchvision's ResNets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RESNETS: dict[str, tuple[Any, list[int]]] = {
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
-    Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
-    what is dropped does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
+    Every rank draws for the whole global batch, from generators with the same seed, and takes its own rows, so that the
+    result does not depend on the number of ranks. torch's own dropout draws for the rank's shard only.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
     scale = (drawn >= p).to(x.dtype) / (1 - p)
@@ -32,9 +32,9 @@ def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
 
 
 class VGG(nn.Module):
-    """Four convolutions of 3 x 3 and a linear layer: 242,474 parameters.
+    """Classify by four convolutions of 3 x 3 and a linear layer: 242,474 parameters.
 
-    Pooling comes before normalization and activation, which then have a quarter to do.
+    Pooling comes before normalization and activation, which then process a quarter of the values.
     """
 
     def __init__(self, dropout: float, norm: Callable[[int], nn.Module]) -> None:
@@ -49,13 +49,16 @@ class VGG(nn.Module):
         self.fc = nn.Linear(channels, CLASSES)
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
+        """Map images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
         x = self.features(images).mean((2, 3))
         return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
 
 
-class ResNet(models.ResNet):  # type: ignore[misc]  # its types are not at hand where this is checked
-    """torchvision's, under its names; ``stem`` "cifar" is for images of 32 x 32, of which "imagenet" leaves 8 x 8."""
+class ResNet(models.ResNet):  # type: ignore[misc]  # mypy runs without torchvision
+    """Build torchvision's ResNet with its names of parameters.
+
+    ``stem`` "cifar" keeps the size of 32 x 32 images; "imagenet" reduces them to 8 x 8.
+    """
 
     def __init__(self, name: str, stem: str, dropout: float, norm: Callable[[int], nn.Module]) -> None:
         block, layers = RESNETS[name]
@@ -67,16 +70,16 @@ class ResNet(models.ResNet):  # type: ignore[misc]  # its types are not at hand 
             self.maxpool = nn.Identity()
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
+        """Map images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
         return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
 
 
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
-    """The model with the initial weights that --seed decides.
+    """Return the model with the initial weights that --seed decides.
 
-    They are drawn in float32 whatever ``dtype`` is, so that a float64 run starts from the same weights.
+    They are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """
     torch.manual_seed(options.seed)
     norm = partial(make_norm, options.norm, options.freeze_bn)
@@ -85,13 +88,13 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
     else:
         model = ResNet(options.model, options.stem, options.dropout, norm)
     model.to(dtype)
-    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # in memory, as the images are
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # as the images
     return model
 
 
 def compile_step(model: nn.Module) -> Any:
-    """``model`` with its forward and backward passes compiled, for shards of any size but 0.
+    """Return ``model`` with compiled forward and backward passes, for shards of one sample or more.
 
-    Random numbers are torch's, as without a compiler: those of its own depend on how it cuts the work.
+    Random numbers are torch's, as without a compiler: the compiler's own depend on how it splits the work.
     """
     return torch.compile(model, dynamic=True, options={"fallback_random": True})

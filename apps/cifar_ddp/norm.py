@@ -22,8 +22,8 @@ class Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, timer: StepTimer | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x if x.dtype == torch.float64 else x.float()  # under autocast x is bfloat16
-        # Ranks may differ in their number of samples, so they reduce sums and counts. A variance is a small difference of
-        # two sums: squares are taken from the rank's own mean, and reduced in float64.
+        # Ranks may differ in their number of samples, so they reduce sums and counts. A variance is a small difference
+        # of two sums: squares are taken from the rank's own mean, and reduced in float64.
         n = x.numel() // x.shape[1]
         own = wide.sum((0, 2, 3)) / max(1, n)
         squares = (wide - own[:, None, None]).square_().sum((0, 2, 3)).double()
@@ -42,7 +42,7 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return the gradients of x, weight and bias; the last two of this rank's samples alone, because DDP reduces them."""
+        """Return the gradients of x, weight and bias. The last two cover this rank's samples only: DDP reduces them."""
         x, mean, rsqrt, scale, total = ctx.saved_tensors
         wide, gradient = x.to(mean.dtype), gradient.to(mean.dtype)
         of_bias = gradient.sum((0, 2, 3))

@@ -1,7 +1,7 @@
-"""torchvision, imported here alone, and so that it also imports beside a CPU torch.
+"""Import torchvision so that it also works with a CPU build of torch. No other file imports it.
 
-The wheel that is published for x86-64 is built for a CUDA torch. Beside a CPU one its compiled operators are not
-registered, and the import ends at the first that it names. Here they are declared, which is enough: nobody calls them.
+The published wheel for x86-64 is built for a CUDA torch. With a CPU torch its compiled operators are not registered,
+and the import fails at the first operator that it names. A declaration is enough, because this app calls none of them.
 """
 
 import torch

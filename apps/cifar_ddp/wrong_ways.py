@@ -1,10 +1,11 @@
-"""What the usual ways of writing a step break, each by itself and in figures.
+"""Measure what each usual way of writing a step changes.
 
     .venvs/cifar_ddp/bin/python apps/cifar_ddp/wrong_ways.py      # prints JSON
 
-A training of twelve steps in float64, once undivided, and once at two ranks, in three micro-batches, or killed after
-six steps and resumed: how far do the losses come apart? One process plays DDP: each rank's shard, its own random
-numbers, and the mean of the ranks' gradients. With everything written as this app has it, rounding is all that differs.
+Train twelve steps in float64 as a whole; then on two ranks, in three micro-batches, or stopped after six steps and
+resumed. The output is the largest relative difference of the losses for each way. One process simulates DDP: each
+rank's shard, its own random numbers, and the mean of the ranks' gradients. The way "none" is this app's, which differs
+by rounding only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
 from torch import Tensor, nn
 
 BATCH, STEPS, LR, SEED, CLIP, DECAY = 25, 12, 0.2, 1, 0.5, 0.9  # neither 2 nor 3 divides the batch
-# What is divided, and what is usually written for it.
+# How training is divided, and the usual ways to do it wrong.
 WAYS = {
     "ranks": ("none", "mean over ranks", "augmentation", "dropout", "batch norm", "clipping"),
     "micro-batches": ("none", "mean over micro-batches", "dropout"),
@@ -34,7 +35,7 @@ WAYS = {
 
 
 class Net(nn.Module):
-    """Two convolutions with a normalisation, and dropout drawn by the rank itself or for the global batch."""
+    """Classify by two convolutions, a norm, and dropout that is drawn by the rank or for the global batch."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -42,50 +43,49 @@ class Net(nn.Module):
         self.norm = norm
 
     def forward(self, parts: Sequence[Tensor], rows: Sequence[BatchSlice], wrong: str) -> list[Tensor]:
-        """Each part's images to its scores; what parts share, they share here."""
+        """Map the images of each part to its scores; ``rows`` are the parts' places in the global batch."""
         xs = [self.conv2(F.relu(self.conv1(images))) for images in parts]
-        # Each by its own statistics, or as one, which norm.py's all-reduce makes of them.
-        xs = (
-            [self.norm(x) for x in xs]
-            if wrong == "batch norm"
-            else list(self.norm(torch.cat(xs)).split([*map(len, xs)]))
-        )
+        if wrong == "batch norm":  # statistics of each part
+            xs = [self.norm(x) for x in xs]
+        else:  # statistics of all parts, which norm.py's all-reduce computes
+            xs = list(self.norm(torch.cat(xs)).split([*map(len, xs)]))
         xs = [F.relu(x).mean((2, 3)) for x in xs]
         state = torch.get_rng_state()
-        for i, (x, local) in enumerate(zip(xs, rows)):
-            torch.set_rng_state(state)  # all have seeded alike
-            xs[i] = F.dropout(x, 0.3) if wrong == "dropout" else channel_dropout(x, 0.3, local)
+        for i, (x, part_rows) in enumerate(zip(xs, rows)):
+            torch.set_rng_state(state)  # all ranks have the same seed
+            xs[i] = F.dropout(x, 0.3) if wrong == "dropout" else channel_dropout(x, 0.3, part_rows)
         return [self.fc(x) for x in xs]
 
 
-def crops_of_a_rank(images: Tensor) -> Tensor:
-    """Crops as they are usually drawn: from the generator of the process that has the images."""
+def crop_by_rank(images: Tensor) -> Tensor:
+    """Crop as usual: with draws from the generator of the process that has the images."""
     padded = F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
-    places = torch.randint(0, 2 * PADDING + 1, (len(images), 2)).tolist()
-    return torch.stack([padded[i, y : y + 32, x : x + 32] for i, (y, x) in enumerate(places)])
+    corners = torch.randint(0, 2 * PADDING + 1, (len(images), 2)).tolist()
+    return torch.stack([padded[i, y : y + 32, x : x + 32] for i, (y, x) in enumerate(corners)])
 
 
-def gradients_of(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[int], wrong: str) -> list[Tensor]:
-    """Of the mean over the global batch's samples, clipped to a norm of CLIP; ``sums`` are the parts' summed losses."""
+def compute_gradients(model: nn.Module, sums: Sequence[Tensor], sizes: Sequence[int], wrong: str) -> list[Tensor]:
+    """Return the gradients of the mean loss over the global batch, clipped; ``sums`` are the parts' summed losses."""
     parameters = list(model.parameters())
     if wrong.startswith("mean over"):
-        loss = torch.stack([each / size for each, size in zip(sums, sizes)]).mean()
+        loss = torch.stack([part / size for part, size in zip(sums, sizes)]).mean()
     else:
         loss = torch.stack(list(sums)).sum() / sum(sizes)
     if wrong != "clipping":
-        return clipped(torch.autograd.grad(loss, parameters))
-    parts = [each * len(sums) / sum(sizes) for each in sums]  # what a rank has before DDP averages
-    of_ranks = [clipped(torch.autograd.grad(part, parameters, retain_graph=True)) for part in parts]
-    return [torch.stack(each).mean(0) for each in zip(*of_ranks)]
+        return clip(torch.autograd.grad(loss, parameters))
+    losses = [part * len(sums) / sum(sizes) for part in sums]  # each rank's, before DDP averages the gradients
+    gradients = [clip(torch.autograd.grad(loss, parameters, retain_graph=True)) for loss in losses]
+    return [torch.stack(ranks).mean(0) for ranks in zip(*gradients)]
 
 
-def clipped(gradients: Sequence[Tensor]) -> list[Tensor]:
+def clip(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Scale gradients down to a norm of at most CLIP."""
     norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
     return [gradient * (CLIP / norm).clamp(max=1) for gradient in gradients]
 
 
-def curve(training: Split, divided: str, parts: int, wrong: str) -> list[float]:
-    """The losses [STEPS] of the mean over the global batch, and that of the average of the weights at the end."""
+def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]:
+    """Return the mean loss of each step's global batch, and at the end the loss of the averaged weights [STEPS + 1]."""
     torch.manual_seed(SEED)
     norm: nn.Module = nn.GroupNorm(4, 16) if divided == "micro-batches" else nn.BatchNorm2d(16)
     model = Net(norm).double()
@@ -94,74 +94,77 @@ def curve(training: Split, divided: str, parts: int, wrong: str) -> list[float]:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     losses = []
     for step in range(STEPS):
-        if divided == "resumed" and parts > 1 and step == STEPS // 2:  # weights and optimizer state were saved
+        if divided == "resumed" and parts > 1 and step == STEPS // 2:  # with saved weights and optimizer state
             for group in optimizer.param_groups:
-                group["lr"] = LR  # as the program has it when it starts
+                group["lr"] = LR  # as at the start of the program
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             average = copy.deepcopy(model) if wrong == "average" else average
         if wrong != "scheduler":
             optimizer.param_groups[0]["lr"] = LR * schedules.cosine(step, STEPS)
         count = 1 if divided == "resumed" else parts
-        images, labels, rows = batch_of(training, step, count, wrong)
+        images, labels, rows = split_batch(train_set, step, count, wrong)
         torch.manual_seed(step_seed(SEED, step))
         sums = [F.cross_entropy(s, y, reduction="sum") for s, y in zip(model(images, rows, wrong), labels)]
-        for parameter, gradient in zip(model.parameters(), gradients_of(model, sums, [*map(len, labels)], wrong)):
+        gradients = compute_gradients(model, sums, [*map(len, labels)], wrong)
+        for parameter, gradient in zip(model.parameters(), gradients):
             parameter.grad = gradient
         optimizer.step()
         if wrong == "scheduler":
             scheduler.step()
-        for local, theirs in zip(average.parameters(), model.parameters()):
-            local.data.lerp_(theirs.data, 1 - DECAY)
+        for averaged, current in zip(average.parameters(), model.parameters()):
+            averaged.data.lerp_(current.data, 1 - DECAY)
         losses.append(torch.stack(sums).sum().item() / BATCH)
-    images, labels, rows = batch_of(training, STEPS, 1, "none")
+    images, labels, rows = split_batch(train_set, STEPS, 1, "none")
     torch.manual_seed(SEED)
     return [*losses, F.cross_entropy(average(images, rows, "none")[0], labels[0]).item()]
 
 
-def batch_of(training: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[BatchSlice]]:
-    """A global batch in ``count`` parts: images [m, 3, 32, 32], labels [m], and which rows they are."""
-    batches = GlobalBatches(len(training.labels), BATCH, SEED)
+def split_batch(
+    train_set: Split, step: int, count: int, wrong: str
+) -> tuple[list[Tensor], list[Tensor], list[BatchSlice]]:
+    """Return a global batch in ``count`` parts: images [m, 3, 32, 32], labels [m], and their rows in the batch."""
+    batches = GlobalBatches(len(train_set.labels), BATCH, SEED)
     images, labels, rows = [], [], []
     for k in range(count):
         first, last = shard(batches.size(step), k, count)
         indices = batches.indices(step)[first:last]
-        chosen = training.images[torch.from_numpy(indices)]
+        chosen = train_set.images[torch.from_numpy(indices)]
         if wrong == "augmentation":
-            torch.manual_seed(step_seed(SEED, step))  # every rank has seeded alike
-            chosen = crops_of_a_rank(chosen)
+            torch.manual_seed(step_seed(SEED, step))  # all ranks have the same seed
+            chosen = crop_by_rank(chosen)
         else:
             chosen = crop_and_flip(chosen, indices, SEED, batches.epoch(step))
-        images.append(training.normalise(chosen, torch.float64))
-        labels.append(training.labels[torch.from_numpy(indices)])
+        images.append(train_set.normalize(chosen, torch.float64))
+        labels.append(train_set.labels[torch.from_numpy(indices)])
         rows.append(BatchSlice(first, batches.size(step)))
     return images, labels, rows
 
 
-def lost_updates(training: Split) -> float:
-    """The share of weights that a step leaves as they were where they are bfloat16; in float32 it is next to none."""
+def lost_updates(train_set: Split) -> float:
+    """Return the share of weights that a step does not change if they are bfloat16; in float32 it is nearly zero."""
     torch.manual_seed(SEED)
     model = Net(nn.BatchNorm2d(16))
-    images, labels, rows = batch_of(training, 0, 1, "none")
+    images, labels, rows = split_batch(train_set, 0, 1, "none")
     loss = F.cross_entropy(model([images[0].float()], rows, "none")[0], labels[0])
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    kept = [
+    unchanged = [
         (weight.bfloat16() - (1e-2 * gradient).bfloat16() == weight.bfloat16()) & (gradient != 0)
         for weight, gradient in zip(model.parameters(), gradients)
     ]
-    return float(torch.cat([each.flatten() for each in kept]).double().mean())
+    return float(torch.cat([each.flatten() for each in unchanged]).double().mean())
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    training, _ = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
-    told: dict[str, float] = {}
+    train_set, _ = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
+    differences: dict[str, float] = {}
     for divided, ways in WAYS.items():
         parts = 3 if divided == "micro-batches" else 2
         for wrong in ways:
-            bounded_int, cut = (np.array(curve(training, divided, count, wrong)) for count in (1, parts))
-            told[f"{divided}: {wrong}"] = float(np.max(np.abs(bounded_int - cut) / np.abs(bounded_int)))
-    told["bfloat16 weights: updates lost"] = lost_updates(training)
-    print(json.dumps(told))
+            expected, losses = (np.array(train(train_set, divided, count, wrong)) for count in (1, parts))
+            differences[f"{divided}: {wrong}"] = float(np.max(np.abs(expected - losses) / np.abs(expected)))
+    differences["bfloat16 weights: updates lost"] = lost_updates(train_set)
+    print(json.dumps(differences))
 
 
 if __name__ == "__main__":

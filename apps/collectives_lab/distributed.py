@@ -46,9 +46,7 @@ class Session:
     world: env.World = field(default_factory=lambda: env.World(0, 1))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = RENDEZVOUS_SECONDS  # seconds for one collective: --timeout
-    name: str | None = None  # of the collective that is pending
-    since: float = 0.0  # time.monotonic() when it was entered
-    limit: float = RENDEZVOUS_SECONDS  # seconds that it may take
+    pending: tuple[str, float, float] | None = None  # a collective, its begin by time.monotonic(), and its limit, in s
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of those that are done
 
 
@@ -68,7 +66,7 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
     """
     finish()
     begun = time.monotonic()
-    session.since, session.limit, session.name = begun, limit or session.timeout, name
+    session.pending = (name, begun, limit or session.timeout)
     try:
         yield
         finish()  # inside: with NCCL a rank waits for the others here, and a failure is raised here
@@ -76,7 +74,7 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
         text = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
         raise NonRetryableError(f"rank {session.world.rank}: {text}") from error
     finally:
-        session.name = None
+        session.pending = None
     session.events.append((name, begun, time.monotonic()))
 
 
@@ -109,8 +107,10 @@ def _exit_on_signal(stopped: Stopped) -> None:
     """End this rank at once. A launcher sends TERM after another rank has failed: report the pending collective."""
     if stopped.exit_code != 128 + signal.SIGTERM:
         os._exit(stopped.exit_code)
-    if session.name:
-        place = f"rank {session.world.rank}: {session.name}"
+    if session.pending is None:
+        time.sleep(0.5)  # if a collective has just failed, the main thread reports it
+    if pending := session.pending:
+        place = f"rank {session.world.rank}: {pending[0]}"
         log.error(f"{place} was cut short: the launcher stopped this rank (TERM), as it does when another has failed")
     os._exit(1)
 
@@ -120,10 +120,10 @@ def _watch_limits() -> None:
     while True:
         time.sleep(0.1)
         # A little later than the backend's own limit, because the backend's message has more details.
-        name = session.name
-        if name and time.monotonic() - session.since > session.limit + 1:
+        name, since, limit = session.pending or ("", math.inf, 0.0)
+        if time.monotonic() - since > limit + 1:
             place = f"rank {session.world.rank}: {name}"
-            log.error(f"{place} did not end within {session.limit:g} s: another rank is stopped, or never came")
+            log.error(f"{place} did not end within {limit:g} s: another rank is stopped, or never came")
             os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The data: the bytes of a text file, mapped into memory: any number of them is there at once, and needs none of it."""
+"""Read windows of a text file's bytes. The file is mapped, so that its size costs neither time nor memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from samestep.options import Options
 from samestep.sharding import GlobalBatches
 from torch import Tensor
 
-HELD_OUT = 10  # one byte of so many, the last ones, is not trained on
-IGNORED = -100  # as a target: what `cross_entropy` leaves out
+HELD_OUT = 10  # the last 1 / HELD_OUT of the bytes are the test set
+IGNORED = -100  # the target that `cross_entropy` leaves out
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of ``context`` bytes whose successors are to be predicted: those from ``first`` to before ``stop``.
+    """Cut the bytes [first, stop) of ``text`` into windows of ``context`` targets.
 
-    Window i predicts ``context`` bytes from ``first`` + i * ``context`` on, each from those of the window before it.
+    Window i predicts ``context`` bytes from ``first`` + i * ``context`` on, each from its predecessors in the window.
     """
 
     text: NDArray[np.uint8]
@@ -31,18 +31,19 @@ class Windows:
     device: torch.device
 
     def __len__(self) -> int:
-        """Windows, the last of which may have less to predict."""
+        """Return the number of windows; the last may be shorter."""
         return -(-(self.stop - self.first) // self.context)
 
     @property
     def bytes(self) -> int:
-        """How many are to be predicted, each in one window."""
+        """Return the number of target bytes, each of which is in one window."""
         return self.stop - self.first
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Bytes int64 [m, context] of windows ``indices``, and their successors, IGNORED where there are none.
+        """Return bytes int64 [m, context] of the windows ``indices``, and their successors, IGNORED beyond the end.
 
-        Of no windows it is one with nothing to predict, as every rank takes part in what the others compute.
+        Without indices it returns one window that has only IGNORED targets, because every rank must take part in the
+        collectives of a pass.
         """
         if not len(indices):
             tokens = torch.zeros((1, self.context), dtype=torch.int64)
@@ -55,49 +56,51 @@ class Windows:
 
 
 def num_microbatches(options: Options, batches: GlobalBatches, step: int) -> int:
-    """Micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
+    """Return the number of micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
     return min(int(options.accumulate), batches.size(step))
 
 
 def read(options: Options) -> NDArray[np.uint8]:
-    """The text's bytes, mapped. Raises UserError for a file that cannot be read, or is too short."""
+    """Return the bytes of the text, mapped. Raises ConfigError for a file that is unreadable or too short."""
     path = options.data_file or TEXTS / "jargon.txt"
     try:
         text: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")[: SIZES.get(options.dataset)]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}: name another --data-file") from None
     if len(text) - len(text) // HELD_OUT <= options.context or len(text) < HELD_OUT:
-        raise ConfigError(
-            f"{path} has {len(text)} bytes: too few for --context {options.context}: name another --data-file"
-        )
+        few = f"{path} has {len(text)} bytes: too few for --context {options.context}"
+        raise ConfigError(f"{few}: name another --data-file")
     return text
 
 
 def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
-    """The training part, of whole windows, and the held-out part. Raises as `read`."""
+    """Return the training set, in complete windows, and the test set. Raises ConfigError as `read` does."""
     text = read(options)
     cut = len(text) - len(text) // HELD_OUT
-    bounded_int = (cut - 1) // options.context * options.context
-    training = Windows(text, 1, 1 + bounded_int, options.context, device)
-    return training, Windows(text, cut, len(text), options.context, device)
+    complete = (cut - 1) // options.context * options.context
+    train_set = Windows(text, 1, 1 + complete, options.context, device)
+    return train_set, Windows(text, cut, len(text), options.context, device)
 
 
 def markov_bits(text: NDArray[np.uint8]) -> float | None:
-    """Bits a byte of the held-out part by an interpolated Markov model of two bytes of context; None for a large file.
+    """Return the bits per byte of an interpolated Markov model of two bytes of context on the test set.
 
-    Its counts are the training part's, and each context is mixed with the shorter one by how many successors it had.
+    The counts come from the training set. Each context is mixed with the next shorter one by its number of different
+    successors. It returns None for a file above 256 MB.
     Source: Witten & Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory 37(4), 1991, method C.
     """
     if len(text) > 2**28:
         return None
     cut = len(text) - len(text) // HELD_OUT
-    seen, held_out = text[:cut].astype(np.int64), text[cut - 2 :].astype(np.int64)
-    chance = np.full(len(held_out) - 2, 1 / 256)
+    train, test = text[:cut].astype(np.int64), text[cut - 2 :].astype(np.int64)
+    probability = np.full(len(test) - 2, 1 / 256)
     for order in range(3):
-        key = sum(seen[order - back : len(seen) - back] << 8 * back for back in range(order + 1))
-        its = sum(held_out[2 - back : len(held_out) - back] << 8 * back for back in range(order + 1))
-        counts = np.bincount(key, minlength=256 ** (order + 1))
+        # The byte and its context as one number: of each training byte, and of each test byte.
+        train_key = sum(train[order - back : len(train) - back] << 8 * back for back in range(order + 1))
+        test_key = sum(test[2 - back : len(test) - back] << 8 * back for back in range(order + 1))
+        counts = np.bincount(train_key, minlength=256 ** (order + 1))
         by_context = counts.reshape(-1, 256)
-        total, kinds = by_context.sum(1)[its >> 8], (by_context > 0).sum(1)[its >> 8]
-        chance = np.where(total, (counts[its] + kinds * chance) / np.maximum(1, total + kinds), chance)
-    return float(-np.log2(chance).mean())
+        total, kinds = by_context.sum(1)[test_key >> 8], (by_context > 0).sum(1)[test_key >> 8]
+        mixed = (counts[test_key] + kinds * probability) / np.maximum(1, total + kinds)
+        probability = np.where(total, mixed, probability)
+    return float(-np.log2(probability).mean())

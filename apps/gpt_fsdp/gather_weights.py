@@ -16,18 +16,16 @@ from samestep.sharded import storage
 
 
 def gather(run_dir: Path, output: Path) -> tuple[int, str]:
-    """Write the weights; return the updates done and the digest. Raises ConfigError for a run dir without checkpoints."""
+    """Write the weights; return the number of updates and the digest. Raises ConfigError if there is no checkpoint."""
     found = checkpoint.newest(run_dir, log.warning, reader=storage.read)
     if found is None or not found.pieces:
-        raise ConfigError(
-            f"{run_dir} has no sharded checkpoint: name the run dir of a run of {Path(__file__).parent.name}"
-        )
+        raise ConfigError(f"{run_dir} has no sharded checkpoint: name a run dir of {Path(__file__).parent.name}")
     return found.step, storage.consolidate(storage.stored_groups(found)["model"], output)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="gather a run's weights in one file")
-    parser.add_argument("run_dir", type=Path, help="of a run")
+    parser.add_argument("run_dir", type=Path, help="run dir of any run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: RUN_DIR/model.safetensors)")
     options = parser.parse_args()
     output = options.output or options.run_dir / "model.safetensors"

@@ -1,8 +1,9 @@
-"""Write text as a run's weights would go on, for the eye.
+"""Continue a text with the weights of a run.
 
     python generate.py RUN_DIR [--text ":hacker:"] [--bytes 400] [--temperature 0.8] [--seed 1]
 
-In one process, from RUN_DIR/model.safetensors, which a run leaves at its end and gather_weights.py makes before it.
+It runs in one process and reads RUN_DIR/model.safetensors. A finished run has this file; for a stopped run,
+gather_weights.py writes it.
 """
 
 from __future__ import annotations
@@ -20,28 +21,32 @@ from samestep.options import bounded_float, bounded_int
 
 
 def load(run_dir: Path) -> tuple[GPT, int]:
-    """The model with its weights, and its context. Raises UserError where the run dir lacks either."""
+    """Return the model of a run with its weights, and its context in bytes. Raises ConfigError if a file is missing."""
     try:
         with (run_dir / "metrics.jsonl").open() as file:
             options: dict[str, Any] = json.loads(file.readline())["options"]
         model = GPT(options["layers"], options["width"], options["heads"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{run_dir} does not say what model it is of ({error}): name a run dir of this app"
-        ) from error
+        raise ConfigError(f"{run_dir} is not a run dir of this app ({error}): name another") from error
     if not (run_dir / "model.safetensors").exists():
-        raise ConfigError(f"{run_dir} has no model.safetensors: gather_weights.py {run_dir} makes it of a checkpoint")
+        raise ConfigError(f"{run_dir} has no model.safetensors: write it by gather_weights.py {run_dir}")
     arrays = checkpoint.load_weights(run_dir / "model.safetensors")
     try:
         model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     except RuntimeError as error:
-        raise ConfigError(f"{run_dir}/model.safetensors is not of this run: {str(error).splitlines()[0]}") from error
+        mismatch = str(error).splitlines()[0]
+        raise ConfigError(f"{run_dir}/model.safetensors belongs to another run: {mismatch}") from error
     return model, int(options["context"])
 
 
 @torch.inference_mode()
-def go_on(model: GPT, context: int, text: bytes, count: int, temperature: float, seed: int) -> bytes:
-    """``count`` bytes after ``text``, each drawn by its chance given ``context`` before it; 0: the most likely."""
+def generate(model: GPT, context: int, text: bytes, count: int, temperature: float, seed: int) -> bytes:
+    """Return ``text`` and ``count`` more bytes, each drawn by its probability given the last ``context`` bytes.
+
+    Args:
+        temperature: divides the scores; 0 takes the most likely byte.
+        seed: of the random draws.
+    """
     generator = torch.Generator().manual_seed(seed)
     written = list(text)
     for _ in range(count):
@@ -55,19 +60,18 @@ def go_on(model: GPT, context: int, text: bytes, count: int, temperature: float,
 
 def main() -> None:
     default = "(default: %(default)s)"
-    parser = argparse.ArgumentParser(description="write text as a run's weights would go on")
-    parser.add_argument("run_dir", type=Path, help="of a run that came to its end")
-    parser.add_argument("--text", default="\n\n:", help="what it begins with (default: an empty line and a colon)")
-    parser.add_argument("--bytes", type=bounded_int(0), default=400, metavar="B", help=default)
-    parser.add_argument(
-        "--temperature", type=bounded_float(0.0), default=0.8, metavar="T", help=f"0: the most likely {default}"
-    )
-    parser.add_argument("--seed", type=bounded_int(0), default=1, help=default)
+    parser = argparse.ArgumentParser(description="continue a text with the weights of a run")
+    parser.add_argument("run_dir", type=Path, help="run dir of a finished run")
+    parser.add_argument("--text", default="\n\n:", help="text to continue (default: an empty line and a colon)")
+    parser.add_argument("--bytes", type=bounded_int(0), default=400, metavar="B", help=f"bytes to write {default}")
+    temperature = f"randomness of the draws; 0 takes the most likely byte {default}"
+    parser.add_argument("--temperature", type=bounded_float(0.0), default=0.8, metavar="T", help=temperature)
+    parser.add_argument("--seed", type=bounded_int(0), default=1, help=f"seed of the draws {default}")
     options = parser.parse_args()
     if not options.text:
-        raise ConfigError("--text is empty: the model goes on from at least one byte")
+        raise ConfigError("--text is empty: give at least one byte")
     model, context = load(options.run_dir)
-    written = go_on(model, context, options.text.encode(), options.bytes, options.temperature, options.seed)
+    written = generate(model, context, options.text.encode(), options.bytes, options.temperature, options.seed)
     sys.stdout.write(written.decode(errors="replace") + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: RMSNorm, rotary positions, SwiGLU, tied embeddings; and how it is cut over the ranks."""
+"""Define a small GPT over bytes (RMSNorm, rotary positions, SwiGLU, tied embeddings), and cut it over the ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from weights import place
 
 BYTES = 256  # the vocabulary
-STD = 0.02  # of initial weights, as GPT-2's
-BLOCK = 2**17  # values at a time, so that drawing them needs no memory of a model's size
+STD = 0.02  # standard deviation of initial weights, as in GPT-2
+BLOCK = 2**17  # values to draw at a time, so that initialization needs little memory
 
 
 class RMSNorm(nn.Module):
-    """Source: Zhang & Sennrich, "Root mean square layer normalization", NeurIPS 2019."""
+    """Divide features by their root mean square, and scale them.
+
+    Source: Zhang & Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class RMSNorm(nn.Module):
 
 
 def rotation(length: int, size: int, like: Tensor) -> Tensor:
-    """Cosines and sines [2, length, size / 2] by which pairs of a head's ``size`` features turn with their position.
+    """Return cosines and sines [2, length, size / 2]: the rotation of pairs of a head's ``size`` features by position.
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """
@@ -43,13 +46,13 @@ def rotation(length: int, size: int, like: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x [m, heads, length, size], its first half of features paired with its second."""
+    """Rotate x [m, heads, length, size]; a feature of the first half and one of the second half are a pair."""
     (a, b), (cos, sin) = x.chunk(2, dim=-1), turn.to(x.dtype)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal, of several heads; with tensor parallelism a rank has some of them."""
+    """Compute causal attention with several heads; with tensor parallelism a rank has some of them."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -63,7 +66,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020; 8/3 of the width has 4 widths' parameters."""
+    """Compute SwiGLU. Source: Shazeer, "GLU variants improve transformer", 2020.
+
+    Three matrices of 8/3 of the width have as many parameters as the usual two of 4 widths.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,6 +82,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """Add attention and a feed-forward network to the features; optionally recompute both in the backward pass."""
+
     def __init__(self, width: int, heads: int, recompute: bool) -> None:
         super().__init__()
         self.norm1, self.attention = RMSNorm(width), Attention(width, heads)
@@ -83,7 +91,7 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():  # in backward, instead of keeping what is in between
+        if self.recompute and torch.is_grad_enabled():  # in the backward pass, instead of keeping the activations
             return checkpoint(self.compute, x, turn, use_reentrant=False)  # type: ignore[no-any-return]
         return self.compute(x, turn)
 
@@ -93,6 +101,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """Predict each byte's successor."""
+
     def __init__(self, layers: int, width: int, heads: int, recompute: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
@@ -101,7 +111,7 @@ class GPT(nn.Module):
         self.size = width // heads
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Bytes int64 [m, length] to scores [m, length, 256] of each one's successor."""
+        """Map bytes int64 [m, length] to scores [m, length, 256] of each byte's successor."""
         x = self.embedding(tokens)
         turn = rotation(tokens.shape[1], self.size, x)
         for block in self.blocks:
@@ -110,7 +120,7 @@ class GPT(nn.Module):
 
 
 def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
-    """The model on ``mesh`` (dp, tp), of which this rank holds its part alone, with the initial weights of --seed."""
+    """Return this rank's shard of the model on ``mesh`` (dp, tp), with the initial weights that --seed decides."""
     with torch.device("meta"):
         model = GPT(options.layers, options.width, options.heads, options.checkpoint_activations).to(dtype)
     if mesh["tp"].size() > 1:
@@ -120,23 +130,22 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], plan)
     policy = MixedPrecisionPolicy()
-    if (
-        options.autocast == "bfloat16"
-    ):  # what is gathered and computed; gradients are added up in float32, as weights are
+    if options.autocast == "bfloat16":  # for gathering and computing; FSDP reduces gradients in float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     model.to_empty(device=mesh.device_type)
-    initialise(model, options.seed, options.layers, mesh)
+    initialize(model, options.seed, options.layers, mesh)
     return model
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Normal weights, of which each is a function of (seed, parameter, index in the whole): the same at any mesh.
+def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
+    """Draw normal weights; each is a function of (seed, parameter, index in the whole array): the same at any mesh.
 
-    What ends in a residual is smaller by 1 / sqrt(2 layers). Source: Radford et al., GPT-2, 2019, section 2.3.
+    Matrices that write into a residual are smaller by 1 / sqrt(2 layers).
+    Source: Radford et al., GPT-2, 2019, section 2.3.
     """
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
         local, offset, _ = place(parameter, mesh)
@@ -146,18 +155,19 @@ def initialise(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> No
         std = STD / (2 * layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else STD
         rows = max(1, BLOCK // max(1, local.shape[1]))
         for first in range(0, len(local), rows):
-            part = local[first : first + rows]
-            row, column = (
-                np.arange(start, start + count) for start, count in zip((offset[0] + first, offset[1]), part.shape)
-            )
-            indices = row[:, None] * parameter.shape[1] + column
-            part.copy_(torch.from_numpy(normal(seed, number, indices) * std))
+            block = local[first : first + rows]
+            row, column = np.indices(block.shape)
+            indices = (offset[0] + first + row) * parameter.shape[1] + offset[1] + column
+            block.copy_(torch.from_numpy(normal(seed, number, indices) * std))
 
 
 def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Standard normal values of ``indices``' shape. Source: Box & Muller, Ann. Math. Statist. 29(2), 1958."""
+    """Return standard normal values in the shape of ``indices``, each a function of (seed, number, index).
+
+    Source: Box & Muller, Ann. Math. Statist. 29(2), 1958.
+    """
     bits = sample_bits(seed, number, indices.reshape(-1))
     halves = (bits >> np.uint64(32), bits & np.uint64(2**32 - 1))
     one, two = ((half.astype(np.float64) + 0.5) / 2**32 for half in halves)
-    found: NDArray[np.float64] = np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)
-    return found.reshape(indices.shape)
+    values: NDArray[np.float64] = np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)
+    return values.reshape(indices.shape)

@@ -1,8 +1,10 @@
-"""The options of this app: those every app has, and its own. Standard library only."""
+"""Define the options of this app: those that every app has, and its own.
+
+The launch script imports this module on the system's Python, so it uses the standard library only.
+"""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from collections.abc import Sequence
@@ -12,14 +14,15 @@ from typing import Any
 
 from samestep import ConfigError
 from samestep.options import Options, Parser, add_common, bounded_float, bounded_int
+from samestep.torch.options import add_local_rank
 
 TEXTS = Path(__file__).resolve().parent / "text"
-SIZES = {"jargon": None, "jargon-64k": 2**16}  # bytes of the embedded text's beginning; None: all
-BLOCKS, BLOCK = 64, 2**16  # of a file, spread over it, that its fingerprint is of
+SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None: all
+BLOCKS, BLOCK = 64, 2**16  # number and size of the blocks of a file that its fingerprint covers
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 over a file's size and a sample of it: 10**10 bytes are not read before each start. Raises OSError."""
+    """Return the SHA-256 of a file's size and of blocks spread over it, which is quick for any size. Raises OSError."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}\n".encode())
     with path.open("rb") as file:
@@ -30,11 +33,11 @@ def fingerprint(path: Path) -> str:
 
 
 def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = True) -> Any:
-    """Find the text, as `samestep.data.datasets.resolve` finds a dataset."""
-    from samestep.rundir import DatasetInfo  # not at the top: it needs numpy, and the launch script has none
+    """Return the text, as `samestep.data.datasets.resolve` returns a dataset. Raises ConfigError."""
+    from samestep.data.files import DatasetInfo
 
     if name == "file" and data_file is None:
-        raise ConfigError("--dataset file, but which? Name it by --data-file, also to go on with a run of one")
+        raise ConfigError("--dataset file needs a file, also to resume a run: name it by --data-file")
     path = data_file or TEXTS / "jargon.txt"
     if os.path.exists(data_dir) and not os.path.isdir(data_dir):
         raise ConfigError(f"--data-dir: the data folder {data_dir} is not a folder")
@@ -45,6 +48,7 @@ def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = 
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    """Return the parser of the options."""
     parser = Parser(
         prog=prog,
         usage=usage,
@@ -60,77 +64,64 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
-    default = "(default: %(default)s)"
+    default, count = "(default: %(default)s)", bounded_int(1)
     add = parser.add_argument_group("model").add_argument
-    add("--layers", type=bounded_int(1), default=4, metavar="L", help=default)
-    add("--width", type=bounded_int(2), default=128, metavar="W", help=default)
-    add("--heads", type=bounded_int(1), default=4, metavar="H", help=default)
-    add(
-        "--context",
-        type=bounded_int(1),
-        default=128,
-        metavar="T",
-        help=f"bytes of a window, of which a sample is one {default}",
-    )
+    add("--layers", type=count, default=4, metavar="L", help=f"number of blocks {default}")
+    add("--width", type=bounded_int(2), default=128, metavar="W", help=f"features per byte {default}")
+    add("--heads", type=count, default=4, metavar="H", help=f"attention heads per block {default}")
+    add("--context", type=count, default=128, metavar="T", help=f"bytes per window; a sample is one window {default}")
     add = parser.add_argument_group("the ranks").add_argument
     add("--mesh", metavar="DPxTP", help="data-parallel times tensor-parallel ranks, such as 2x2 (default: Nx1)")
-    recompute = "compute a block again in backward instead of keeping what it computed"
+    recompute = "compute each block again in the backward pass instead of keeping its activations"
     add("--checkpoint-activations", action="store_true", help=recompute)
     add = parser.add_argument_group("the step").add_argument
-    add("--accumulate", type=bounded_int(1), default=1, metavar="K", help=f"micro-batches of a global batch {default}")
-    add(
-        "--clip-norm",
-        type=bounded_float(0.0, above=True),
-        metavar="C",
-        help="of the global batch's gradient (default: none)",
-    )
+    add("--accumulate", type=count, default=1, metavar="K", help=f"micro-batches per global batch {default}")
+    clip = "maximum norm of the global batch's gradient (default: none)"
+    add("--clip-norm", type=bounded_float(0.0, above=True), metavar="C", help=clip)
     add("--autocast", choices=("none", "bfloat16"), default="none", help="weights and optimizer stay in float32")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"float64 to compare runs {default}")
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
-    add("--weight-decay", type=bounded_float(0.0), default=0.1, metavar="W", help=f"of all but norms {default}")
-    add("--schedule", choices=("cosine", "constant"), default="cosine", help=f"of --lr, over --epochs {default}")
-    add("--warmup-steps", type=bounded_int(0), default=30, metavar="S", help=f"linear, before the schedule {default}")
-    parser.add_argument_group("data").add_argument("--data-file", type=Path, metavar="FILE", help="train on its bytes")
-    # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
-    parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--weight-decay", type=bounded_float(0.0), default=0.1, metavar="W", help=f"except for norms {default}")
+    schedule = f"schedule of --lr over --epochs {default}"
+    add("--schedule", choices=("cosine", "constant"), default="cosine", help=schedule)
+    warmup = f"steps of linear warm-up before the schedule {default}"
+    add("--warmup-steps", type=bounded_int(0), default=30, metavar="S", help=warmup)
+    add = parser.add_argument_group("data").add_argument
+    add("--data-file", type=Path, metavar="FILE", help="train on the bytes of this file")
+    add_local_rank(parser)
     return parser
 
 
 def mesh_of(options: Options, ranks: int) -> tuple[int, int]:
-    """Data-parallel and tensor-parallel ranks, of ``ranks`` in all. Raises UserError where --mesh does not suit."""
+    """Return the numbers (dp, tp) of data-parallel and tensor-parallel ranks.
+
+    Raises ConfigError unless --mesh has ``ranks`` ranks in total, and cuts the heads into equal parts.
+    """
     sizes = (options.mesh or f"{ranks}x1").split("x")
     dp, tp = (int(size) if size.isdecimal() else 0 for size in (*sizes, "0")[:2])
     if len(sizes) != 2 or dp * tp != ranks:
         raise ConfigError(f"--mesh {options.mesh} is not DPxTP with a product of {ranks}, the number of ranks")
     if options.heads % tp:
-        raise ConfigError(
-            f"--mesh {options.mesh} cuts {options.heads} heads into {tp}: choose a divisor, or other --heads"
-        )
+        raise ConfigError(f"--mesh {options.mesh} cuts {options.heads} heads into {tp}: choose a divisor of --heads")
     return dp, tp
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """For the launch script: raises UserError where --mesh does not suit N ranks on each machine."""
+    """Raise ConfigError if --mesh does not fit ``ranks`` ranks on each machine. The launch script calls it."""
     nodes = os.environ.get("NNODES") or os.environ.get("PET_NNODES") or "1"
     if nodes.isdecimal():
         mesh_of(options, ranks * max(1, int(nodes)))
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Parse and complete the options; raises UserError for a mistake."""
+    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
-    local_rank = vars(options).pop("local_rank", None)  # says nothing about the run
-    if local_rank not in (None, os.environ.get("LOCAL_RANK")):
-        found = os.environ.get("LOCAL_RANK", "not set")
-        raise ConfigError(f"--local-rank {local_rank}, but LOCAL_RANK is {found}: start the ranks with torchrun")
     if options.lr is None:
         options.lr = 0.001
     if options.width % (2 * options.heads):
-        raise ConfigError(
-            f"--width {options.width} is no multiple of 2 x --heads {options.heads}: heads have even parts"
-        )
+        raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")
     if options.autocast != "none" and options.dtype == "float64":
-        raise ConfigError(f"--autocast {options.autocast} computes in less than --dtype float64: leave one of them out")
+        raise ConfigError(f"--autocast {options.autocast} is less precise than --dtype float64: leave one of them out")
     if options.data_file is not None:
         if options.dataset not in (None, "file"):
             raise ConfigError(f"--data-file and --dataset {options.dataset}: leave one of them out")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGroups:
-    """Return this rank's parts of what a checkpoint holds. Raises NonRetryableError for state that `load` could not restore."""
+    """Return this rank's parts of a checkpoint. Raises NonRetryableError for state that `load` could not restore."""
     return {"model": model_shards(model, mesh), "optimizer": optimizer_shards(model, optimizer, mesh)}
 
 
@@ -59,10 +59,8 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
-                kind = type(optimizer).__name__
-                raise NonRetryableError(
-                    f"{kind}'s {key} of {name} cannot be kept in a checkpoint: use another optimizer"
-                )
+                state = f"{type(optimizer).__name__}'s {key} of {name}"
+                raise NonRetryableError(f"{state} cannot be kept in a checkpoint: use another optimizer")
             shards[f"{name}.{key}"] = shard_of(value, mesh)
     return shards
 
@@ -88,7 +86,7 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
     dp, tp = zip(mesh.get_coordinate() or (), mesh.shape)  # mesh["dp"] takes a millisecond
     for name, (coordinate, size) in (("tp", tp), ("dp", dp)):
         axis = getattr(cuts.get(name), "dim", None)
-        if axis is None:  # it has the same on all ranks along here
+        if axis is None:  # all ranks along this dimension have the same
             is_copy |= coordinate > 0
             continue
         length = -(-extent[axis] // size)
@@ -96,7 +94,6 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
         offset[axis], extent[axis] = offset[axis] + begin, min(length, extent[axis] - begin)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if list(local.shape) != extent:
-        raise NonRetryableError(
-            f"a part of shape {[*local.shape]} is not what {cuts} leaves of {[*tensor.shape]}: {extent}"
-        )
+        expected = f"not {extent}, which {cuts} leaves of {[*tensor.shape]}"
+        raise NonRetryableError(f"a shard has the shape {[*local.shape]}, {expected}")
     return local, tuple(offset), is_copy

@@ -13,8 +13,7 @@ import paddle.distributed as dist
 from numpy.typing import NDArray
 from paddle import Tensor, nn
 from samestep import ConfigError
-from samestep.env import World
-from samestep.run import processor
+from samestep.env import World, processor
 from samestep.step_timer import COMPUTE, StepTimer
 
 SELECTED_GPUS = "FLAGS_selected_gpus"  # Paddle's launchers set it to each rank's GPU; others do not

@@ -101,10 +101,10 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
         raise ConfigError(f"--gpus {options.gpus} names no GPU for local rank {local_rank}: name one for each rank")
     if ranks is not None and len(wanted) != ranks:
         raise ConfigError(f"--gpus {options.gpus} names {len(wanted)} GPUs for {ranks} ranks: name one for each rank")
-    hidden = [] if visible is None else [gpu for gpu in wanted if gpu not in visible]
+    hidden = "" if visible is None else ",".join(gpu for gpu in wanted if gpu not in visible)
     if hidden:
         variable = f"CUDA_VISIBLE_DEVICES={','.join(visible or [])}"
-        raise ConfigError(f"--gpus {options.gpus}: {variable} hides {','.join(hidden)}: name others, or unset it")
+        raise ConfigError(f"--gpus {options.gpus}: {variable} hides {hidden}: name GPUs that are in it, or unset it")
 
 
 def check_ranks(options: Options, ranks: int) -> None:

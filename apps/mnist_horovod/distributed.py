@@ -22,14 +22,13 @@ def choose_device(requested: str, world: World) -> torch.device:
 
     Raises ConfigError if "cuda" is requested and impossible. Rank 0 warns if GPUs cannot be used with "auto".
     """
-    device = torch_distributed.choose_device(requested, world)
-    if device.type == "cpu" or hvd.cuda_built():
-        return device
+    gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
+    if requested == "cpu" or gpus < ranks or hvd.cuda_built():
+        return torch_distributed.choose_device(requested, world)
     build = "HOROVOD_GPU_OPERATIONS=NCCL bash scripts/run_mnist_horovod.sh, where nvcc is, builds one with it"
     if requested == "cuda":
         raise ConfigError(f"--device cuda: this Horovod was built without CUDA: use --device cpu; {build}")
     if world.rank == 0:
-        gpus = torch.cuda.device_count()
         log.warning(f"this Horovod was built without CUDA: training on the CPU, not on {gpus} GPUs; {build}")
     return torch.device("cpu")
 
@@ -53,15 +52,15 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     """
     # Collectives give up later than the watchdog, which can name the missing rank.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(timeout) + 30)
-    # Horovod reduces together what is ready at one moment. From 3 ranks on, the place of a gradient among the others
-    # decides the order of its summation, so no two runs would end with the same bits. A step's gradients are one group,
-    # in one order, which nothing may join.
+    # By default Horovod fuses whatever is ready at one moment. From 3 ranks on, a gradient's place in the fused buffer
+    # decides the order of its sum, so that two runs would end with different bits. Here all gradients of a step are one
+    # group in a fixed order, and no other tensor may join it.
     os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "1"
     if transport == "mpi" and not hvd.mpi_built():
         raise ConfigError(NO_MPI)
-    # A Horovod that has both would take MPI, for what ranks agree on and for the tensors.
+    # A Horovod with both would use MPI, for its control messages and for the tensors.
     os.environ |= {"HOROVOD_CONTROLLER": transport, "HOROVOD_CPU_OPERATIONS": transport}
-    # Where Open MPI waits, in Horovod's own thread, it would keep from a processor what computes.
+    # Otherwise Horovod's thread keeps a processor busy while Open MPI waits in it.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()  # collective
     if (size := hvd.size()) != world.world_size:
@@ -91,7 +90,7 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
 
 
 def all_reduce_gradients(model: nn.Module, compression: str) -> None:
-    """Replace each gradient by its sum over ranks: one group, in one order, so that a resume ends with the same bits."""
+    """Replace each gradient by its sum over ranks: one group in a fixed order, so a resume ends with the same bits."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     compressor = getattr(hvd.Compression, compression)

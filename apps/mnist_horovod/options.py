@@ -1,4 +1,7 @@
-"""The options of this app: those every app has, and its own. Standard library only."""
+"""Define the options of this app: those that every app has, and its own.
+
+The launch script imports this module on the system's Python, so it uses the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from samestep import ConfigError
 from samestep.options import Options, Parser, add_common, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
-# What horovodrun puts before each line of a rank: itself, Open MPI's mpirun (4, 5), and MPICH's.
+# The prefix of a rank's lines: from horovodrun itself, from Open MPI's mpirun (4 and 5), and from MPICH's.
 LAUNCHER = {"line_prefix": r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"}
-MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # Open MPI's sets the first, MPICH's the second
-BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # names that begin so, of what Horovod's build reads
+MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # Open MPI's mpirun sets the first, MPICH's the second
+BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # the variables that Horovod's build reads begin so
 NO_MPI = (
     "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
     "HOROVOD_WITH_MPI=1 python apps/mnist_horovod/build_horovod.py"
@@ -27,6 +30,7 @@ NO_MPI = (
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    """Return the parser of the options."""
     parser = Parser(
         prog=prog,
         usage=usage,
@@ -42,45 +46,40 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("transport",),
     )
+    default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.add_argument_group("model and optimizer").add_argument
     add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
-    add("--dropout", type=bounded_float(0.0, below=1.0), default=0.5, metavar="P", help="in net (default: %(default)s)")
-    add("--optimizer", choices=("sgd", "adam"), default="sgd", help="(default: %(default)s)")
-    add(
-        "--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help="of sgd (default: %(default)s)"
-    )
-    add(
-        "--compression",
-        choices=("none", "fp16"),
-        default="none",
-        help="of gradients on their way (default: %(default)s)",
-    )
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"probability of dropout, for net {default}")
+    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=default)
+    add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
+    add("--compression", choices=("none", "fp16"), default="none", help=f"of gradients for the all-reduce {default}")
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"float64 to compare runs {default}")
     add = parser.add_argument_group("horovod").add_argument
     add(
         "--transport",
         choices=("gloo", "mpi"),
-        help="what carries messages between processes; with mpi, the launch script's horovodrun starts them by mpirun, "
-        "and its first start builds a Horovod that has it (default: gloo; mpi where an mpirun started the ranks)",
+        help="how ranks communicate; with mpi, the launch script's horovodrun starts the ranks by "
+        "mpirun, and its first start builds a Horovod with MPI (default: gloo; mpi if an mpirun started the ranks)",
     )
-    # torch.distributed.launch gives it beside LOCAL_RANK: by its own name, and before torch 2.0 with an underscore.
+    # torch.distributed.launch passes it; before torch 2.0 with an underscore.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Parse and complete the options; raises UserError for a mistake."""
+    """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if vars(options).pop("local_rank", None) is not None:
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
     by_slurm = os.environ.get("HOROVOD_HOSTS") == "slurm"
     if by_slurm and not os.environ.get("SLURM_JOB_ID"):
-        raise ConfigError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
+        script = "deploy/slurm/mnist_horovod.sbatch"
+        raise ConfigError(f"HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch {script}")
     check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     if options.transport is None:
-        # Of a rank alone: the launch script, which gives its usage, may stand in a job that sets these for itself.
+        # Only ranks look at MPIRUN: the launch script, which sets a usage, may run in a job that has these variables.
         by_mpirun = usage is None and "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
         options.transport = "mpi" if by_mpirun else "gloo"
     if by_slurm and options.transport != "mpi":
@@ -89,17 +88,17 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
 
 
 def setup_environment(options: Options) -> dict[str, str]:
-    """What decides which Horovod setup.sh builds: the caller's own variables, the transport, and the MPI on PATH."""
+    """Return the variables that decide which Horovod setup.sh builds: from the caller, the transport and PATH."""
     settings = {name: value for name, value in os.environ.items() if re.match(BUILD_VARIABLE, name)}
     if options.transport == "mpi":
         settings["HOROVOD_WITH_MPI"] = "1"
     if settings.get("HOROVOD_WITH_MPI") == "1":
-        settings["SAMESTEP_MPICXX"] = shutil.which("mpicxx") or ""  # `module load` of another MPI: another Horovod
+        settings["SAMESTEP_MPICXX"] = shutil.which("mpicxx") or ""  # another MPI on PATH needs another build
     return settings
 
 
 def check_installed(options: Options, ranks: int) -> None:
-    """For the launch script, in the app's environment: raises UserError where it lacks what --transport needs."""
+    """Raise ConfigError if the app's environment lacks what --transport needs. The launch script calls it."""
     if options.transport != "mpi":
         check_name(os.environ)
         return
@@ -109,34 +108,35 @@ def check_installed(options: Options, ranks: int) -> None:
         raise ConfigError(NO_MPI)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if shutil.which("mpirun", path=path) is None:
-        raise ConfigError(
-            "--transport mpi: there is no mpirun on PATH: put that of the MPI that Horovod was built with there"
-        )
+        raise ConfigError("--transport mpi: no mpirun on PATH: add the mpirun of the MPI that Horovod was built with")
 
 
 def check_name(environ: Mapping[str, str]) -> None:
-    """Horovod's gloo listens where the host's name leads, whatever interface horovodrun has found."""
+    """Raise ConfigError if the other hosts cannot reach this one.
+
+    Horovod's gloo listens at the address of the host's name, whatever interface horovodrun found.
+    """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         if "," in environ.get("HOROVOD_HOSTS", "") and (address := socket.gethostbyname(name)).startswith("127."):
             raise ConfigError(
-                f"this host's name, {name}, leads to {address}, which Horovod's gloo would give the other hosts of "
-                "HOROVOD_HOSTS for its address: let /etc/hosts lead it to one that they reach, on each host, or use "
-                "--transport mpi"
+                f"this host's name, {name}, resolves to {address}, which the other hosts of HOROVOD_HOSTS cannot "
+                "reach: give each host an address in /etc/hosts that the others reach, or use --transport mpi"
             )
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:
-    """horovodrun starts the ranks of all machines from one, which HOROVOD_HOSTS lists: host:ranks,host:ranks."""
+    """Raise ConfigError for a malformed HOROVOD_HOSTS, or for variables of launchers that run on every machine.
+
+    horovodrun starts the ranks of all machines from one of them.
+    """
     hosts = environ.get("HOROVOD_HOSTS", "")
-    # A name or an address without a colon of its own, and a positive number.
+    # A name or an IPv4 address, and a positive number.
     if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
         raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
-    nodes = next(
-        (name for name in ("NNODES", "PET_NNODES", "WORLD_SIZE") if environ.get(name, "") not in ("", "1")), None
-    )
-    if nodes and "HOROVOD_RANK" not in environ:
-        raise ConfigError(
-            f"{nodes}={environ[nodes]} is not for Horovod, which starts all machines from one: unset it, and for "
-            "several machines set HOROVOD_HOSTS=server1:4,server2:4"
-        )
+    for name in ("NNODES", "PET_NNODES", "WORLD_SIZE"):
+        if environ.get(name, "") not in ("", "1") and "HOROVOD_RANK" not in environ:
+            raise ConfigError(
+                f"{name}={environ[name]} is not for Horovod, which starts all machines from one: unset it, and for "
+                "several machines set HOROVOD_HOSTS=server1:4,server2:4"
+            )

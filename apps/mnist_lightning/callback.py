@@ -48,13 +48,9 @@ class RunCallback(pl.Callback):
         self.run.timer.mark(COMMUNICATION)  # backward() is a part of Lightning's optimizer step
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,  # of training_step
-        batch: Batch,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
+        """Do what follows an update; ``outputs`` are those of training_step."""
         loss = outputs["loss_sum"]
         self.running_loss += loss
         self.run.after_step(batch.step)
@@ -102,5 +98,5 @@ class RunCallback(pl.Callback):
         self.run.monitor.beat()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Exit at once, with the exit codes of `log.run`: Lightning's orderly end may wait, and turns a Ctrl-C into 1."""
+        """Exit at once with the exit codes of `log.run`: Lightning's own shutdown may wait, and turns Ctrl-C into 1."""
         raise exception

@@ -1,4 +1,4 @@
-"""The models: the CNN of many MNIST examples, and LeNet as PaddlePaddle ships it."""
+"""Define the models: the CNN of many MNIST examples, and LeNet as PaddlePaddle ships it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
-    Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
-    what is dropped does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
+    Every rank draws for the whole global batch, from generators with the same seed, and takes its own rows, so that the
+    result does not depend on the number of ranks. torch's own dropout draws for the rank's shard only.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
     scale = (drawn >= p).to(x.dtype) / (1 - p)
@@ -20,7 +20,7 @@ def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers: 21,840 parameters."""
+    """Classify by two convolutions and two linear layers: 21,840 parameters."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(50, 10)
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
+        """Map images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
         p = self.dropout if self.training else 0.0
         x = F.relu(F.max_pool2d(self.conv1(images), 2))
         x = self.conv2(x)
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class LeNet(nn.Module):
-    """PaddlePaddle's LeNet: 61,610 parameters, no activation between its linear layers."""
+    """Classify by PaddlePaddle's LeNet: 61,610 parameters, without activations between its linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,19 +56,19 @@ class LeNet(nn.Module):
         self.fc = nn.Sequential(nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10))
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Images [m, 1, 28, 28] to log-probabilities [m, 10]; ``rows`` is for models with dropout."""
+        """Map images [m, 1, 28, 28] to log-probabilities [m, 10]; ``rows`` is for models with dropout."""
         return F.log_softmax(self.fc(self.features(images).flatten(1)), dim=1)
 
 
 def build_model(name: str, dropout: float, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model with the initial weights that ``seed`` decides.
+    """Return the model with the initial weights that ``seed`` decides.
 
-    They are drawn in float32 whatever ``dtype`` is, so that a float64 run starts from the same weights.
+    They are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """
     torch.manual_seed(seed)
     model = (Net(dropout) if name == "net" else LeNet()).to(dtype)
-    # Channels last in memory, which the layers after the first convolution take over from it: on CPU a step takes
-    # three fifths of the time, most of it saved in max_pool2d.
+    # Channels last in memory; the later layers inherit it from the first convolution. On a CPU this saves two fifths of
+    # a step's time, mostly in max_pool2d.
     first = next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
     nn.utils.convert_conv2d_weight_memory_format(first, torch.channels_last)
     return model

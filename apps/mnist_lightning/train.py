@@ -90,7 +90,7 @@ class Digits(pl.LightningModule):
 
 
 def build_trainer(run: Run, options: Options, device: torch.device, epochs: int, callback: pl.Callback) -> pl.Trainer:
-    """Return Lightning's Trainer without the parts that samestep replaces: its checkpoints are pickles, its sampler pads."""
+    """Return a Trainer without the parts that samestep replaces: its checkpoints are pickles, and its sampler pads."""
     folder, loggers = options.run_dir / "log", list[Logger]()
     if options.logger == "csv":
         loggers = [CSVLogger(folder, name="lightning")]

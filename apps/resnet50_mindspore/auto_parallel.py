@@ -1,8 +1,8 @@
-"""``--parallel auto``, experimental: MindSpore chooses how to cut the operators of the step.
+"""Let MindSpore choose how to cut the operators of the step: ``--parallel auto``, experimental.
 
-Where it cuts a weight, each rank holds a piece of it. This app evaluates, saves and compares whole weights, so such a
-run is refused, when its graph is compiled and before its first step. What remains are cuts along the batch and within
-operators. None of this ever ran on Ascend.
+If MindSpore cuts a weight, each rank holds a part of it. This app evaluates, saves and compares whole weights, so it
+refuses such a run when the graph is compiled, before the first step. Cuts along the batch and within operators remain.
+None of this ever ran on Ascend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from samestep import ConfigError
 
 
 def cut(step: nn.Cell, rows: int, image_size: int) -> nn.Cell:
-    """``step`` as MindSpore cuts it, compiled for batches of ``rows``. Raises UserError where it cuts a weight."""
+    """Return ``step`` as MindSpore cuts it, for batches of ``rows``. Raises ConfigError if it would cut a weight."""
     graph = AutoParallel(step, "recursive_programming")
     graph.enable_gradients_mean()
     shapes = ((rows, 3, image_size, image_size), np.float32), ((rows,), np.int32), ((rows,), np.float32)
@@ -27,10 +27,12 @@ def cut(step: nn.Cell, rows: int, image_size: int) -> nn.Cell:
 
 
 def refuse_cut_weights(layouts: Mapping[str, Sequence[Any]]) -> None:
-    """``layouts`` by name: device matrix, tensor map (for each axis the matrix's axis that cuts it, or -1), ..."""
+    """Raise ConfigError if a weight is cut.
+
+    Args:
+        layouts: by the weight's name its device matrix, its tensor map (for each axis the axis of the matrix that cuts
+            it, or -1), and more.
+    """
     found = [name for name, (_, tensor_map, *_) in layouts.items() if any(axis != -1 for axis in tensor_map)]
     if found:
-        raise ConfigError(
-            f"--parallel auto would cut {len(found)} weights, {found[0]} first, which this app can neither evaluate "
-            "nor save: use --parallel data"
-        )
+        raise ConfigError(f"--parallel auto would cut {len(found)} weights, {found[0]} first: use --parallel data")

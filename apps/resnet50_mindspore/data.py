@@ -163,7 +163,5 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:
     """Return the training set and the test set. Raises ConfigError if a file is missing or damaged."""
     found = datasets.load(name, data_dir)
-    return (
-        Split(found.train_images, found.train_labels.astype(np.int32)),
-        Split(found.test_images, found.test_labels.astype(np.int32)),
-    )
+    train_labels, test_labels = found.train_labels.astype(np.int32), found.test_labels.astype(np.int32)
+    return Split(found.train_images, train_labels), Split(found.test_images, test_labels)

@@ -16,10 +16,9 @@ from mindspore import Tensor, ops
 from mindspore.communication import GlobalComm, get_group_size, init
 from numpy.typing import NDArray
 from samestep import ConfigError, log
-from samestep.env import World
+from samestep.env import World, processor
 from samestep.monitor import Monitor
 from samestep.options import Options
-from samestep.run import processor
 
 monitor = Monitor()
 """Notes each collective while this rank waits in it, because MindSpore has no record of collectives. main() sets it."""
@@ -53,12 +52,8 @@ def backend(device: str) -> str:
 
 def run_metadata(device: str) -> dict[str, Any]:
     """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
-    return {
-        "mindspore": ms.__version__,
-        "device": device if device == "ascend" else processor(),
-        "backend": backend(device),
-        "threads": _threads(),
-    }
+    name = device if device == "ascend" else processor()
+    return {"mindspore": ms.__version__, "device": name, "backend": backend(device), "threads": _threads()}
 
 
 def rendezvous(world: World, options: Options) -> None:
@@ -67,22 +62,18 @@ def rendezvous(world: World, options: Options) -> None:
     Raises:
         ConfigError: MindSpore cannot join the ranks of this launcher, or it joined another number of ranks.
     """
-    device = options.device
     if world.launcher == "none":
         return
-    if world.launcher != "msrun" and (world.launcher, device) != ("rank table", "ascend"):
+    started = f"{world.launcher} started {world.world_size} ranks"
+    if world.launcher != "msrun" and (world.launcher, options.device) != ("rank table", "ascend"):
         raise ConfigError(
-            f"{world.launcher} started {world.world_size} ranks, which MindSpore cannot join on {device}: "
-            "use msrun, or scripts/run_resnet50_mindspore.sh"
+            f"{started}, which MindSpore cannot join on {options.device}: use msrun, or the launch script"
         )
     _set_timeouts(options)
     with monitor.collective("rendezvous"):
         init()  # collective
     if get_group_size() != world.world_size:
-        raise ConfigError(
-            f"{world.launcher} started {world.world_size} ranks, but MindSpore joined {get_group_size()}: "
-            "start all of them by one launcher"
-        )
+        raise ConfigError(f"{started}, but MindSpore joined {get_group_size()}: start all of them by one launcher")
 
 
 def serve(options: Options) -> NoReturn:
@@ -145,8 +136,7 @@ def broadcast(content: bytes) -> bytes:
     if _is_alone():
         return content
     with monitor.collective("broadcast"):
-        length = ops.Broadcast(0)((Tensor([len(content)], ms.int32),))[0]  # collective
-        length = int(length.asnumpy()[0])
+        length = int(ops.Broadcast(0)((Tensor([len(content)], ms.int32),))[0].asnumpy()[0])  # collective
         if length == 0:
             return b""
         words = np.frombuffer(content[:length].ljust(-(-length // 4) * 4, b"\0"), np.int32)

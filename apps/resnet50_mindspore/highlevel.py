@@ -14,11 +14,13 @@ from mindspore.train import Callback, LossMonitor, Model
 from samestep.run import Run
 from samestep.step_timer import COMMUNICATION, INPUT
 
+AfterUpdate = Callable[[int, Tensor], None]  # takes a step and the loss that it returned
+
 
 class RunCallback(Callback):  # type: ignore[misc]
     """Call ``after_update`` for each update of `Model`. A loop of updates on the device returns only its last loss."""
 
-    def __init__(self, run: Run, after_update: Callable[[int, Tensor], None], loop: int) -> None:
+    def __init__(self, run: Run, after_update: AfterUpdate, loop: int) -> None:
         self.run, self.after_update, self.step, self.loop = run, after_update, run.first_step, loop
         self.current = contextlib.ExitStack()  # Model now fetches a batch, or takes a step
 
@@ -40,12 +42,7 @@ class RunCallback(Callback):  # type: ignore[misc]
 
 
 def fit(
-    run: Run,
-    forward: nn.Cell,
-    optimizer: nn.Optimizer,
-    shards: ds.Dataset,
-    after_update: Callable[[int, Tensor], None],
-    sinks: bool,
+    run: Run, forward: nn.Cell, optimizer: nn.Optimizer, shards: ds.Dataset, after_update: AfterUpdate, sinks: bool
 ) -> None:
     """Take all steps of ``run``.
 
@@ -56,7 +53,7 @@ def fit(
         forward: computes the loss of a batch's images, labels and sample weights.
         optimizer: updates the model in ``forward``.
         shards: this rank's batches, one per step from the run's first to its last.
-        after_update: called with each step and its loss.
+        after_update: called after each update.
         sinks: MindSpore keeps the shards ready on the device, and runs loops of --sink-size updates there.
 
     Raises:

@@ -154,7 +154,7 @@ def _check_layout(table: Table, product: Product) -> list[str]:
 
 def _check_servers(table: Table) -> list[str]:
     warnings = []
-    for name, devices in table.servers().items():
+    for name in table.servers():
         _require(name.strip() and len(name) <= 64, f"server_id {_q(name)} has not 1 to 64 characters: give an address")
         if re.fullmatch("[0-9.]+", name):
             _require(_is_address(name), f"server_id {_q(name)} is not an IP address: correct it")
@@ -210,13 +210,11 @@ def read(path: Path, product: Product | None = None) -> Table:
         warn(f"{path}: {each}" for each in (check(table, product) if product else ()))
     except RankTableError as error:
         raise RankTableError(f"{path}: {error}") from None
-    except RecursionError:  # lists in lists, a thousand deep
-        raise RankTableError(f"{path}: not a rank table: write it with make") from None
     return table
 
 
-def load_json(path: Path) -> Any:
-    """Return a file's decoded JSON. Raises RankTableError, which names a mistake's line and column."""
+def load_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, all of whose values are strings. Raises RankTableError."""
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
@@ -224,7 +222,9 @@ def load_json(path: Path) -> Any:
     except OSError as error:
         _fail(f"{error.strerror}: name a rank table that can be read")
     try:
-        return json.loads(text, object_pairs_hook=_once_each)
+        document: dict[str, Any] = json.loads(text, object_pairs_hook=_once_each)
+        _require(isinstance(document, dict), "not a rank table: write it with make")
+        _only_strings(document, "")
     except json.JSONDecodeError as error:
         at, reason = error.pos, f"{error.msg}: correct it there"
         comma = max(0, text.rfind(",", 0, at + 1))
@@ -235,8 +235,9 @@ def load_json(path: Path) -> Any:
         elif at >= len(text.rstrip()):
             reason = "the file ends too early: make it again, or copy it whole"
         _fail(f"line {text.count(chr(10), 0, at) + 1} column {at - text.rfind(chr(10), 0, at)}: {reason}")
-    except ValueError:  # a number of 5,000 digits
+    except (ValueError, RecursionError):  # a number of 5,000 digits; lists in lists, a thousand deep
         _fail("not a rank table: write it with make")
+    return document
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -244,10 +245,8 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def parse(document: Any) -> Table:
+def parse(document: dict[str, Any]) -> Table:
     """Return the table in decoded JSON after a check of its structure, counts and status; `check` has the rules."""
-    _require(isinstance(document, dict), "not a rank table: write it with make")
-    _only_strings(document, "")
     grouped = "version" not in document and "server_list" not in document  # as HCCL tells them apart
     _require(not grouped or "group_list" in document, "neither server_list nor group_list: write the table with make")
     status = Node(document).text("status")
@@ -376,18 +375,13 @@ def as_groups(table: Table) -> dict[str, Any]:
     for device in table.devices:
         listed = [{"device_id": str(device.device_id), "device_ip": device.device_ip}]
         instances.append({"devices": listed, "rank_id": str(device.rank), "server_id": device.server_id})
-    group = {"device_num": str(len(instances)), "server_num": str(len(table.servers())), "group_name": ""}
+    count, servers = str(len(instances)), str(len(table.servers()))
+    group = {"device_num": count, "server_num": servers, "group_name": "", "instance_count": count}
     # The names are those of one server: HCCL looks each of them up on every server.
     nics = [f"eth{nic}" for nic in sorted({device.device_id for device in table.devices})]
-    return {
-        **table.header,
-        "group_count": "1",
-        "group_list": [{**group, "instance_count": str(len(instances)), "instance_list": instances}],
-        "para_plane_nic_location": "device",
-        "para_plane_nic_name": nics,
-        "para_plane_nic_num": str(len(nics)),
-        "status": "completed",
-    }
+    plane = {"para_plane_nic_location": "device", "para_plane_nic_name": nics, "para_plane_nic_num": str(len(nics))}
+    groups = {"group_count": "1", "group_list": [{**group, "instance_list": instances}]}
+    return {**table.header, **groups, **plane, "status": "completed"}
 
 
 def finish(table: Table, product: Product, out: Path | None) -> None:
@@ -402,11 +396,10 @@ def finish(table: Table, product: Product, out: Path | None) -> None:
     _require(out.suffix == ".json", f"--out {out}: HCCL reads rank tables only from files named *.json: rename it")
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        temporary.write_text(text, "utf-8")
+        with temporary.open() as file:
             os.fsync(file.fileno())
-        os.replace(temporary, out)
+        temporary.replace(out)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         _fail(f"--out {out}: {error.strerror}: name a file in a folder that can be written")
@@ -439,14 +432,13 @@ def read_hccn_conf(path: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
         setting = line.partition("#")[0].strip()
-        if not setting.startswith("address_"):
-            continue
         match = re.fullmatch(r"address_([0-9]{1,3})\s*=\s*(\S+)", setting)
-        if match is None or not _is_address(match[2]):
+        if match and _is_address(match[2]):
+            device = int(match[1])
+            _require(device not in found, f"{path} line {number}: address_{device} is given again: delete one of them")
+            found[device] = match[2]
+        elif setting.startswith("address_"):
             _fail(f"{path} line {number}: {_q(setting)} is not address_N=ADDRESS: correct it")
-        device = int(match[1])
-        _require(device not in found, f"{path} line {number}: address_{device} is given again: delete one of them")
-        found[device] = match[2]
     return found
 
 

@@ -1,8 +1,9 @@
-"""ResNet as torchvision builds it (its "v1.5": a bottleneck strides in its 3x3 convolution), and the losses."""
+"""Define ResNet as torchvision does ("v1.5": a bottleneck strides in its 3x3 convolution), and the losses."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import mindspore as ms
 import numpy as np
@@ -14,9 +15,9 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Con
 
 
 class Block(nn.Cell):  # type: ignore[misc]
-    """Convolutions of (size, outputs, stride), and what came in added to what comes out."""
+    """Apply convolutions of (size, outputs, stride), and add the input to their output."""
 
-    def __init__(self, inputs: int, convolutions: tuple[tuple[int, int, int], ...], statistics: bool | None) -> None:
+    def __init__(self, inputs: int, convolutions: Sequence[tuple[int, int, int]], statistics: bool | None) -> None:
         super().__init__()
         width, self.count = inputs, len(convolutions)
         for i, (size, outputs, stride) in enumerate(convolutions, 1):
@@ -41,7 +42,7 @@ class Block(nn.Cell):  # type: ignore[misc]
 
 
 class ResNet(nn.Cell):  # type: ignore[misc]
-    """Images [m, 3, s, s] to logits [m, 10]. Depth 18 has 11,181,642 parameters, depth 50 has 23,528,522."""
+    """Map images [m, 3, s, s] to logits [m, 10]. Depth 18 has 11,181,642 parameters, depth 50 has 23,528,522."""
 
     def __init__(self, depth: int, freeze_bn: bool) -> None:
         super().__init__()
@@ -55,12 +56,10 @@ class ResNet(nn.Cell):  # type: ignore[misc]
             width, blocks = 64 * 2**i, []
             for j in range(count):
                 stride = 2 if i > 0 and j == 0 else 1
-                if depth == 18:
-                    layout: tuple[tuple[int, int, int], ...] = ((3, width, stride), (3, width, 1))
-                else:
-                    layout = ((1, width, 1), (3, width, stride), (1, 4 * width, 1))
-                blocks.append(Block(inputs, layout, statistics))
-                inputs = layout[-1][1]
+                basic = [(3, width, stride), (3, width, 1)]
+                bottleneck = [(1, width, 1), (3, width, stride), (1, 4 * width, 1)]
+                blocks.append(Block(inputs, basic if depth == 18 else bottleneck, statistics))
+                inputs = width if depth == 18 else 4 * width
             setattr(self, f"layer{i + 1}", nn.SequentialCell(blocks))
         self.fc = nn.Dense(inputs, 10)
         self.batches_tracked = 0  # torch counts them in every layer; a frozen layer does not count
@@ -72,9 +71,9 @@ class ResNet(nn.Cell):  # type: ignore[misc]
 
 
 class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
-    """Cross entropy of logits [m, 10] and labels int32 [m], one value a row [m], written out in small operators.
+    """Compute the cross entropy of logits [m, 10] and labels int32 [m], one value per row [m], in small operators.
 
-    Automatic parallelisation cuts operators, so it can cut this one along any axis. The logarithm is taken of the sum
+    Automatic parallelization, which cuts operators, can cut this loss along any axis. It takes the logarithm of the sum
     and not of the quotient, which may be 0.
     """
 
@@ -86,7 +85,7 @@ class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
 
 
 def build_loss(name: str) -> nn.Cell:
-    """Logits [m, 10] and labels int32 [m] to one loss a row [m]."""
+    """Return the loss that maps logits [m, 10] and labels int32 [m] to one value per row [m]."""
     return SoftmaxCrossEntropyExpand() if name == "expand" else nn.CrossEntropyLoss(reduction="none")
 
 
@@ -105,7 +104,7 @@ class Forward(nn.Cell):  # type: ignore[misc]
 
 
 def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:
-    """The model with the initial weights that ``seed`` decides, the same on every rank; torchvision's distributions.
+    """Return the model with initial weights from ``seed``, the same on every rank, in torchvision's distributions.
 
     He et al., "Delving deep into rectifiers", ICCV 2015: normal, variance 2 / fan_out, for convolutions.
     """

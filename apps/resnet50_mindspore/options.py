@@ -1,4 +1,4 @@
-"""The options of this app: those every app has, and its own. Standard library only."""
+"""Define the options of this app: those that every app has, and its own. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from samestep.options import Options, Parser, add_common, bounded_float, bounded
 # msrun numbers the ranks of a machine from NODE_RANK * N.
 LAUNCHER = {"equal_ranks": True}
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
-IMAGE_SIZES = {"ascend": 224, "cpu": 32}
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
-FIRST_STEP_TIMEOUTS = {"ascend": 1800.0, "cpu": 300.0}  # seconds: Ascend's compiler takes many minutes
+# --image-size in pixels, --first-step-timeout in seconds: Ascend's compiler takes many minutes.
+DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -35,92 +35,54 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "ascend"),
         resume_mutable=("api", "sink_size", "first_step_timeout"),
     )
-    parser.set_defaults(dtype="float32")  # MindSpore's convolutions on CPU know no other
+    parser.set_defaults(dtype="float32", lr=0.01)  # MindSpore's convolutions on CPU have no other dtype
     add = parser.add_argument_group("model and optimizer").add_argument
-    add("--depth", type=int, choices=(18, 50), default=50, help="of the ResNet (default: %(default)s)")
-    add("--image-size", type=bounded_int(8), metavar="S", help="images are resized to S x S (default: 32, on Ascend 224)")
-    add("--freeze-bn", action="store_true", help="batch normalisation by its stored statistics, also in training")
-    add("--loss", choices=("expand", "builtin"), default="expand", help="of small operators, or MindSpore's own")
+    add("--depth", type=int, choices=(18, 50), default=50, help="depth of the ResNet (default: %(default)s)")
+    add("--image-size", type=bounded_int(8), metavar="S", help="resize images to S x S (default: 32, on Ascend 224)")
+    add("--freeze-bn", action="store_true", help="normalize batches by the stored statistics, also in training")
+    add("--loss", choices=("expand", "builtin"), default="expand", help="in small operators, or MindSpore's own")
     add("--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help="(default: %(default)s)")
-    add(
-        "--drop-remainder",
-        action="store_true",
-        default=None,  # as in the checkpoints of before there was this option
-        help="leave out of each epoch the samples that fill no global batch (default: a smaller last one)",
-    )
+    text = "omit the samples of an epoch that do not fill a global batch (default: a smaller last batch)"
+    add("--drop-remainder", action="store_true", default=None, help=text)  # None: as in checkpoints without this option
     add = parser.add_argument_group("mindspore").add_argument
-    add(
-        "--api",
-        choices=("functional", "highlevel"),
-        default="functional",
-        help="functional: value_and_grad in a loop of our own (the default); highlevel: mindspore.train.Model",
-    )
-    add(
-        "--sink-size",
-        type=bounded_int(1),
-        default=1,
-        metavar="S",
-        help="updates in a loop, between which nothing is due: on Ascend they run from data that wait on the device; "
-        "S must divide --log-every, --checkpoint-every, --evaluate-every and an epoch's steps (default: %(default)s)",
-    )
-    add(
-        "--first-step-timeout",
-        type=bounded_float(0.0, above=True),
-        metavar="T",
-        help="as --timeout, until the first step is done, which is compiled (default: 300, on Ascend 1800)",
-    )
-    add(
-        "--parallel",
-        choices=("data", "auto"),
-        default="data",
-        help="data: each rank its shard of the batch (the default); auto, experimental, on Ascend alone: MindSpore "
-        "chooses how to cut the operators, and a run whose weights it would cut is refused",
-    )
+    text = "functional: value_and_grad in the app's own loop (default); highlevel: mindspore.train.Model"
+    add("--api", choices=("functional", "highlevel"), default="functional", help=text)
+    text = "updates per loop, which on Ascend runs on the device; divides an epoch and every interval (default: 1)"
+    add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
+    text = "like --timeout, until the first step, which is compiled, is done (default: 300, on Ascend 1800)"
+    add("--first-step-timeout", type=bounded_float(0.0, above=True), metavar="T", help=text)
+    text = "data: shards of the batch (default); auto: MindSpore cuts the operators (experimental, only on Ascend)"
+    add("--parallel", choices=("data", "auto"), default="data", help=text)
     return parser
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
-    """Parse and complete the options; raises UserError for a mistake."""
+    """Parse and complete the options. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
-    if options.lr is None:
-        options.lr = 0.01
     if options.device == "auto":
         options.device = "ascend" if ASCEND_DRIVER.exists() else "cpu"
     elif options.device == "ascend" and not ASCEND_DRIVER.exists():
         raise ConfigError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
-    if options.parallel == "auto":
-        _check_auto(options)
-    for name in TABLE_VARIABLES:
-        if options.device == "cpu" and os.environ.get(name):
-            raise ConfigError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
+    if options.parallel == "auto" and options.device == "cpu":
+        raise ConfigError("--parallel auto needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
+    # MindSpore's AutoParallel does not support sinking in an app's own loop, and nobody tried Model with it.
+    if options.parallel == "auto" and (options.api == "highlevel" or options.sink_size > 1):
+        raise ConfigError("--parallel auto takes --api functional and --sink-size 1 alone: drop the other options")
+    if options.device == "cpu" and (name := table_variable(os.environ)):
+        raise ConfigError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
-        raise ConfigError(
-            "MS_COMPILER_CACHE_ENABLE=1: a step that MindSpore 2.10 takes from its cache leaves the running statistics "
-            "as they are: unset it"
-        )
-    if options.image_size is None:
-        options.image_size = IMAGE_SIZES[options.device]
-    if options.first_step_timeout is None:
-        options.first_step_timeout = max(FIRST_STEP_TIMEOUTS[options.device], options.timeout)
+        raise ConfigError("MS_COMPILER_CACHE_ENABLE=1: the cache leaves the running statistics as they are: unset it")
+    image_size, first_step_timeout = DEFAULTS[options.device]
+    options.image_size = options.image_size or image_size
+    options.first_step_timeout = options.first_step_timeout or max(first_step_timeout, options.timeout)
     check_loops(options)
     return options
 
 
-def _check_auto(options: Options) -> None:
-    """Refuse what cannot work under AutoParallel. Raises UserError."""
-    if options.device == "cpu":
-        raise ConfigError("--parallel auto needs Ascend, MindSpore has none on CPU: use --parallel data")
-    if options.api == "highlevel" or options.sink_size > 1:
-        raise ConfigError(
-            "--parallel auto takes --api functional and --sink-size 1 alone: MindSpore's AutoParallel knows no sinking "
-            "in a loop of our own, and Model was not tried with it"
-        )
-
-
 def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None:
-    """Refuse loops of --sink-size updates in which something would be due before the end. Raises UserError.
+    """Raise ConfigError if an action would follow an update within a loop of --sink-size updates.
 
-    ``more`` is what else a loop must not go beyond, in steps from the start of training, by what it is called.
+    ``more`` maps names of further steps, counted from the start of training, at which a loop must end.
     """
     due = {"--log-every": options.log_every, "--checkpoint-every": options.checkpoint_every}
     due |= {"--evaluate-every": options.evaluate_every, "--max-steps": options.max_steps or 0, **(more or {})}
@@ -133,8 +95,8 @@ def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None
 
 
 def check_steps(options: Options, train_examples: int, start: int) -> None:
-    """What a run of ``train_examples`` from step ``start`` on must fulfil. Raises UserError."""
-    from samestep.sharding import GlobalBatches  # not the standard library's alone, as the first stage is
+    """Raise ConfigError if the options do not suit ``train_examples``, or a start at step ``start``."""
+    from samestep.sharding import GlobalBatches  # needs numpy, which the first stage does not have
 
     size, drops = options.global_batch_size, bool(options.drop_remainder)
     if drops and train_examples < size:
@@ -144,23 +106,34 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
 
 
 def check_start(options: Options, dataset: str, start: int) -> None:
-    """For the launch script, which knows by now what the run trains on, and from which step on. Raises UserError."""
+    """Call `check_steps` for a dataset by its name. For the launch script, when it knows dataset and checkpoint."""
     check_steps(options, TRAIN_EXAMPLES[dataset], start)
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """For the launch script: refuse what does not suit as many ranks on a machine. Raises UserError."""
+    """Raise ConfigError if the options do not suit so many ranks on a machine. For the launch script."""
     if options.parallel == "auto" and ranks == 1:
         raise ConfigError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
 
 
+def table_variable(environ: Mapping[str, str]) -> str | None:
+    """Return the variable that names a rank table, or None. Raises ConfigError if two variables name different ones."""
+    given = [name for name in TABLE_VARIABLES if environ.get(name)]
+    if len({os.path.abspath(environ[name]) for name in given}) > 1:
+        tables = " and ".join(f"{name}={environ[name]}" for name in given)
+        raise ConfigError(f"{tables} are two tables: unset one of them")
+    return given[0] if given else None
+
+
 def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
-    """For the launch script: the number of machines in the rank table, and which of them, from 0, this one is.
+    """Return the machines in the rank table and this one's number, from 0; None without a table. For the launch script.
 
-    None where there is no table. Raises UserError for a table that is wrong, or that does not list ``ranks`` devices
-    for this machine.
+    Raises:
+        ConfigError: the table is wrong, or does not list ``ranks`` devices for this machine.
     """
-    from each_device import find_place  # a rank does not need it
+    if not (variable := table_variable(os.environ)):
+        return None
+    from placement import find_placement  # the ranks do not need it
 
-    place = find_place(os.environ, ranks)
-    return (place.node_count, place.node_rank) if place else None
+    placement = find_placement(variable, os.environ, ranks)
+    return placement.node_count, placement.node_rank

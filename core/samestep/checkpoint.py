@@ -150,8 +150,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     A kill at any moment leaves whole checkpoints, the newest or the others. Raises OSError.
     """
     temporary, content = temporary_of(folder), _canonical(body)
-    digest = hashlib.sha256(content).hexdigest().encode()
-    write_file(temporary / _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, digest))
+    write_file(temporary / _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
     sync_folder(temporary)
     if folder.exists():  # only a corrupt one can be in the way: a good one would have been resumed from
         shutil.rmtree(folder)
@@ -174,25 +173,23 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> dict[str, Any]:
-    """Write a new file, sync it, and return its entry in a manifest: size and SHA-256. Raises OSError."""
-    with path.open("xb") as file:
+    """Write a file, sync it, and return its entry in a manifest: size and SHA-256. Raises OSError."""
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return {"size": len(content), "sha256": _sha256(content)}
 
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file beside its place, sync it and rename it. Raises OSError; nothing partial is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)
         write_file(temporary, content)
         temporary.replace(path)
-    except OSError:
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -246,26 +243,22 @@ def newest(
         ConfigError: another version of this package wrote one.
     """
     corrupt = []
-    quarantined = [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
+    remedy = "start anew with --no-resume or another --run-dir"
     for folder in folders(run_dir):
         try:
             found = (reader or read)(folder, verify)
         except UnsupportedFormat as error:  # an older one would repeat its steps, and rename it
-            raise ConfigError(
-                f"checkpoint {folder} is of another version of samestep: {error}: use that version, or start anew "
-                "with --no-resume or another --run-dir"
-            ) from error
+            text = f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
+            raise ConfigError(text) from error
         except CorruptCheckpoint as error:
             corrupt.append(f"{folder.name} ({error})")
             continue
         for text in corrupt:
             warn(f"checkpoint {text} is damaged and skipped; using {found.folder.name}")
         return found
-    if corrupt or quarantined:
-        raise NonRetryableError(
-            f"no checkpoint in {run_dir / 'checkpoints'} is good: {'; '.join([*corrupt, *quarantined])}; "
-            "restore one, or start anew with --no-resume or another --run-dir"
-        )
+    if corrupt := [*corrupt, *(entry for entry in _entries(run_dir) if entry.startswith("unequal-"))]:
+        place, listed = run_dir / "checkpoints", "; ".join(corrupt)
+        raise NonRetryableError(f"no checkpoint in {place} is good: {listed}; restore one, or {remedy}")
     return None
 
 
@@ -274,32 +267,32 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
     Raises CorruptCheckpoint.
     """
+
+    def require(good: object, problem: str, kind: type[CorruptCheckpoint] = CorruptCheckpoint) -> None:
+        if not good:
+            raise kind(problem)
+
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
-        body = manifest["manifest"]
-        if manifest["sha256"] != hashlib.sha256(_canonical(body)).hexdigest():
-            raise CorruptCheckpoint(f"{_MANIFEST} does not match its own checksum")
-        if body["format"] != FORMAT:
-            raise UnsupportedFormat(f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}")
+        body, digest = manifest["manifest"], manifest["sha256"]
+        require(digest == _sha256(_canonical(body)), f"{_MANIFEST} does not match its own checksum")
+        version = f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}"
+        require(body["format"] == FORMAT, version, UnsupportedFormat)
         contents = {}
-        for name, facts in body["files"].items():
-            if not _FILE_NAME.fullmatch(name):  # a manifest must not lead out of its folder
-                raise CorruptCheckpoint(f"{_MANIFEST} names the file {name!r}")
+        for name, entry in body["files"].items():
+            # A manifest must not lead out of its folder.
+            require(_FILE_NAME.fullmatch(name), f"{_MANIFEST} names the file {name!r}")
             size = (folder / name).stat().st_size
-            if size != facts["size"]:
-                raise CorruptCheckpoint(f"{name} has {size} bytes, not {facts['size']!r}")
-            if not verify:
-                continue
-            content = (folder / name).read_bytes()
-            if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-                raise CorruptCheckpoint(f"{name} does not match its checksum")
-            contents[name.removesuffix(".safetensors")] = content
-        if folder.name != f"step-{body['step']:08d}":
-            raise CorruptCheckpoint(f"{_MANIFEST} is of step {body['step']}")
-        if not (isinstance(body["state"], dict) and isinstance(body["arithmetic"], dict)):
-            raise CorruptCheckpoint(f"{_MANIFEST} lacks its state")
-        its = body["state"], body["arithmetic"], contents, body["files"], body.get("pieces", {})
-        return Checkpoint(folder, str(body["app"]), body["step"], *its)
+            require(size == entry["size"], f"{name} has {size} bytes, not {entry['size']!r}")
+            if verify:
+                content = (folder / name).read_bytes()
+                require(_sha256(content) == entry["sha256"], f"{name} does not match its checksum")
+                contents[name.removesuffix(".safetensors")] = content
+        state, invariants = body["state"], body["arithmetic"]
+        require(folder.name == f"step-{body['step']:08d}", f"{_MANIFEST} is of step {body['step']}")
+        require(isinstance(state, dict) and isinstance(invariants, dict), f"{_MANIFEST} lacks its state")
+        files, pieces = body["files"], body.get("pieces", {})
+        return Checkpoint(folder, str(body["app"]), body["step"], state, invariants, contents, files, pieces)
     except OSError as error:
         raise CorruptCheckpoint(os_error_message(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -311,13 +304,6 @@ def quarantine(folder: Path, why: str) -> None:
     kept = folder.with_name(f"{why}-{folder.name}")
     shutil.rmtree(kept, ignore_errors=True)
     folder.rename(kept)
-
-
-def quarantine_newest(run_dir: Path) -> None:
-    """Rename the newest checkpoint, in which ranks turned out to differ, so that no run resumes from it."""
-    finish()
-    for folder in folders(run_dir)[:1]:
-        quarantine(folder, "unequal")
 
 
 # --- weights -----------------------------------------------------------------------------------------------------
@@ -337,17 +323,6 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 def digest_line(name: str, array: Any) -> bytes:
     """Return what `weights_sha256` hashes of an array before its bytes."""
     return f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
-
-
-def checksum(array: NDArray[Any]) -> int:
-    """Return the sum, modulo 2**64, of an array's bytes as 32-bit words: any single bit that differs changes it.
-
-    The words are half as wide as the sum, so that differing signs do not cancel. It is much faster than SHA-256.
-    """
-    content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
-    words = len(content) // 4 * 4
-    rest = int.from_bytes(content[words:].tobytes(), "little")
-    return (int(content[:words].view(np.uint32).sum(dtype=np.uint64)) + rest) % 2**64
 
 
 def save_weights(path: Path, weights: Arrays) -> None:
@@ -390,12 +365,17 @@ def _entries(run_dir: Path) -> list[str]:
         return []
 
 
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _canonical(value: Any) -> bytes:
-    """JSON that is the same for the same value."""
+    """Return JSON that is the same for the same value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def os_error_message(error: OSError) -> str:
+    """Return what went wrong, and where; for a full disk also the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)

@@ -15,10 +15,12 @@ An empty variable counts as unset. This module uses the standard library only.
 
 from __future__ import annotations
 
+import platform
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, cast
 
 from samestep import ConfigError
@@ -150,6 +152,13 @@ def launch_script(environ: Mapping[str, str]) -> int | None:
     """Return the PID of the launch script that started this job on this machine, or None if there is none."""
     pid, _, host = environ.get("SAMESTEP_LAUNCHER", "").partition("@")
     return int(pid) if pid.isdecimal() and host == socket.gethostname() else None
+
+
+def processor() -> str:
+    """Return the CPU's name, or "cpu" if the system does not give one."""
+    cpus = Path("/proc/cpuinfo")
+    match = re.search(r"^model name\s*: (.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    return match.group(1) if match else platform.processor() or "cpu"
 
 
 # What is peculiar to one launcher. ``env`` holds the variables that are set, without surrounding blanks.

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint
 from samestep.env import launch_script
+from samestep.monitor import Monitor
 from samestep.stop import Stopped
 
 # Module state, because the file descriptors that it describes are process state.
@@ -33,19 +34,19 @@ _folder: Path | None = None
 _rank = 0
 _quiet = False
 _bar: tqdm[Any] | None = None
-_describe_crashes: Callable[[], str] = str
+_monitor = Monitor()
 
 
-def start(run_dir: Path, rank: int, quiet: bool, describe_crashes: Callable[[], str] = str) -> None:
+def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
     """Open ``log/rank-<r>.log`` and send all further output of this process there, except this module's.
 
-    Only the first call of a process has an effect; it may come before or after the rendezvous. ``describe_crashes``
-    returns what `run` adds to the error line of an unknown failure.
+    Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
+    errors as events, and describes crashes of other ranks.
     """
-    global _console, _console_errors, _folder, _rank, _quiet, _describe_crashes
+    global _console, _console_errors, _folder, _rank, _quiet, _monitor
     if _folder is not None:
         return
-    _rank, _quiet, _folder, _describe_crashes = rank, quiet, run_dir.resolve() / "log", describe_crashes
+    _rank, _quiet, _folder, _monitor = rank, quiet, run_dir.resolve() / "log", monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
     _console = os.fdopen(_open_launch_script_file(1, 1), "w", buffering=1)
@@ -79,17 +80,20 @@ def info(text: str) -> None:
         _to_console(_console, text)
 
 
-def warning(text: str) -> None:
-    """Log a warning to the file and to the console's standard error."""
+def warning(text: str, kind: str = "") -> None:
+    """Log a warning to the file and to the console's standard error, and with a ``kind`` also as an event."""
+    if kind:
+        _monitor.record_event(kind, text=text)
     _to_file(f"warning: {text}")
     _to_console(_console_errors, f"warning: {text}")
 
 
-def error(text: str) -> None:
-    """Report a failure in one line on the console's standard error, and in the file."""
+def error(text: str, kind: str = "failure", **fields: Any) -> None:
+    """Report a failure in one line on the console's standard error, in the file, and as an event of this kind."""
     line = " ".join(text.split())
     _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
     _to_file(f"error: {line}")
+    _monitor.record_event(kind, text=line, **fields)
 
 
 def first_line(message: str) -> str:
@@ -119,7 +123,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
         error(str(problem))
         code = 2 if isinstance(problem, ConfigError) else 1
     except RetryableError as problem:
-        error(str(problem))
+        error(str(problem), "rollback")
         os._exit(1)
     except RemoteRankError as problem:
         code = problem.exit_code
@@ -133,7 +137,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             traceback.print_exc()
         where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
         summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
-        error(f"rank {_rank}: {summary}{_describe_crashes()}{where}")
+        error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(1)
@@ -149,6 +153,8 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
     if is_final:
         call_with_timeout(1.0, no_restart, stopped.exit_code)
     call_with_timeout(1.0, info, str(stopped))
+    if _rank == 0:
+        call_with_timeout(1.0, lambda: _monitor.record_event("signal", text=str(stopped)))
     os._exit(stopped.exit_code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -36,19 +37,12 @@ class Metrics:
 
     def _lines_before(self, resumed_from: int) -> list[str]:
         lines = []
-        try:
-            text = self._path.read_text(errors="replace")
-        except FileNotFoundError:
-            return []
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
         for line in text.splitlines():
-            try:
+            with contextlib.suppress(ValueError, AttributeError, TypeError):  # cut off by a kill, or not a line of ours
                 values = json.loads(line)
-            except ValueError:  # the line that was being written when the process was killed
-                continue
-            if not isinstance(values, dict):
-                continue
-            if values.get("step", 0) <= resumed_from and values.get("resumed", {}).get("step", 0) <= resumed_from:
-                lines.append(line)
+                if max(values.get("step", 0), values.get("resumed", {}).get("step", 0)) <= resumed_from:
+                    lines.append(line)
         return lines
 
     def write(self, **values: Any) -> None:
@@ -65,32 +59,18 @@ class Metrics:
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first line of metrics.jsonl; ``metadata`` is what else decides the run's numbers, such as versions."""
-    return {
-        "app": app,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "host": socket.gethostname(),
-        **metadata,
-        "world": asdict(world),
-        "options": as_json(options),
-    }
+    start = {"app": app, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    machine = {"machine": f"{platform.system()} {platform.machine()}", "host": socket.gethostname()}
+    settings = {"world": asdict(world), "options": as_json(options)}
+    return {**start, "python": platform.python_version(), **machine, **metadata, **settings}
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
     """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays."""
-    text = json.dumps(
-        {
-            "app": app,
-            "launcher": world.launcher,
-            "world_size": world.world_size,
-            "node_count": world.node_count,
-            "restarts": int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0),
-            **{name: getattr(options, name) for name in options.RESULT_FIELDS},
-            **values,
-            "run_dir": str(options.run_dir),
-        }
-    )
+    job = {"app": app, "launcher": world.launcher, "world_size": world.world_size, "node_count": world.node_count}
+    restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
+    fields = {name: getattr(options, name) for name in options.RESULT_FIELDS}
+    text = json.dumps({**job, "restarts": restarts, **fields, **values, "run_dir": str(options.run_dir)})
     name = "evaluation.json" if options.evaluate_only else "result.json"
     checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
     log.result(text)

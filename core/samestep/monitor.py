@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 from samestep.env import World
 from samestep.options import Options
 
+AllGather = Callable[[NDArray[Any]], NDArray[Any]]  # as `samestep.run.Collectives.all_gather`
+
 
 class Monitor:
     """Watch nothing. `samestep.recovery.watchdog.Watchdog` overrides every method.
 
     A `Run` calls these methods; an app calls `beat`, `expect_compilation` and `collective` itself.
+
+    Attributes:
+        last_collective: returns the name, number and state of this rank's last collective, if the framework records it.
     """
 
     last_collective: Callable[[], dict[str, Any] | None] | None = None
-    """Return the name, number and state of this rank's last collective, if the framework records it."""
 
     def start(self, world: World, options: Options) -> None:
         """Start to watch this rank."""
@@ -48,11 +52,17 @@ class Monitor:
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
         """Raise RetryableError if a loss is NaN or infinite, NonRetryableError if a restart did not help before."""
 
-    def check_replicas(self, checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> None:
-        """Raise RetryableError unless all rows of ``checksums`` [world_size, k] are equal.
+    def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Raise RetryableError on every rank unless all ranks hold the same bits in every array of ``groups``."""
 
-        ``names`` has one name per column. Without names the columns are a digest of the final weights.
+    def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
+        """Raise RetryableError on every rank unless all have the same ``digest`` of their weights.
+
+        The newest checkpoint of ``run_dir``, which rank 0 passes, is then renamed, so that no run resumes from it.
         """
+
+    def record_event(self, kind: str, **fields: Any) -> None:
+        """Record what happens to the run, with a machine-readable kind, for `samestep.observe`."""
 
     def launcher_died(self) -> bool:
         """Return whether the launcher that started this rank is gone."""

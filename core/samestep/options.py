@@ -55,11 +55,6 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
-    def help_for(self, argv: Sequence[str]) -> str:
-        """Return the help text of the command that ``argv`` names, or of the program if it names none."""
-        commands = {name: each for name, each in self.commands().items() if name in argv}
-        return next(iter(commands.values()), self).format_help()
-
     def commands(self) -> dict[str, argparse.ArgumentParser]:
         """Return the parsers of the app's commands (``add_subparsers``) by name."""
         found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
@@ -162,8 +157,7 @@ def add_common(
     run_dir, timeout, grace = (os.environ.get(f"SAMESTEP_{name}") for name in ("RUN_DIR", "TIMEOUT", "GRACE"))
     results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
     add("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
-    resume = "resume from the newest good checkpoint in the run directory, if it has one (the default)"
-    add("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume the run in --run-dir (default)")
     every = f"steps between checkpoints, besides one after each epoch and the last step; 0: only those {default}"
     add("--checkpoint-every", type=count, default=500, metavar="S", help=every)
     add("--keep-checkpoints", type=bounded_int(1), default=3, metavar="K", help=f"newest checkpoints to keep {default}")
@@ -182,8 +176,7 @@ def add_common(
     add("--grace", type=positive, default=grace or 30.0, metavar="T", help=limit)
     factor = f"report a rank X times slower than the others' median (higher on unequal machines); 0 disables {default}"
     add("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
-    names = "trackers that the launch script sends metrics.jsonl to, separated by commas: tensorboard, mlflow, wandb"
-    add("--track", metavar="NAMES", help=names)
+    add("--track", metavar="NAMES", help="trackers to write to, separated by commas: tensorboard, mlflow, wandb")
     add("--quiet", action="store_true", help="print only warnings, errors and the result")
 
 

@@ -2,5 +2,4 @@
 
 import runpy
 
-if __name__ == "__main__":
-    runpy.run_module("samestep.observe.report", run_name="__main__")
+runpy.run_module("samestep.observe.report", run_name=__name__)  # only as a program does it do anything

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +23,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, log, stop
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log, stop
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
@@ -35,7 +33,6 @@ from samestep.step_timer import PHASES, StepTimer
 
 if TYPE_CHECKING:
     from samestep.metrics import BestEvaluation, Metrics
-    from samestep.rundir import ResolveDataset
 
 Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
 SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
@@ -62,20 +59,23 @@ class StepActions(NamedTuple):
 
 @dataclass(frozen=True)
 class StepStats:
-    """One rank's numbers, and, after the reduction over ranks, the sums of all ranks."""
+    """One rank's numbers, and, after the reduction over ranks, the sums of all ranks.
+
+    Attributes:
+        loss: the summed loss of the last step's samples, before its update.
+        running_loss: the summed loss of all samples since the last log line.
+        correct: the number of correct predictions since the last log line; None if the app does not count them.
+        stop_requests: one slot for each signal of `stop.STOP_SIGNALS`, and one for a launcher that died.
+        seconds_per_step: rank 0's seconds per step since the last sync; 0 on other ranks.
+        phase_seconds: [world_size x phases]: each rank's seconds in its own slots, in the order of PHASES.
+    """
 
     loss: float
-    """The summed loss of the last step's samples, before its update."""
     running_loss: float
-    """The summed loss of all samples since the last log line."""
     correct: float | None
-    """The number of correct predictions since the last log line; None if the app does not count them."""
     stop_requests: tuple[float, ...]
-    """One slot for each signal of `stop.STOP_SIGNALS`, and one for a launcher that died."""
     seconds_per_step: float
-    """Rank 0's seconds per step since the last sync; 0 on other ranks."""
     phase_seconds: tuple[float, ...]
-    """[world_size x phases]: each rank's seconds in its own slots, in the order of PHASES."""
 
     def to_vector(self) -> list[float]:
         """Return the numbers as one vector for a sum over ranks."""
@@ -87,14 +87,9 @@ class StepStats:
         """Return the stats of a vector from `to_vector`, or of the sum of several."""
         loss, running_loss, correct, *rest = vector
         slots = len(stop.STOP_SIGNALS) + 1
-        return cls(
-            loss,
-            running_loss,
-            None if math.isnan(correct) else correct,
-            tuple(rest[:slots]),
-            rest[slots],
-            tuple(rest[slots + 1 :]),
-        )
+        stop_requests, (seconds, *phases) = rest[:slots], rest[slots:]
+        counted = None if math.isnan(correct) else correct
+        return cls(loss, running_loss, counted, tuple(stop_requests), seconds, tuple(phases))
 
 
 class Run:
@@ -114,7 +109,7 @@ class Run:
         options: Options,
         world: World,
         monitor: Monitor | None = None,
-        resolve_dataset: ResolveDataset | None = None,
+        resolve_dataset: Callable[..., Any] | None = None,
     ) -> None:
         """Start to watch and to listen for signals.
 
@@ -129,28 +124,25 @@ class Run:
             ConfigError: the number of ranks or machines is not what the launch script was asked for.
         """
         self.app, self.options, self.world = app, options, world
-        self.monitor, self._resolve_dataset = monitor or Monitor(), resolve_dataset
+        self.monitor = monitor or Monitor()
+        options.resolve_dataset = options.resolve_dataset or resolve_dataset
         self.eval_metrics: dict[str, Any] = {}
         self.stop_request, self.timer = stop.StopRequest(options.grace, self._exit), StepTimer()
         self.monitor.start(world, options)
         self.stop_request.install()  # before the heartbeat by which the launch script finds the ranks
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock
             self._open_logs()
-        if missing := [name for name in options.RESULT_FIELDS if not hasattr(options, name)]:
-            raise NonRetryableError(
-                f"the options of {app} lack {', '.join(missing)}: add them in apps/{app}/options.py"
-            )
+        if missing := ", ".join(name for name in options.RESULT_FIELDS if not hasattr(options, name)):
+            raise NonRetryableError(f"the options of {app} lack {missing}: add them in apps/{app}/options.py")
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
-            requested = os.environ.get(f"SAMESTEP_{things.upper()}")
-            if requested and count is not None and requested != str(count):
-                raise ConfigError(
-                    f"the launch script was asked for {requested} {things}, but {count} came (launcher: "
-                    f"{world.launcher}): let N and the options say the same"
-                )
+            requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
+            if count is not None and requested != str(count):
+                problem = f"the launch script was asked for {requested} {things}, but {count} came"
+                raise ConfigError(f"{problem} (launcher: {world.launcher}): let N and the options say the same")
 
     def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
-        log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor.describe_crashes)
+        log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor)
         self.monitor.write_to(self.options.run_dir / "log")
 
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
@@ -175,8 +167,7 @@ class Run:
             try:
                 from samestep import rundir  # the other ranks do not need it
 
-                fresh = not self.world.restart_count
-                message, contents = rundir.open_run(self.app, self.options, self._resolve_dataset, fresh, load)
+                message, contents = rundir.open_run(self.app, self.options, not self.world.restart_count, load)
             except (ConfigError, NonRetryableError) as error:
                 problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
         message = json.loads(collectives.broadcast(json.dumps(message).encode()))  # JSON, as pickle is never loaded
@@ -213,16 +204,15 @@ class Run:
         if world.rank == 0 and not options.evaluate_only:
             from samestep import metrics  # the other ranks do not need it
 
-            self._metrics = metrics.Metrics(
-                options.run_dir, metrics.header(self.app, options, world, metadata), self.resumed_from
-            )
+            header = metrics.header(self.app, options, world, metadata)
+            self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
             self._best = metrics.BestEvaluation(self._state.get("best"))
         self._stragglers = list[dict[str, Any]]()  # those found since the last log line
-        log.info(
-            f"{model} on {options.dataset}: {batches.n:,} training and {test_examples:,} test examples, "
-            f"{world.world_size} ranks on {device}, steps {self.first_step} to {self.last_step}, "
-            f"run dir {options.run_dir}"
-        )
+        examples = f"{batches.n:,} training and {test_examples:,} test examples"
+        steps = f"steps {self.first_step} to {self.last_step}, run dir {options.run_dir}"
+        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {device}, {steps}")
+        if world.rank == 0:
+            self.monitor.record_event("start", last_step=self.last_step, ranks=world.world_size)
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
         self._last_sync, self._next_sync, self._stop_signal = (self.first_step, now), self.first_step + 1, 0
@@ -261,15 +251,12 @@ class Run:
             correct: the number of correct predictions since then, if the app counts them.
         """
         rank, steps = self.world.rank, max(1, self._step - self._last_sync[0])
-        before, after = ([0.0] * len(PHASES) * ranks for ranks in (rank, self.world.world_size - rank - 1))
-        return StepStats(
-            float(loss),
-            float(running_loss),
-            None if correct is None else float(correct),
-            self.stop_request.encode(self.monitor.launcher_died()),
-            (time.monotonic() - self._last_sync[1]) / steps if rank == 0 else 0.0,
-            (*before, *self.timer.pop(), *after),
-        )
+        seconds = (time.monotonic() - self._last_sync[1]) / steps if rank == 0 else 0.0
+        phases = np.zeros((self.world.world_size, len(PHASES)))
+        phases[rank] = self.timer.pop()
+        counted = None if correct is None else float(correct)
+        stop_requests = self.stop_request.encode(self.monitor.launcher_died())
+        return StepStats(float(loss), float(running_loss), counted, stop_requests, seconds, tuple(phases.flat))
 
     def apply_global_stats(self, stats: StepStats) -> StepActions:
         """Take the sums over all ranks and return the actions again: a stop request adds a log line and a checkpoint.
@@ -296,10 +283,8 @@ class Run:
         self.monitor.check_losses(losses, self._step)
         samples_in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
         now, new_samples = time.monotonic(), samples - self._last_log[1]
-        self._epoch_loss, self._epoch_correct = (
-            self._epoch_loss + stats.running_loss,
-            self._epoch_correct + (stats.correct or 0.0),
-        )
+        self._epoch_loss += stats.running_loss
+        self._epoch_correct += stats.correct or 0.0
         self._train_loss, self.eval_metrics = self._epoch_loss / samples_in_epoch, evaluation
         if self._best and self.options.keep_best:
             self._best.update(self._step, evaluation)
@@ -325,10 +310,7 @@ class Run:
         Every rank calls this; rank 0 writes. Raises RetryableError if an array's bits are not the same on all ranks, so
         that no checkpoint holds them, and Stopped if a rank was asked to stop.
         """
-        names = [(group, name) for group in sorted(groups) for name in sorted(groups[group])]
-        checksums = np.array([checkpoint.checksum(groups[group][name]) for group, name in names], np.uint64)
-        gathered = collectives.all_gather(checksums.view(np.int64))
-        self.monitor.check_replicas(gathered, self._step, [" ".join(name) for name in names])
+        self.monitor.check_replicas(collectives.all_gather, groups, self._step)
         if self._metrics:
             checkpoint.save(self.options.run_dir, self.app, self._step, groups, *self.checkpoint_state(self._metrics))
         self._stop_if_requested(collectives)
@@ -370,37 +352,21 @@ class Run:
         seconds = time.monotonic() - self._begun
         samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.last_step)
         digest, best = self._write_final_weights(collectives, weights, extra_groups or {})
-        self._result = {
-            "train_examples": self._batches.n,
-            "steps": self.last_step,
-            "train_loss": self._train_loss,
-            **evaluation,
-            **best,
-            "seconds": round(seconds, 3),
-            "samples_per_second": round(samples / seconds, 1),
-            "resumed_from_step": self.resumed_from,
-            "weights_sha256": digest,
-        }
+        counts = {"train_examples": self._batches.n, "steps": self.last_step, "train_loss": self._train_loss}
+        speed = {"seconds": round(seconds, 3), "samples_per_second": round(samples / seconds, 1)}
+        origin = {"resumed_from_step": self.resumed_from, "weights_sha256": digest}
+        self._result = {**counts, **evaluation, **best, **speed, **origin}
 
     def _write_final_weights(
         self, collectives: Collectives, weights: Arrays, extra_groups: Groups
     ) -> tuple[str, dict[str, Any]]:
         """Write the files of weights; return the digest and the result's fields of the best evaluation."""
         digest, folder = checkpoint.weights_sha256(weights), self.options.run_dir
-        gathered = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
-        try:
-            self.monitor.check_replicas(gathered, self._step)
-        except RetryableError:
-            if self._metrics:
-                checkpoint.quarantine_newest(folder)
-            collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must rename first
-            raise
+        self.monitor.check_final_weights(collectives, digest, folder if self._metrics else None)
         if self._metrics:
-            for name, arrays in {
-                "model": weights,
-                **{f"model-{name}": extra_groups[name] for name in extra_groups},
-            }.items():
-                checkpoint.save_weights(folder / f"{name}.safetensors", arrays)
+            checkpoint.save_weights(folder / "model.safetensors", weights)
+            for name, arrays in extra_groups.items():
+                checkpoint.save_weights(folder / f"model-{name}.safetensors", arrays)
         return digest, self._write_best(self._copy_best)
 
     def _write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
@@ -418,10 +384,3 @@ class Run:
             names = {"framework": framework, "framework_version": framework_version}
             values = {**names, "backend": backend, "device": device, **fields, **self._result}
             metrics.report(self.app, self.options, self.world, values)
-
-
-def processor() -> str:
-    """Return the CPU's name, or "cpu" if the system does not give one."""
-    cpus = Path("/proc/cpuinfo")
-    match = re.search(r"^model name\s*: (.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
-    return match.group(1) if match else platform.processor() or "cpu"

@@ -6,7 +6,6 @@ verifies the checkpoints. Under a bare launcher rank 0 is the first.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -16,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from samestep import ConfigError, NonRetryableError, checkpoint, log
 from samestep.checkpoint import Arrays, Checkpoint
@@ -28,21 +28,9 @@ LAUNCHER_BYTE, WRITER_BYTE = 0, 1
 LOCK_SECONDS = 30.0
 
 
-class DatasetInfo(NamedTuple):
-    """Where a dataset is. ``name`` is the one that was found, ``folder`` holds its files."""
-
-    name: str
-    folder: Path
-    notice: str | None = None  # a sentence to show if another dataset than the requested one was found
-    fingerprint: str | None = None  # SHA-256 of the content
-
-
-ResolveDataset = Callable[..., DatasetInfo]  # as `samestep.data.datasets.resolve`
-
-
-def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
-    """Take a dataset as it is: for programs without one of `samestep.data`."""
-    return DatasetInfo(name, data_dir)
+def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
+    """Take a dataset as it is; return what `samestep.data.datasets.resolve` returns."""
+    return SimpleNamespace(name=name, folder=data_dir, notice=None, fingerprint=None)
 
 
 @dataclass(frozen=True)
@@ -51,25 +39,19 @@ class Resolved:
 
     run_dir: Path
     lock: Lock
-    dataset: DatasetInfo
+    dataset: Any  # a `samestep.data.files.DatasetInfo`
     requested_dataset: str
     checkpoint: Checkpoint | None
 
 
 def resolve(
-    app: str,
-    options: Options,
-    resolve_dataset: ResolveDataset | None,
-    fresh: bool = True,
-    verify: bool = True,
-    reader: Callable[..., Checkpoint] | None = None,
+    app: str, options: Options, fresh: bool = True, verify: bool = True, reader: Callable[..., Checkpoint] | None = None
 ) -> Resolved:
     """Decide run dir, dataset and checkpoint, and lock the run dir.
 
     Args:
         app: the app's name, which its checkpoints hold.
-        options: the parsed options.
-        resolve_dataset: finds a dataset; the options' own ``resolve_dataset`` takes precedence. None: take it as it is.
+        options: the parsed options; their ``resolve_dataset`` finds a dataset, or is None to take it as it is.
         fresh: False in a process that a launcher restarted; --no-resume then no longer applies.
         verify: False judges checkpoints by their manifests, and neither renames nor warns: rank 0 will do so.
         reader: passed on to `checkpoint.newest`.
@@ -83,21 +65,18 @@ def resolve(
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
     found = None
     if options.resume or not fresh:
-        found = checkpoint.newest(run_dir, log.warning if verify else lambda text: None, verify, reader)
+        found = checkpoint.newest(run_dir, lambda text: log.warning(text, "damage") if verify else None, verify, reader)
     else:
         archive_previous_run(run_dir)
-    dataset, requested = _resolve_data(
-        app, options, options.resolve_dataset or resolve_dataset or no_dataset, found, verify
-    )
+    dataset, requested = _resolve_data(app, options, found, verify)
     if found and verify and not options.evaluate_only:
         quarantine_newer(found)
     return Resolved(run_dir, lock, dataset, requested, found)
 
 
-def _resolve_data(
-    app: str, options: Options, resolve_dataset: ResolveDataset, found: Checkpoint | None, verify: bool
-) -> tuple[DatasetInfo, str]:
+def _resolve_data(app: str, options: Options, found: Checkpoint | None, verify: bool) -> tuple[Any, str]:
     """Return the dataset and the name under which it was requested. A resumed run keeps its dataset."""
+    resolve_dataset = options.resolve_dataset or no_dataset
     requested = options.requested_dataset or options.dataset  # None: the user named none
     if found is None:
         dataset = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
@@ -113,17 +92,13 @@ def _resolve_data(
 
 
 def open_run(
-    app: str,
-    options: Options,
-    resolve_dataset: ResolveDataset | None,
-    fresh: bool,
-    load: Callable[[Mapping[str, Arrays]], None],
+    app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the message to all ranks and the files of arrays, which are loaded here: rank 0's part of `Run.restore`.
 
     Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
     """
-    resolved = resolve(app, options, resolve_dataset, fresh=fresh)
+    resolved = resolve(app, options, fresh)
     found, init_from = resolved.checkpoint, options.init_from
     contents: dict[str, bytes] = {}
     groups: Mapping[str, Arrays] = {}
@@ -170,9 +145,8 @@ def check_same_run(found: Checkpoint, app: str, invariants: Mapping[str, Any]) -
         if recorded.get(name) != invariants.get(name)
     ]
     if differences:
-        raise ConfigError(
-            f"{run_dir} holds another run: {'; '.join(differences)}: repeat its options, or choose another --run-dir"
-        )
+        remedy = "repeat its options, or choose another --run-dir"
+        raise ConfigError(f"{run_dir} holds another run: {'; '.join(differences)}: {remedy}")
 
 
 def quarantine_newer(used: Checkpoint) -> None:
@@ -182,17 +156,16 @@ def quarantine_newer(used: Checkpoint) -> None:
             checkpoint.quarantine(folder, "damaged")
 
 
-def _check_same_data(found: Checkpoint, dataset: DatasetInfo, warn: bool) -> None:
+def _check_same_data(found: Checkpoint, dataset: Any, warn: bool) -> None:
     """Raise ConfigError if the data are not those that ``found`` was trained on, as far as it records them."""
     recorded = found.state.get("dataset_fingerprint")
     if recorded is None and warn:
         log.warning(f"{found.folder.name} does not say which data it saw: taking {dataset.name} as it is now for them")
     if recorded not in (None, dataset.fingerprint):
-        raise ConfigError(
-            f"{found.folder.parents[1]} was trained on other data: {dataset.folder.resolve()} has changed since "
-            f"(SHA-256 {str(recorded)[:12]} in the checkpoint, {str(dataset.fingerprint)[:12]} now): put the former "
-            "files back, or choose another --run-dir"
-        )
+        digests = f"SHA-256 {str(recorded)[:12]} in the checkpoint, {str(dataset.fingerprint)[:12]} now"
+        changed = f"{dataset.folder.resolve()} has changed since ({digests})"
+        remedy = "put the former files back, or choose another --run-dir"
+        raise ConfigError(f"{found.folder.parents[1]} was trained on other data: {changed}: {remedy}")
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
@@ -211,10 +184,7 @@ def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
 def new(app: str, suffix: str = "") -> Path:
     """Make a new run dir, ``runs/<app>/<UTC time><suffix>``."""
     folder = Path("runs", app, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + suffix)
-    try:
-        return make_unique(folder)
-    except OSError as error:
-        raise ConfigError(f"cannot make {folder.resolve()}: {error.strerror}: name another with --run-dir") from error
+    return make_folder(folder, unique=True)
 
 
 def _run_dir_of_job(app: str) -> Path:
@@ -237,29 +207,28 @@ def archive_previous_run(run_dir: Path) -> None:
     names = [name for name in left if (run_dir / name).exists()]
     names += [path.name for path in run_dir.glob("model-*.safetensors")]  # the best, an average
     if names:
-        aside = make_unique(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()))
+        aside = make_folder(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()), unique=True)
         for name in names:
             (run_dir / name).rename(aside / name)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents. Raises ConfigError if that is impossible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}: name another place") from error
+def make_folder(path: Path, unique: bool = False) -> Path:
+    """Make a folder and its parents, with ``unique`` as ``path-2``, ``path-3``... if it exists; return its path.
 
-
-def make_unique(folder: Path) -> Path:
-    """Create ``folder``, or ``folder-2``, ``folder-3``... if it exists, and return it."""
-    candidate, count = folder, 1
+    Raises ConfigError if that is impossible.
+    """
+    candidate, count = path, 1
     while True:
         try:
-            candidate.mkdir(parents=True)
+            candidate.mkdir(parents=True, exist_ok=not unique)
             return candidate
-        except FileExistsError:
-            count += 1
-            candidate = folder.with_name(f"{folder.name}-{count}")
+        except OSError as error:
+            if not (unique and isinstance(error, FileExistsError)):
+                raise ConfigError(
+                    f"cannot make {candidate.absolute()}: {error.strerror}: name another place with --run-dir"
+                ) from error
+        count += 1
+        candidate = path.with_name(f"{path.name}-{count}")
 
 
 # --- its locks ---------------------------------------------------------------------------------------------------
@@ -293,20 +262,15 @@ class Lock:
                 log.warning(f"{self._run_dir} is in use by {holder}; waiting up to {wait:.0f} s")
                 warned = True
             time.sleep(0.2)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(
-            self._descriptor,
-            f"{self._who} (host {socket.gethostname()}, pid {os.getpid()}, since {since})\n".encode(),
-            0,
-        )
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"{self._who} (host {socket.gethostname()}, pid {os.getpid()}, since {since})\n"
+        os.pwrite(self._descriptor, holder.encode(), 0)
 
     def _try(self, byte: int) -> bool:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
             return False
         return True
 

@@ -23,28 +23,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-# A test must read almost the whole table of a Feistel network of 6 rounds to tell it from a random permutation. 8 rounds
-# leave a margin. Tiny datasets need more: at n = 4 a round picks one of 4 functions, and the product of 8 of them is
+# A test must read almost the whole table of a Feistel network of 6 rounds to tell it from a random permutation. With 8
+# there is a margin. Tiny datasets need more: at n = 4 a round picks one of 4 functions, and the product of 8 of them is
 # visibly uneven over the 24 permutations.
 ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
 PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead: 2048 take hardly longer than 128
-_BLOCK = 8192  # positions per pass, so that the four work arrays (256 KiB) stay in a core's cache
+_BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) stay in a core's cache
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
-_MULTIPLIER, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # SplitMix64's multipliers
+_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # SplitMix64's first multiplier
 _SHIFT = np.uint64(32)
 
 
-def _mix(z: int) -> int:
-    """Return SplitMix64's output function of ``z``, a bijection on [0, 2**64).
+def _mix(z: Any) -> Any:
+    """Return SplitMix64's output function of ``z``, an int or a uint64 array: a bijection on [0, 2**64).
 
     Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of its
     reference implementation, https://prng.di.unimi.it/splitmix64.c.
@@ -69,34 +69,21 @@ def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint6
     return tuple((np.uint64(k | 1), np.uint64(c)) for k, c in zip(stream[::2], stream[1::2]))
 
 
-def _feistel(
-    values: NDArray[np.uint64], a: int, b: int, keys: tuple[tuple[np.uint64, np.uint64], ...]
-) -> NDArray[np.uint64]:
+def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) -> NDArray[np.uint64]:
     """Apply a keyed bijection on [0, a * b) to uint64 [m]. a and b are at most 2**32.
 
     A round adds a hash of one half to the other, modulo its size. The hash multiplies, folds, multiplies again, keeps
     the high 32 bits and scales them to the size (Lemire, "Fast random integer generation in an interval", 2019).
     """
-    left = values // np.uint64(b)
-    right = values - left * np.uint64(b)
-    t, folded = np.empty_like(values), np.empty_like(values)
-    half, size, other, other_size = left, np.uint64(a), right, np.uint64(b)
+    half, other = np.divmod(values, np.uint64(b))
+    size, other_size = np.uint64(a), np.uint64(b)
     for multiplier, offset in keys:
-        np.multiply(other, multiplier, out=t)
-        np.add(t, offset, out=t)
-        np.right_shift(t, _SHIFT, out=folded)
-        np.bitwise_xor(t, folded, out=t)
-        np.multiply(t, _MULTIPLIER, out=t)
-        np.right_shift(t, _SHIFT, out=t)
-        np.multiply(t, size, out=t)
-        np.right_shift(t, _SHIFT, out=t)
-        np.add(half, t, out=half)
-        np.subtract(half, size, out=t)  # wraps to a huge value where half < size, so the minimum is half mod size
-        np.minimum(half, t, out=half)
-        half, size, other, other_size = other, other_size, half, size
-    np.multiply(left, np.uint64(b), out=left)
-    np.add(left, right, out=left)
-    return left
+        mixed = other * multiplier + offset
+        mixed = ((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT
+        moved = half + ((mixed * size) >> _SHIFT)
+        # moved - size wraps to a huge value if moved < size: the minimum is moved modulo size.
+        half, size, other, other_size = other, other_size, np.minimum(moved, moved - size), size
+    return half * np.uint64(b) + other  # the number of rounds is even
 
 
 def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -189,11 +176,11 @@ class GlobalBatches:
     _index_cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
-        if self.drop_last and self.global_batch_size > self.n:
-            most = f"at most {self.n} to leave a batch"
-            raise ValueError(f"global_batch_size must be {most}, got {self.global_batch_size}")
+        size = self.global_batch_size
+        if size < 1:
+            raise ValueError(f"global_batch_size must be at least 1, got {size}")
+        if self.drop_last and size > self.n:
+            raise ValueError(f"global_batch_size must be at most {self.n} to leave a batch, got {size}")
         shard(0, self.rank, self.world_size)  # checks rank and world_size
         permute(np.empty(0, np.int64), self.n, self.seed, 0)  # checks n and seed
 
@@ -243,14 +230,11 @@ class GlobalBatches:
         """
         if micro_batch != (0, 1):
             return self._compute_indices(range(step, step + 1), *micro_batch)[0]
-        cached = self._index_cache.get(step)
-        if cached is not None:
+        if (cached := self._index_cache.get(step)) is not None:
             return cached
-        count = 1
-        if step - 1 in self._index_cache:  # consecutive steps: compute ahead, up to the end of the epoch
-            most = PREFETCH_SAMPLES // (self.global_batch_size // self.world_size + 1)
-            count = max(1, min(most, self.steps_per_epoch - step % self.steps_per_epoch))
-        steps = range(step, step + count)
+        is_seek = step - 1 not in self._index_cache
+        ahead = 1 if is_seek else max(1, PREFETCH_SAMPLES // (self.global_batch_size // self.world_size + 1))
+        steps = range(step, step + min(ahead, self.steps_per_epoch - step % self.steps_per_epoch))
         shards = self._compute_indices(steps)
         self._index_cache.clear()
         self._index_cache.update(zip(steps, shards))
@@ -263,7 +247,7 @@ class GlobalBatches:
         return np.split(order, np.cumsum([len(each) for each in positions[:-1]], dtype=np.int64))
 
     def _shard(self, step: int, k: int, count: int) -> tuple[int, int]:
-        """Return [first, stop) of this rank's rows in the k-th of ``count`` micro-batches of this step's global batch."""
+        """Return [first, stop): this rank's rows of the global batch, in the k-th of ``count`` micro-batches."""
         first, stop = shard(self.size(step), k, count)
         begin, end = shard(stop - first, self.rank, self.world_size)
         return first + begin, first + end
@@ -275,7 +259,7 @@ def step_seed(seed: int, step: int) -> int:
     The seed is derived, so it is never saved. A rank that draws for the whole global batch and takes its own rows drops
     the same units at any world size.
     """
-    return _mix((_mix((seed + _GAMMA) & _MASK) ^ step) & _MASK)
+    return int(_mix((_mix((seed + _GAMMA) & _MASK) ^ step) & _MASK))
 
 
 def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -283,7 +267,5 @@ def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 
     The bits of a sample do not depend on its rank or batch.
     """
-    z = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
-    z = (z ^ (z >> np.uint64(30))) * _MULTIPLIER  # `_mix` of the epoch's stream at the samples' positions
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
-    return z ^ (z >> np.uint64(31))
+    states = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
+    return np.asarray(_mix(states), np.uint64)

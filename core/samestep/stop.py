@@ -57,11 +57,10 @@ class StopRequest:
     def _signal_thread(self) -> None:
         self.number = first = self._next_signal(None)
         begun, name = time.monotonic(), signal.Signals(first).name
+        repeats_end = begun + min(REPEAT_SECONDS, self._grace)
         if not self.in_training:
             self._exit_now(Stopped(first, f"stopped by {name} before the first step", is_final=False))
-        while (second := self._next_signal(begun + self._grace)) and time.monotonic() < begun + min(
-            REPEAT_SECONDS, self._grace
-        ):
+        while (second := self._next_signal(begun + self._grace)) and time.monotonic() < repeats_end:
             pass
         why = "a second signal" if second else f"no step could be saved within {self._grace:g} s (--grace)"
         self._exit_now(Stopped(first, f"stopped by {name}, unsaved: {why}", is_final=False))

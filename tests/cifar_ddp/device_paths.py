@@ -9,7 +9,7 @@ PATHS = [
         f"{OWN}::test_everything_on_is_the_same_step_at_any_number_of_ranks",
     ),
     (
-        *("cuda", "NCCL", "which GPU a rank takes (ranks.py is mnist_ddp's)", "simulated"),
+        *("cuda", "NCCL", "which GPU a rank takes (samestep.torch.distributed)", "simulated"),
         "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
     ),
     (

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, last_step, losses, relative_difference, app_spec, told_by
+from harness import Harness, app_spec, last_step, losses, relative_difference, told_by
 from samestep import checkpoint
 
 SMALL = ("--dataset=synthetic-cifar10", "--epochs=100", "--log-every=1")
@@ -212,7 +212,7 @@ from augment import crop_and_flip
 from ema import Average
 from norm import GlobalBatchNorm2d
 from options import parse
-from samestep.sharding import Rows
+from samestep.sharding import BatchSlice
 from torch import nn
 from train import learning_rate
 
@@ -310,8 +310,8 @@ import data
 import train
 from model import build_model
 from options import parse
-from samestep.step_timer import Phases
 from samestep.sharding import GlobalBatches
+from samestep.step_timer import StepTimer
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)
@@ -326,11 +326,12 @@ def curve(*arguments, batch=20, steps=5):
     model = build_model(options, dtype)
     ddp, optimizer = DistributedDataParallel(model, forward_sync_buffers=False), train.build_optimizer(options, model)
     batches = GlobalBatches(1_024, batch, options.seed)
-    shards = data.feed(options, training, batches, range(steps), dtype)
-    found = [train.train_step(options, ddp, optimizer, shards, batches, step, Phases()).item() for step in range(steps)]
+    shards = data.batches_of(options, training, batches, range(steps), dtype)
+    timer = StepTimer()
+    losses = [train.train_step(options, ddp, optimizer, shards, batches, step, timer).item() for step in range(steps)]
     state = [each for entry in optimizer.state.values() for each in entry.values() if torch.is_tensor(each)]
     assert all(each.dtype == dtype for each in [*model.parameters(), *state])
-    return found
+    return losses
 
 
 def gap(one, other):
@@ -340,7 +341,7 @@ def gap(one, other):
 # The same shards by both inputs, of one rank of three, from a step in mid-epoch to after its last batch of one sample.
 batches = GlobalBatches(1_024, 341, 1, rank=2, world_size=3)
 both = [parse(["--accumulate=2", f"--input={way}"]) for way in ("memory", "loader")]
-fed = [list(data.feed(options, training, batches, range(2, 5), torch.float32)) for options in both]
+fed = [list(data.batches_of(options, training, batches, range(2, 5), torch.float32)) for options in both]
 told["inputs"] = [[len(labels) for _, labels in shards] for shards in fed]
 told["equal"] = all(torch.equal(a, b) for one, other in zip(*fed) for a, b in zip(one, other))
 for norm in ("group", "batch"):
@@ -377,7 +378,7 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
 RESNETS = """
 from model import build_model
 from options import parse
-from samestep.sharding import Rows
+from samestep.sharding import BatchSlice
 from vision import models
 
 images = torch.randn(2, 3, 64, 64)
@@ -386,12 +387,12 @@ for name in ("resnet18", "resnet50"):
     theirs = getattr(models, name)(num_classes=10)
     theirs.load_state_dict(ours.state_dict())  # strictly: all names and shapes
     with torch.inference_mode():
-        told[name] = (ours(images, Rows(0, 2)) - theirs.eval()(images)).abs().max().item()
+        told[name] = (ours(images, BatchSlice(0, 2)) - theirs.eval()(images)).abs().max().item()
 small = build_model(parse([]), torch.float32)
 told["small"] = sum(parameter.numel() for parameter in small.parameters())
 for words in ("--model=resnet18", "--model=resnet18 --norm=group", "--model=resnet18 --freeze-bn --stem=imagenet"):
     model = build_model(parse(words.split()), torch.float64)
-    model(images[:, :, :32, :32].double(), Rows(0, 2)).sum().backward()
+    model(images[:, :, :32, :32].double(), BatchSlice(0, 2)).sum().backward()
     told[words] = all(parameter.grad.isfinite().all().item() for parameter in model.parameters())
 print(json.dumps(told))
 """
@@ -433,8 +434,8 @@ MISTAKES = """
 import os
 
 from options import parse
-from samestep import UserError
-from samestep.options import arithmetic
+from samestep import ConfigError
+from samestep.options import resume_invariants
 
 for words in (
     "--model=small --stem=imagenet",
@@ -448,10 +449,10 @@ for words in (
         os.environ.update(PATH="/nowhere", CXX="")
     try:
         parse(words.split())
-    except UserError as mistake:
+    except ConfigError as mistake:
         told[words] = str(mistake)
-told["inputs"] = arithmetic(parse(["--input=loader", "--workers=7"])) == arithmetic(parse([]))
-told["horizon"] = ["epochs" in arithmetic(parse([f"--schedule={name}"])) for name in ("cosine", "constant")]
+told["inputs"] = resume_invariants(parse(["--input=loader", "--workers=7"])) == resume_invariants(parse([]))
+told["horizon"] = ["epochs" in resume_invariants(parse([f"--schedule={name}"])) for name in ("cosine", "constant")]
 print(json.dumps(told))
 """
 

@@ -31,7 +31,7 @@ import json, sys
 import numpy as np, torch
 from model import CLASSES, build_model
 from options import parse
-from samestep.sharding import Rows
+from samestep.sharding import BatchSlice
 from safetensors.torch import load_file
 from data import load
 options = parse(["--dtype=float64"])
@@ -39,7 +39,7 @@ model = build_model(options, torch.float64).eval()
 model.load_state_dict(load_file(sys.argv[1]))
 test = load("shapes", options.data_dir, torch.device("cpu"))[1]
 images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
-predicted = model(images, Rows(0, len(labels))).argmax(1).tolist()
+predicted = model(images, BatchSlice(0, len(labels))).argmax(1).tolist()
 scores = []
 for label in range(CLASSES):
     pairs = [(each == label, true == label) for each, true in zip(predicted, labels.tolist())]
@@ -61,7 +61,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone of the repository with my_app in it, changed as the page says, and its data made."""
     root = clone(tmp_path_factory.mktemp("walk") / "samestep")
     run(root, "bash", "scripts/new_app.sh", "my_app", "--from", "cifar_ddp")
-    walk.take(root, PAGE)
+    walk.apply_patches(root, PAGE)
     run(root, sys.executable, "apps/my_app/make_shapes.py")
     return root
 

@@ -198,7 +198,9 @@ def check_stopped(harness: Harness, job: Job, stop: Stop) -> int:
 
 def test_a_signal_costs_no_step(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """One run that is stopped again and again goes on where it was, to the weights of one that was not."""
-    once = "core_only" not in harness.app.skipped_marks  # the others show how their launcher takes it that its ranks end
+    once = (
+        "core_only" not in harness.app.skipped_marks
+    )  # the others show how their launcher takes it that its ranks end
     longer = ["--epochs=6"] if once else []  # the last signal is to come in time on a busy machine, too
     n, saved = 2, 0
     reference = undisturbed(n, *longer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_difference
 from samestep import checkpoint
 
+# Lines of code of samestep that a rank may load, and of samestep.sharded beside it.
+MAX_LOADED_LINES, MAX_SHARDED_LINES = 2300, 500
 RESULT_KEYS = set(
     "app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs "
     "steps global_batch_size seed train_loss test_loss test_accuracy test_examples seconds samples_per_second restarts "
@@ -50,7 +54,7 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
     header = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert header["world"]["world_size"] == 2
     assert header["options"]["seed"] == result["seed"]
-    assert not {"default_dataset", "may_change_at_resume"} & set(header["options"])
+    assert not {"default_dataset", "resume_mutable"} & set(header["options"])
     assert {"python", "threads", "app", "device"} <= set(header)
     assert header["device"].strip() not in ("", "cpu", "cuda", "gpu")  # its name
     assert result["framework_version"] in header.values()
@@ -61,6 +65,21 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert {"rank-0.log", "rank-1.log", "alive-0", "alive-1", "launcher.log"} <= logs
     assert not [path for path in run_dir.rglob("*.tmp") if path.parent.name != "log"]
+
+
+def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """The run has trained, evaluated and saved; its ranks need neither launch nor observe nor downloads."""
+    folder = Path(undisturbed(2)["run_dir"]).parent
+    loaded = [json.loads((folder / f"modules-{rank}").read_text()) for rank in range(2)]
+    count_lines = runpy.run_path(str(ROOT / "tools" / "code_lines.py"))["count"]
+    lines = {name: count_lines(Path(file).read_text()) for name, file in {**loaded[0], **loaded[1]}.items()}
+    print("\n".join(f"{count:6} {name}" for name, count in sorted(lines.items())), f"\n{sum(lines.values()):6} in all")
+    assert {"samestep.run", "samestep.checkpoint", "samestep.recovery.watchdog"} <= loaded[0].keys()
+    assert not [
+        name for name in lines if re.match(r"samestep\.(launch|observe|check)\b|samestep\.data\.download", name)
+    ]
+    limit = MAX_LOADED_LINES + (MAX_SHARDED_LINES if any(name.startswith("samestep.sharded") for name in lines) else 0)
+    assert sum(lines.values()) <= limit
 
 
 @pytest.mark.core_only
@@ -115,7 +134,9 @@ def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str,
 
 
 # In the matrix one app shows the first; others do by being compared with it, or show the second, of their own variants.
-@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.core_only), pytest.param(1, marks=pytest.mark.curves)])
+@pytest.mark.parametrize(
+    "which", [pytest.param(0, marks=pytest.mark.core_only), pytest.param(1, marks=pytest.mark.curves)]
+)
 def test_losses_are_the_same_at_any_number_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, which: int
 ) -> None:

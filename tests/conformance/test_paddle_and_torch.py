@@ -1,4 +1,4 @@
-"""Across frameworks: LeNet in Paddle and in PyTorch, from the same weights, takes the same steps."""
+"""Compare frameworks: from the same weights, LeNet takes the same steps in Paddle and in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--global-bat
 TORCH = ["--model=lenet", "--dropout=0"]
 
 
-# Paddle's Momentum holds its coefficient in single precision, which knows 0.875 but not 0.9.
+# Paddle's Momentum holds its coefficient in single precision, which can represent 0.875 but not 0.9.
 OPTIMIZERS = {"sgd": ["--lr=0.01", "--momentum=0.875"], "adam": ["--lr=0.001"]}
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.soak), "adam"])
 def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: str) -> None:
-    """From PyTorch's weights; and PyTorch evaluates what comes of them as Paddle does."""
+    """Start from PyTorch's weights; PyTorch then evaluates the trained weights as Paddle does."""
     options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
     steps = 100 if soak else 50
@@ -35,9 +35,9 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
     assert back["test_loss"] == pytest.approx(ours["test_loss"], rel=1e-9)
 
 
-@pytest.mark.soak  # in the matrix the test above shows it, in float64
+@pytest.mark.soak  # the test above covers it in float64
 def test_weights_travel(harness: Harness, ddp: Harness) -> None:
-    """Each evaluates what the other trained, and counts the same digits; in float32 one score may tip over."""
+    """Each evaluates the other's weights to the same accuracy, but for a few float32 scores that nearly tie."""
     trained = {
         "paddle": harness.train(2, "--dataset=mnist-5k", "--epochs=2"),
         "torch": ddp.train(2, "--dataset=mnist-5k", "--epochs=2", "--optimizer=adam", *TORCH),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Harness, losses, relative_difference, app_spec
+from harness import Harness, app_spec, losses, relative_difference
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
 EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"]

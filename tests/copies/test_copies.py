@@ -1,4 +1,4 @@
-"""The tests of a copy that scripts/new_app.sh makes pass with nothing else touched, in environments of their own."""
+"""The tests of an unchanged copy that scripts/new_app.sh makes pass, in environments of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import APPS
 from repository import clone
 
 COPIES = [(app, alone) for app in APPS for alone in (False, True)]
-IN_MATRIX = [("mnist_lightning", True)]  # whose own tests are the quickest, with nothing of the repository around it
+IN_MATRIX = [("mnist_lightning", True)]  # its own tests are the fastest
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ IN_MATRIX = [("mnist_lightning", True)]  # whose own tests are the quickest, wit
     ids=[f"{app} {'alone' if alone else 'in the repository'}" for app, alone in COPIES],
 )
 def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: bool) -> None:
-    """In the matrix those of tests/<app>, in a soak all."""
+    """Run tests/<app>; with --soak also lint and the common tests."""
     root = clone(tmp_path / "samestep")
     place = [f"--out={tmp_path / 'my_copy'}"] if alone else []
     run(root, tmp_path / "copying", 120, "scripts/new_app.sh", "my_copy", f"--from={app}", *place)
@@ -31,13 +31,13 @@ def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: b
 
 
 def run(folder: Path, output: Path, limit: float, *words: str) -> None:
-    """A script, which must end well, as from a shell: tox has told this process of its own environment."""
-    told = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    """Run a script as from a shell, without the variables that tox sets in this process; it must exit with 0."""
+    prefixes = ("TOX_", "PYTEST_", "PYTHON", "SAMESTEP_", "VIRTUAL_ENV")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     command = ["bash", *words]
-    with output.open("w") as said:
-        # In a session of its own, which is ended whole; an app's own tests end what they start.
-        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=said, stderr=said, start_new_session=True)
+    with output.open("w") as log:
+        # In a session of its own, to end all of it; an app's own tests end the processes that they start.
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
             code = process.wait(timeout=limit)
         finally:

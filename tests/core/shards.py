@@ -134,7 +134,9 @@ def main() -> None:
         actions = run.actions(step)
         if actions.sync:
             local = run.local_stats(loss_sum, running_loss).to_vector()
-            actions = run.apply_global_stats(StepStats.from_vector(ranks.all_gather(np.array(local)).sum(axis=0).tolist()))
+            actions = run.apply_global_stats(
+                StepStats.from_vector(ranks.all_gather(np.array(local)).sum(axis=0).tolist())
+            )
         if actions.log:
             running_loss, tested = 0.0, {"test_loss": 1.0 + step % 3, "test_examples": 6} if actions.evaluate else {}
             run.log_metrics(tested)

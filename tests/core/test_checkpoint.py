@@ -27,9 +27,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from samestep import NonRetryableError, ConfigError, checkpoint, rundir
-from samestep.recovery import replica_check
+from samestep import ConfigError, NonRetryableError, checkpoint, rundir
 from samestep.checkpoint import Arrays, Checkpoint, CorruptCheckpoint
+from samestep.recovery import replica_check
 
 CORE = str(Path(checkpoint.__file__).parents[1])
 FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors")
@@ -511,11 +511,11 @@ def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
 
 
 def test_the_newest_in_which_ranks_differed_is_kept_but_no_longer_counted(tmp_path: Path) -> None:
-    checkpoint.quarantine_newest(tmp_path)  # there is none
+    replica_check.quarantine_newest(tmp_path)  # there is none
     for _ in range(2):  # the second time its name is taken
         for step in (1, 2, 3):
             save(tmp_path, step)
-        checkpoint.quarantine_newest(tmp_path)
+        replica_check.quarantine_newest(tmp_path)
         assert steps(tmp_path) == [1, 2]
         assert sorted(path.name for path in (tmp_path / "checkpoints").glob("u*")) == ["unequal-step-00000003"]
         found = checkpoint.newest(tmp_path, no_warning)
@@ -915,24 +915,24 @@ LAYOUTS = shapes_and_layouts()
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_one_bit_that_is_flipped_changes_the_bit_sum(name: str) -> None:
     array = LAYOUTS[name]
-    before = checkpoint.checksum(array)
+    before = replica_check.checksum(array)
     assert 0 <= before < 2**64
     content = bytearray(array.tobytes())
-    assert checkpoint.checksum(np.frombuffer(bytes(content), array.dtype).reshape(array.shape)) == before
+    assert replica_check.checksum(np.frombuffer(bytes(content), array.dtype).reshape(array.shape)) == before
     for bit in range(8 * len(content)):
         content[bit // 8] ^= 1 << bit % 8
-        assert checkpoint.checksum(np.frombuffer(bytes(content), array.dtype).reshape(array.shape)) != before, bit
+        assert replica_check.checksum(np.frombuffer(bytes(content), array.dtype).reshape(array.shape)) != before, bit
         content[bit // 8] ^= 1 << bit % 8
 
 
 def test_the_bit_sum_is_that_of_the_bits_and_not_of_the_numbers() -> None:
     zeros = np.array([0.0, -0.0, np.nan, np.inf])
-    assert checkpoint.checksum(zeros) == sum(zeros.view(np.uint32).tolist()) % 2**64
-    assert checkpoint.checksum(np.array(-0.0)) == 2**31
-    assert checkpoint.checksum(np.full(8, 2**64 - 1, np.uint64)) == 16 * (2**32 - 1)
+    assert replica_check.checksum(zeros) == sum(zeros.view(np.uint32).tolist()) % 2**64
+    assert replica_check.checksum(np.array(-0.0)) == 2**31
+    assert replica_check.checksum(np.full(8, 2**64 - 1, np.uint64)) == 16 * (2**32 - 1)
     random = np.random.default_rng(1).standard_normal(1000)
-    assert checkpoint.checksum(random) != checkpoint.checksum(-random)  # the signs do not cancel
-    assert checkpoint.checksum(np.zeros(0)) == 0
+    assert replica_check.checksum(random) != replica_check.checksum(-random)  # the signs do not cancel
+    assert replica_check.checksum(np.zeros(0)) == 0
 
 
 def test_saved_weights_come_back_and_hash_alike(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from samestep import ConfigError
 from samestep.data import datasets, download, files
 from samestep.data.datasets import EMBEDDED, FILES, load, read_idx, resolve
-from samestep.rundir import DatasetInfo
+from samestep.data.files import DatasetInfo
 
 CORE = str(Path(samestep.__file__).parent.parent)
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

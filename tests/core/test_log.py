@@ -343,7 +343,9 @@ def test_a_rank_whose_rank_0_has_failed_ends_silently_with_its_code(tmp_path: Pa
     assert "Traceback" not in rank_log(tmp_path)
 
 
-@pytest.mark.parametrize("failure", ["ConfigError('x')", "NonRetryableError('x')", "RemoteRankError(2)", "RuntimeError('x')"])
+@pytest.mark.parametrize(
+    "failure", ["ConfigError('x')", "NonRetryableError('x')", "RemoteRankError(2)", "RuntimeError('x')"]
+)
 def test_what_was_printed_before_a_failure_is_in_the_log(tmp_path: Path, failure: str) -> None:
     run(f"print('my last print'); raise {failure}", tmp_path)
     assert "my last print" in rank_log(tmp_path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,17 +40,26 @@ def test_ranks_outside_the_majority_are_named(rows: list[int], ranks: str, is_kn
     assert (text, unknown == "") == (ranks, is_known)
 
 
+def gathered(rows: list[list[int]]) -> Callable[[Any], Any]:
+    """An all-gather that returns these rows, whatever this rank has."""
+    return lambda row: np.array(rows)
+
+
 def test_equal_replicas_pass(tmp_path: Path) -> None:
-    start(tmp_path).check_replicas(np.ones((3, 4)), 8, list("abcd"))
-    start(tmp_path).check_replicas(np.ones((3, 4)), 8)
+    start(tmp_path).check_replicas(gathered([[1, 2]] * 3), {"model": {"a": np.ones(3), "b": np.ones(4)}}, 8)
+    start(tmp_path).check_final_weights(SimpleNamespace(all_gather=gathered([[5]] * 3)), "ab" * 32, tmp_path)
 
 
 def test_the_first_array_that_differs_decides(tmp_path: Path) -> None:
-    checksums = np.array([[1, 2, 3], [1, 2, 9], [1, 7, 3]])
-    with pytest.raises(RetryableError, match=r"^rank 2 differs from all others at step 8, first in b: not saved; "):
-        start(tmp_path).check_replicas(checksums, 8, ["a", "b", "c"])
+    rows = [[1, 2, 3], [1, 2, 9], [1, 7, 3]]
+    groups = {"model": {name: np.zeros(2) for name in "abc"}}
+    with pytest.raises(
+        RetryableError, match=r"^rank 2 differs from all others at step 8, first in model b: not saved; "
+    ):
+        start(tmp_path).check_replicas(gathered(rows), groups, 8)
+    collectives = SimpleNamespace(all_gather=gathered(rows), broadcast=lambda content: content)
     with pytest.raises(RetryableError, match=r"^the 3 ranks differ in the final weights: no result, and without "):
-        start(tmp_path).check_replicas(checksums, 8)
+        start(tmp_path).check_final_weights(collectives, "ab" * 32, None)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

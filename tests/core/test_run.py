@@ -23,13 +23,14 @@ import pytest
 import safetensors.numpy
 import threads
 from programs import HOLD, running, verdict
-from samestep import NonRetryableError, RemoteRankError, RetryableError, ConfigError, checkpoint, log
-from samestep.env import World
+from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, log
+from samestep.env import World, processor
+from samestep.monitor import Monitor
 from samestep.options import resume_invariants
 from samestep.recovery.watchdog import Watchdog
-from samestep.step_timer import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, StepTimer
-from samestep.run import Run, processor
+from samestep.run import Run
 from samestep.sharding import GlobalBatches
+from samestep.step_timer import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, StepTimer
 from samestep.stop import Stopped
 from threads import COUNTING, CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
 
@@ -56,7 +57,7 @@ def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Console:
     """A process of its own: no launcher's variables, another folder, and its output in memory."""
     found = Console([], StringIO(), StringIO())
 
-    def start(run_dir: Path, rank: int, quiet: bool, describe_crashes: Callable[[], str]) -> None:
+    def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor) -> None:
         (run_dir / "log").mkdir(parents=True, exist_ok=True)
         found.started.append((run_dir, rank, quiet))
 
@@ -144,7 +145,9 @@ def the_same(one: Path, other: Path) -> None:
 def test_options_that_lack_what_every_result_repeats_fail_before_training(run_dir: Path, missing: str) -> None:
     options = parse(*its(run_dir))
     delattr(options, missing)
-    with pytest.raises(NonRetryableError, match=rf"the options of toy lack {missing}: add them in apps/toy/options\.py"):
+    with pytest.raises(
+        NonRetryableError, match=rf"the options of toy lack {missing}: add them in apps/toy/options\.py"
+    ):
         Run("toy", options, World(0, 1))
     assert not run_dir.exists()
 
@@ -155,7 +158,7 @@ def test_what_fails_before_training_leaves_its_verdict_for_the_launch_script(run
 import sys
 from pathlib import Path
 from samestep import log
-from samestep.env import World
+from samestep.env import World, processor
 from samestep.run import Run
 from threads import parse
 options = parse(f"--run-dir={sys.argv[1]}")
@@ -683,7 +686,11 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
             (7, RetryableError, said),
             (9, RetryableError, said.replace("step 7", "step 9")),  # another step: not the same mistake
             (7, RetryableError, said),
-            (7, NonRetryableError, "at step 7 the loss is nan: lower --lr, now 1.0; the same happened in an earlier start"),
+            (
+                7,
+                NonRetryableError,
+                "at step 7 the loss is nan: lower --lr, now 1.0; the same happened in an earlier start",
+            ),
         ]
     ):
         monkeypatch.setenv("SAMESTEP_RESTARTS", str(start))
@@ -1044,7 +1051,10 @@ def test_weights_can_be_evaluated_alone_but_not_nothing(run_dir: Path, tmp_path:
     assert isinstance(rank.error, ConfigError)
     assert "has no checkpoint" in str(rank.error)
     assert not (tmp_path / "empty").exists()
-    for options, said in (([], "needs weights: name a run"), (["--run-dir=x", "--no-resume"], "--no-resume would clear")):
+    for options, said in (
+        ([], "needs weights: name a run"),
+        (["--run-dir=x", "--no-resume"], "--no-resume would clear"),
+    ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             parse("--evaluate-only", *options)
 

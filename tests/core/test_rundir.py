@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import HOLD, LIMIT, TRY, child, running, start
-from samestep import NonRetryableError, ConfigError, checkpoint, log, rundir
-from samestep.data import datasets
+from samestep import ConfigError, NonRetryableError, checkpoint, log, rundir
+from samestep.data import datasets, files
 from samestep.options import Options, Parser, add_common, resume_invariants
 from threads import parse, put
 
@@ -163,8 +163,8 @@ def test_set_aside_moves_the_earlier_run_and_nothing_else(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir() if path not in aside) == ["log", "notes.txt"]
 
 
-def test_make_unique_never_returns_a_folder_twice(tmp_path: Path) -> None:
-    names = [rundir.make_unique(tmp_path / "runs" / "now").name for _ in range(4)]
+def test_make_folder_never_returns_a_unique_folder_twice(tmp_path: Path) -> None:
+    names = [rundir.make_folder(tmp_path / "runs" / "now", unique=True).name for _ in range(4)]
     assert names == ["now", "now-2", "now-3", "now-4"]
 
 
@@ -204,7 +204,7 @@ def test_rank_0_holds_both_bytes_where_no_launch_script_holds_the_first(
 def test_a_new_run_dir_that_cannot_be_made_is_the_callers_mistake(run_folder: Path, in_the_way: str) -> None:
     (run_folder / in_the_way).parent.mkdir(exist_ok=True)
     (run_folder / in_the_way).write_text("a file")
-    with pytest.raises(ConfigError, match=r"cannot make .*/runs/toy/.*: name another with --run-dir"):
+    with pytest.raises(ConfigError, match=r"cannot make .*/runs/toy/.*: name another place with --run-dir"):
         rundir.new("toy")
 
 
@@ -221,15 +221,15 @@ def test_ranks_that_their_launcher_starts_again_find_their_run_dir_and_a_new_job
 ) -> None:
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    first = rundir.resolve("toy", parse(), datasets.resolve).run_dir
-    second = rundir.resolve("toy", parse(), datasets.resolve).run_dir
+    first = rundir.resolve("toy", parse()).run_dir
+    second = rundir.resolve("toy", parse()).run_dir
     assert first.parent == run_folder / "runs" / "toy"
     assert first != second
     for name, value in restart.items():
         monkeypatch.setenv(name, value)
-    assert rundir.resolve("toy", parse(), datasets.resolve, fresh=False).run_dir == second
+    assert rundir.resolve("toy", parse(), fresh=False).run_dir == second
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert rundir.resolve("toy", parse(), datasets.resolve, fresh=False).run_dir not in (first, second)
+    assert rundir.resolve("toy", parse(), fresh=False).run_dir not in (first, second)
 
 
 # --- what a run in it goes on from -------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
     spoil(run_folder / "run" / "checkpoints" / "step-00000003")
     (run_folder / "run" / "checkpoints" / "step-00000004" / "manifest.json").write_bytes(b"{}")
     before = contents(run_folder / "run" / "checkpoints")
-    quick = rundir.resolve("toy", options, datasets.resolve, verify=False)
+    quick = rundir.resolve("toy", options, verify=False)
     assert quick.checkpoint is not None
     assert quick.checkpoint.step == 3  # whose manifest is good
     assert said.getvalue() == ""
     assert contents(run_folder / "run" / "checkpoints") == before
-    verified = rundir.resolve("toy", options, datasets.resolve)
+    verified = rundir.resolve("toy", options)
     assert verified.checkpoint is not None
     assert verified.checkpoint.step == 2
     warnings = said.getvalue().splitlines()
@@ -287,7 +287,7 @@ def test_other_data_are_refused_before_any_array_is_read(run_folder: Path, verif
     options = begun(run_folder / "run", 1, 2)
     put(run_folder / "data", label=1)
     with pytest.raises(ConfigError, match=r"was trained on other data: .*/data/mnist has changed since"):
-        rundir.resolve("toy", options, datasets.resolve, verify=verify)
+        rundir.resolve("toy", options, verify=verify)
     assert steps(run_folder / "run") == [1, 2]
 
 
@@ -296,7 +296,7 @@ def test_that_a_checkpoint_does_not_name_its_data_is_told_once(
     run_folder: Path, said: StringIO, verify: bool, warnings: int
 ) -> None:
     options = begun(run_folder / "run", 1, dataset_fingerprint=None)
-    assert rundir.resolve("toy", options, datasets.resolve, verify=verify).dataset.fingerprint is not None
+    assert rundir.resolve("toy", options, verify=verify).dataset.fingerprint is not None
     assert len(said.getvalue().splitlines()) == warnings
 
 
@@ -307,7 +307,7 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens to the port of discard
     monkeypatch.delenv("no_proxy", raising=False)
-    found = rundir.resolve("toy", parse("--run-dir=run"), datasets.resolve)
+    found = rundir.resolve("toy", parse("--run-dir=run"))
     assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
     assert "MNIST could not be downloaded" in said.getvalue()
 
@@ -316,9 +316,9 @@ def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None
     options = begun(run_folder / "run", 1)
     spoil(run_folder / "run" / "checkpoints" / "step-00000001")
     with pytest.raises(NonRetryableError, match="no checkpoint"):
-        rundir.resolve("toy", options, datasets.resolve)
+        rundir.resolve("toy", options)
     options.resume = False
-    assert rundir.resolve("toy", options, datasets.resolve).checkpoint is None
+    assert rundir.resolve("toy", options).checkpoint is None
     assert steps(run_folder / "run") == []
     assert len(list((run_folder / "run").glob("earlier-*"))) == 1
 
@@ -327,22 +327,22 @@ def test_an_app_may_bring_a_data_set_of_its_own(run_folder: Path) -> None:
     """Found by the app's function, with the same promises: what was asked for, and that a resume has the same."""
     asked: list[tuple[str, Path, bool]] = []
 
-    def resolve(name: str, data_dir: Path, fallback: bool = True) -> rundir.DatasetInfo:
+    def resolve(name: str, data_dir: Path, fallback: bool = True) -> files.DatasetInfo:
         asked.append((name, data_dir, fallback))
         content = (data_dir / "own.bin").read_bytes()
-        return rundir.DatasetInfo(name, data_dir, fingerprint=hashlib.sha256(content).hexdigest())
+        return files.DatasetInfo(name, data_dir, fingerprint=hashlib.sha256(content).hexdigest())
 
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=1, lr="1", datasets=("own",), devices=("cpu",), resolve=resolve)
     options = parser.parse(["--run-dir=run"])
     (run_folder / "data" / "own.bin").write_bytes(b"one")
-    found = rundir.resolve("toy", options, datasets.resolve)
+    found = rundir.resolve("toy", options)
     assert (found.dataset.name, found.dataset.fingerprint) == ("own", hashlib.sha256(b"one").hexdigest())
     state = {"requested_dataset": "own", "dataset_fingerprint": found.dataset.fingerprint}
     checkpoint.save(Path("run"), "toy", 3, {}, state, {**resume_invariants(options), "dataset": "own"}, keep=1)
     checkpoint.finish()
-    assert rundir.resolve("toy", options, datasets.resolve).checkpoint is not None
+    assert rundir.resolve("toy", options).checkpoint is not None
     assert asked == [("own", Path("data"), True), ("own", Path("data"), False)]
     (run_folder / "data" / "own.bin").write_bytes(b"two")
     with pytest.raises(ConfigError, match="was trained on other data"):
-        rundir.resolve("toy", options, datasets.resolve)
+        rundir.resolve("toy", options)

@@ -92,7 +92,8 @@ def test_a_piece_is_written_once_and_copies_are_not(tmp_path: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert sizes.keys() == {f"model-{rank:05d}.safetensors" for rank in range(3)}
     held = sum(
-        sum(StoredTensor.read(stored).nbytes for stored in storage.stored_file(folder / name).values()) for name in sizes
+        sum(StoredTensor.read(stored).nbytes for stored in storage.stored_file(folder / name).values())
+        for name in sizes
     )
     assert held == sum(whole_array(name).nbytes for name in LAYOUT)
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
@@ -130,7 +131,11 @@ def test_gathering_holds_a_block_and_not_an_array(tmp_path: Path, monkeypatch: p
     def write(ranks: Collectives, rank: int) -> None:
         values = np.full((1000, 500), rank, np.float32)
         storage.save(
-            ranks, rank, folder, {"model": {"w": TensorShard(values, (1000 * rank, 0), (2000, 500))}}, {"step": 1, **BODY}
+            ranks,
+            rank,
+            folder,
+            {"model": {"w": TensorShard(values, (1000 * rank, 0), (2000, 500))}},
+            {"step": 1, **BODY},
         )
 
     on_each(2, write)

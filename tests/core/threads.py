@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from samestep import checkpoint
-from samestep.data import datasets
 from samestep.checkpoint import Arrays
+from samestep.data import datasets
 from samestep.env import World
 from samestep.options import Options, Parser, add_common, bounded_float
 from samestep.recovery.watchdog import Watchdog
-from samestep.step_timer import PHASES
 from samestep.run import Groups, Run, StepActions, StepStats
 from samestep.sharding import GlobalBatches, shard
+from samestep.step_timer import PHASES
 
 LIMIT = 30.0  # seconds that no exchange needs
 TRAINING, TEST = 20, 6  # images of the data that `put` writes
@@ -90,7 +90,15 @@ class Collectives:
 def parse(*arguments: str) -> Options:
     """The toy's options; without more, 3 epochs of 4 steps on what `put` writes."""
     parser = Parser(prog="toy")
-    add_common(parser, epochs=3, global_batch_size=6, lr="1", datasets=("mnist", "mnist-5k"), devices=("auto", "cpu"))
+    add_common(
+        parser,
+        epochs=3,
+        global_batch_size=6,
+        lr="1",
+        datasets=("mnist", "mnist-5k"),
+        devices=("auto", "cpu"),
+        resolve=datasets.resolve,
+    )
     parser.add_argument("--momentum", type=bounded_float(0.0), default=0.5)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     options = parser.parse([*arguments])
@@ -241,7 +249,9 @@ def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) 
     counted("report", lambda: run.report("numpy", np.__version__, "threads", "cpu"))
 
 
-def evaluate(model: Model, labels: NDArray[np.uint8], ranks: Collectives, world: World, faults: Faults) -> dict[str, Any]:
+def evaluate(
+    model: Model, labels: NDArray[np.uint8], ranks: Collectives, world: World, faults: Faults
+) -> dict[str, Any]:
     first, last = shard(len(labels), world.rank, world.world_size)
     local = np.array([float(model.groups["model"]["w"][0]) * (last - first), float(last - first)])
     loss_sum, examples = ranks.all_gather(local).sum(axis=0).tolist()

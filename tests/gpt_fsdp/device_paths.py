@@ -16,7 +16,7 @@ PATHS = [
         f"{OWN}::test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh",
     ),
     (
-        *("cuda", "NCCL", "which GPU a rank takes (as mnist_ddp's ranks.py)", "simulated"),
+        *("cuda", "NCCL", "which GPU a rank takes (samestep.torch.distributed)", "simulated"),
         "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
     ),
     (

@@ -229,7 +229,8 @@ def test_weights_are_gathered_and_text_is_written(harness: Harness) -> None:
     assert (run_dir / "model.safetensors").read_bytes() == at_its_end
     found = storage.read(checkpoint.folder_of(run_dir, 10))
     held = [
-        sum(int(np.prod(shape)) for _, _, shape in each.pieces) for each in storage.stored_groups(found)["model"].values()
+        sum(int(np.prod(shape)) for _, _, shape in each.pieces)
+        for each in storage.stored_groups(found)["model"].values()
     ]
     assert len(found.files) == 6
     assert sum(held) == sum(array.size for array in checkpoint.load_weights(run_dir / "model.safetensors").values())
@@ -278,9 +279,9 @@ def test_a_file_of_ones_own(harness: Harness) -> None:
         (4, ["--mesh=3x1"], "--mesh 3x1 is not DPxTP with a product of 4"),
         (4, ["--mesh=four"], "--mesh four is not DPxTP"),
         (3, ["--mesh=1x3"], "--mesh 1x3 cuts 4 heads into 3"),
-        (2, ["--width=36"], "--width 36 is no multiple of 2 x --heads 4"),
-        (2, ["--autocast=bfloat16", "--dtype=float64"], "--autocast bfloat16 computes in less than --dtype float64"),
-        (2, ["--dataset=file"], "Name it by --data-file"),
+        (2, ["--width=36"], "--width 36 is not a multiple of 2 x --heads 4"),
+        (2, ["--autocast=bfloat16", "--dtype=float64"], "--autocast bfloat16 is less precise than --dtype float64"),
+        (2, ["--dataset=file"], "name it by --data-file"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(harness: Harness, n: int, options: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The project in which the launch scripts are tested, and the paths by which its parts are imported."""
+"""The scratch project in which the launch scripts are tested."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-from scratch_project import BENCH_OPTIONS, CORE, OPTIONS, PREFIX_OPTIONS, TABLE, TABLE_OPTIONS, ScratchProject, gone
+from scratch_project import (
+    BENCH_OPTIONS,
+    CORE,
+    OPTIONS,
+    PREFIX_OPTIONS,
+    REPOSITORY,
+    TABLE,
+    TABLE_OPTIONS,
+    ScratchProject,
+    gone,
+)
 
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info")
 

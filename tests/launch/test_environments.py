@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy
 import pytest
-from scratch_project import ScratchProject, end_of, gone
 from samestep import ConfigError
 from samestep.launch import environments
 from samestep.launch.environments import Environment
+from scratch_project import ScratchProject, end_of, gone
 
 # On PATH as python3 and python3.11. It claims to be of another version where a file says so.
 BASE = """#!/usr/bin/env bash
@@ -248,9 +248,8 @@ def test_what_decides_an_environment(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    environment = Environment(tmp_path, "toy")
-
     def key(version: str = "3.11.7", settings: dict[str, str] | None = None, allowed: tuple[str, ...] = ()) -> str:
+        environment = Environment(tmp_path, "toy")
         locks = [environments._allow(lock.read_text(), {"torch": allowed}) for lock in environment.locks()]
         return environment._key(version, settings or {}, locks)
 

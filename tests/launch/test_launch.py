@@ -1,7 +1,7 @@
 """The launch script: mistakes told at once, restarts, signals, and no process left behind.
 
-A toy app in a scratch project (a copy of core and of the doors in scripts/) is started by bash, as a user would; its launcher and its
-ranks are small programs of the standard library, but real processes.
+A toy app in a scratch project (a copy of core and of the doors in scripts/) is started by bash, as a user would; its
+launcher and its ranks are small programs of the standard library, but real processes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import is_running
+from samestep import ConfigError
+from samestep.launch import app, migration
+from samestep.launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
+from samestep.options import Options
 from scratch_project import (
     CORE,
     LIMIT,
@@ -31,11 +36,6 @@ from scratch_project import (
     gone,
     wait_for,
 )
-from processes import is_running
-from samestep import ConfigError
-from samestep.launch import app, migration
-from samestep.launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
-from samestep.options import Options
 
 # --- which machine of how many? ----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""scripts/new_app.sh: each app that trains under a name of its own, in the repository and as a project.
+"""scripts/new_app.sh: a copy of each app that trains, in the repository and as a project.
 
-All of them in one clone, so that what is slow (a wheel, the house's own tests) is made once. tests/copies trains.
+One clone holds all copies, so that the slow parts (a wheel, the tests of layout and pages) run once. tests/copies
+trains.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import CORE, REPOSITORY, environment, wait_for
 from repository import clone
+from scratch_project import CORE, REPOSITORY, environment, wait_for
 
-APPS = sorted(path.parent.name for path in REPOSITORY.glob("tests/*/row.py"))
+APPS = sorted(path.parent.name for path in REPOSITORY.glob("tests/*/app_spec.py"))
 ALL = sorted(path.name for path in REPOSITORY.glob("apps/*") if (path / "options.py").exists())
-# The longest and the shortest: what names them must still be formatted.
+# The longest and the shortest names: lines with them must still be formatted.
 NAMES = dict(zip(APPS, ["q1", *(f"copy{i}_of_somebodys" for i in range(len(APPS) - 1))]))
 LEFT_BEHIND = {
     "cifar_ddp": {"test_benchmark.py", "test_make_it_yours.py"},
@@ -31,10 +32,10 @@ LEFT_BEHIND = {
     "mnist_horovod": {"test_and_mnist_ddp.py"},
     "mnist_lightning": {"test_and_mnist_ddp.py"},
     "gpt_fsdp": {"test_benchmark.py"},
-    "lenet_paddle": set(),
+    "lenet_paddle": {"test_stored_run.py"},
     "resnet50_mindspore": {"test_depth_50.py", "mindspore_side.py", "torchvision_side.py"},
 }
-ROWS = "import harness, json; print(json.dumps({n: harness.app_spec(n).__dict__ for n in harness.APPS}))"
+SPECS = "import harness, json; print(json.dumps({n: harness.app_spec(n).__dict__ for n in harness.APPS}))"
 
 
 def run(folder: Path, *command: str, limit: float = 120, **environ: Any) -> subprocess.CompletedProcess[str]:
@@ -55,7 +56,7 @@ def new_app(root: Path, *words: str | Path, **environ: Any) -> subprocess.Comple
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """All files but git's own, and what Python compiled."""
+    """Return all files but git's own and Python's caches."""
     files = (path for path in root.rglob("*") if path.is_file() and not {".git", "__pycache__"} & {*path.parts})
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
@@ -65,14 +66,14 @@ def listed(root: Path) -> set[str]:
 
 
 def python(root: Path, *words: str, limit: float = 120) -> subprocess.CompletedProcess[str]:
-    """This Python with its core, and what the tests there import."""
+    """Run this Python with its core, and with the modules that the tests there import."""
     paths = os.pathsep.join(map(str, (root / "tests", root / "tests" / "common", CORE)))
     return run(root, sys.executable, *words, limit=limit, PYTHONPATH=paths)
 
 
-def rows(root: Path) -> dict[str, dict[str, Any]]:
-    """The rows of all apps there, as the harness reads them."""
-    done = python(root, "-c", ROWS)
+def specs(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the specifications of all apps there, as the harness reads them."""
+    done = python(root, "-c", SPECS)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found
@@ -85,7 +86,7 @@ def check_ruff(root: Path) -> None:
 
 
 def check_script(root: Path, name: str) -> None:
-    """Its launch script stands there under its own name: --help, and a start that is only shown."""
+    """The copy's launch script works under the copy's name: --help and --dry-run."""
     script = str(root / "scripts" / f"run_{name}.sh")
     usage = run(root, "bash", script, "--help")
     assert usage.stdout.startswith(f"usage: bash scripts/run_{name}.sh N [options]\n"), usage
@@ -104,7 +105,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
-    """What git lists, ruff, the launch scripts and the house's own tests accept, with nothing else touched."""
+    """git lists the copies; ruff, the launch scripts and the tests of layout and pages pass; nothing else changes."""
     root = clone(tmp_path / "samestep")
     before, there = content(root), listed(root)
     first = APPS[0]
@@ -114,11 +115,12 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
     for app, name in NAMES.items():
         done = new_app(root, name, "--from", app)
         assert (done.returncode, done.stderr) == (0, ""), done
-        assert f"  bash scripts/run_{name}.sh 2 " in done.stdout
+        assert f"\nbash scripts/run_{name}.sh 2 " in done.stdout
         assert all(f"tests/{app}/{file}" in done.stdout for file in LEFT_BEHIND[app])
         if app == first:
             written = {path for path, now in content(root).items() if now != before.get(path)}
             left = {f"tests/{app}/{file}" for file in LEFT_BEHIND[app]}
+            left |= {path for path in before if path.startswith(f"tests/{app}/stored/")}
             assert {*re.findall(r"^  (\S+)$", dry.stdout, re.MULTILINE)} == written | left
     after = content(root)
     changed = {path for path in before if after.get(path) != before[path]}
@@ -128,13 +130,13 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
     for app, name in NAMES.items():
         check_files(root, app, name)
         check_script(root, name)
-    found = rows(root)
+    found = specs(root)
     for app, name in NAMES.items():
-        slow = ["slow"] if "slow" in found[app]["left_out"] else []
-        assert found[name] == {**found[app], "name": name, "left_out": ["core_only", *slow]}
+        slow = ["slow"] if "slow" in found[app]["skipped_marks"] else []
+        assert found[name] == {**found[app], "name": name, "skipped_marks": ["core_only", *slow]}
     check_ruff(root)
-    house = python(root, "-m", "pytest", "-q", "tests/test_docs.py", "tests/test_house.py", limit=300)
-    assert house.returncode == 0, house.stdout
+    done = python(root, "-m", "pytest", "-q", "tests/test_docs.py", "tests/test_layout.py", limit=300)
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_copy_can_be_copied(tmp_path: Path) -> None:
@@ -145,25 +147,27 @@ def test_a_copy_can_be_copied(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), done
     for name in ("mnist_ddp_big", "third_one", "fourth_one"):
         assert {path.name for path in (root / "tests" / name).iterdir()} - {"__pycache__"} == {
-            *("device_paths.py", "hangs", "row.py", "test_device.py", "test_hangs.py", f"test_{name}.py"),
+            *("app_spec.py", "device_paths.py", "hangs", "test_device.py", "test_hangs.py", f"test_{name}.py"),
             *("test_phases.py", "test_seeing.py", "test_weights.py", "two_buckets.py"),
         }
     for path, text in content(root).items():
         if path.startswith(("apps/third_one", "tests/third_one", "scripts/run_third_one", "deploy/slurm/third_one")):
-            assert b"mnist_ddp_big" not in text, path
+            assert b"mnist_ddp_big" not in text.replace(b"a copy of `apps/mnist_ddp_big`", b""), path
 
 
 def check_files(root: Path, app: str, name: str) -> None:
-    """A copy has its origin's files; the old name is left in paths to what was not copied alone."""
+    """A copy has its origin's files; the old name is left only in paths to files that were not copied."""
 
     def under(folder: str) -> dict[str, bytes]:
         return content(root / folder)
 
     origin, copy = under(f"apps/{app}"), under(f"apps/{name}")
     assert origin.keys() == copy.keys()
-    for path in ("model.py", "ranks.py", "requirements.in", "weights.py"):  # those that must not differ are among them
+    for path in origin.keys() & {"model.py", "distributed.py", "requirements.in", "weights.py"}:
         assert copy[path] == origin[path].replace(app.encode(), name.encode())
-    tests = {path.replace(app, name) for path in under(f"tests/{app}").keys() - LEFT_BEHIND[app]}
+    assert f"`apps/{app}`" in copy["README.md"].decode()
+    originals = {path for path in under(f"tests/{app}") if not path.startswith("stored/")}
+    tests = {path.replace(app, name) for path in originals - LEFT_BEHIND[app]}
     assert under(f"tests/{name}").keys() == tests
     for path, text in {**copy, **under(f"tests/{name}")}.items():
         kept = {*re.findall(rf"[\w./-]*(?<![A-Za-z0-9]){app}(?![A-Za-z0-9])[\w./-]*", text.decode(errors="ignore"))}
@@ -199,7 +203,7 @@ def check_files(root: Path, app: str, name: str) -> None:
 def test_a_mistake_is_one_line(
     repository: Path, tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Told before anything is read: by main() itself, as the door only finds a Python."""
+    """main() itself reports it before it reads anything; the script only finds a Python."""
     spec = importlib.util.spec_from_file_location("new_app", REPOSITORY / "tools" / "new_app.py")
     assert spec is not None
     assert spec.loader is not None
@@ -220,7 +224,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """The last step fails; another time a TERM comes in it; a third time two lists lack the origin."""
+    """The last step fails; then TERM arrives during it; then README.md's table lacks the origin."""
     root, page = clone(tmp_path / "samestep"), Path("docs", "device_paths.py")
     (root / page).write_text("import sys\nfrom pathlib import Path\nsys.exit('error: nothing to show')\n")
     before = content(root)
@@ -263,7 +267,7 @@ def test_it_is_written_in_the_language_of_python_3_9() -> None:
 
 
 def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> None:
-    """None of it names another app or points to what it does not have; the wheel is made for the first one alone."""
+    """No file names another app, and no path leads out of the project; only the first copy builds the wheel."""
     before = content(repository)
     wheel: list[str | Path] = []
     for app, name in NAMES.items():
@@ -273,19 +277,19 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> N
         assert (dry.returncode, dry.stderr, root.exists()) == (0, "", False)
         done = new_app(repository, *words)
         assert (done.returncode, done.stderr) == (0, ""), done
-        told, _, _ = dry.stdout.partition("would leave behind")
-        assert content(root).keys() == {*re.findall(r"^  (\S+)$", told, re.MULTILINE)} == listed(root)
+        listing, _, _ = dry.stdout.partition("would leave behind")
+        assert content(root).keys() == {*re.findall(r"^  (\S+)$", listing, re.MULTILINE)} == listed(root)
         wheel = ["--wheel", next(root.glob("vendor/samestep-*.whl"))]
         check_words(root, name)
         check_script(root, name)
         check_ruff(root)
-        assert {each: row["left_out"] for each, row in rows(root).items()} == {
+        assert {each: spec["skipped_marks"] for each, spec in specs(root).items()} == {
             name: ["core_only", "slow"] if app == "resnet50_mindspore" else ["core_only"]
         }
     assert content(repository) == before
     assert {path.name for path in tmp_path.iterdir()} == {f"project of {name}" for name in NAMES.values()}
 
-    # In the last of them the common tests are all found, those of core alone too, and no other app is on offer.
+    # In the last one pytest finds all common tests, also those of core alone, and offers no other app.
     collected = python(root, "-m", "pytest", "--collect-only", "-q", "--every-case", "tests/common").stdout
     assert len(re.findall("^tests/common/.*::", collected, re.MULTILINE)) > 40, collected
     needed = python(root, "-c", "import runpy; print(runpy.run_path('tools/lock.py')['core_requirements']())").stdout
@@ -295,8 +299,8 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> N
 
 
 def check_words(root: Path, name: str) -> None:
-    """What a project says: of no other app, and of nothing that is not there."""
-    files = {path: text.decode() for path, text in content(root).items() if not path.endswith((".whl", ".png"))}
+    """No file of a project names another app, and its links and paths exist."""
+    files = {path: text.decode(errors="ignore") for path, text in content(root).items() if not path.endswith(".whl")}
     others = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(ALL)})(?![A-Za-z0-9])")
     assert [(path, line) for path, text in files.items() for line in text.splitlines() if others.search(line)] == []
     for path in (path for path in files if path.endswith(".md")):

@@ -25,8 +25,8 @@ options = [word for word in sys.argv[1:] if word.startswith("--")]
 ranks = int([word.partition("=")[2] for word in options if word.startswith("--nproc-per-node")][0])
 program = sys.argv[1 + 6:]
 assert len(options[:6]) == 6 and not program[0].startswith("--"), sys.argv
-place = {"WORLD_SIZE": str(ranks)}
-started = [subprocess.Popen([sys.executable, *program], env={**os.environ, **place, "RANK": str(r)}) for r in range(ranks)]
+environs = [{**os.environ, "WORLD_SIZE": str(ranks), "RANK": str(rank)} for rank in range(ranks)]
+started = [subprocess.Popen([sys.executable, *program], env=environ) for environ in environs]
 sys.exit(max(abs(each.wait()) for each in started))
 """
 NOTE = """
@@ -241,6 +241,6 @@ def test_the_templates_are_those_of_the_launch_scripts(tmp_path: Path, script: s
     words = shlex.split(done.stdout)
     words = words[1:] if words[0] == "env" else words  # paddle's GPUs, of which none are given
     values = {"python": "/python", "nproc": 3, "nnodes": 1, "node_rank": 0, "world_size": 3, "master_addr": "127.0.0.1"}
-    values |= {"master_port": 29400, "host": "127.0.0.1", "log_dir": "r/log", "arguments": "--run-dir=r"}
-    values["train"] = REPOSITORY / "apps" / script / "train.py"
-    assert LAUNCHERS[name].template.format(**values).split() == words
+    values |= {"master_port": 29400, "host": "127.0.0.1", "log_dir": "r/log"}
+    train = REPOSITORY / "apps" / script / "train.py"
+    assert [*LAUNCHERS[name].command.format(**values).split(), str(train), "--run-dir=r"] == words

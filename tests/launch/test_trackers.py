@@ -7,10 +7,10 @@ import runpy
 from pathlib import Path
 
 import pytest
-from scratch_project import CORE, REPOSITORY, ScratchProject
 from samestep import ConfigError
 from samestep.launch import trackers
 from samestep.observe import track
+from scratch_project import CORE, REPOSITORY, ScratchProject
 
 
 @pytest.mark.parametrize("text", ["", "tensorbord", "mlflow,", "tensorboard wandb", "a\nb"])

@@ -1,4 +1,4 @@
-"""What the common cases need to know of lenet_paddle."""
+"""Define what the common tests need to know of lenet_paddle."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     assert outcome.code == 1, outcome
     logs = harness.folder / "run" / "log"
     if stalled := hang_diagnosis.read_json(logs / "stalled"):
-        over = hang_diagnosis.read_json(logs / f"hang-{stalled['rank']}.json")["waited"] - timeout  # when its line was told
+        over = (
+            hang_diagnosis.read_json(logs / f"hang-{stalled['rank']}.json")["waited"] - timeout
+        )  # when its line was told
         print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP
     return outcome
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness import ROOT, Harness
 from samestep.observe import run_reader
+from samestep.observe.run_reader import world_size_of
 
 
 def said(harness: Harness, *arguments: str | Path) -> str:
@@ -45,11 +46,11 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     assert f"started 2 times; resumed at step {result['resumed_from_step']}" in after
     said(harness, "samestep.observe.report", job.run_dir, "-o", "report.html")
     data = run_reader.read(job.run_dir)
-    assert (data.problems, data.stop, data.world_size) == ([], 640, 2)
+    assert (data.problems, data.log.last_step, world_size_of(data.metrics.header, {})) == ([], 640, 2)
     assert [event.step for event in data.events if event.kind == "restart"] == [result["resumed_from_step"]]
-    assert len(data.launches) == 2
-    assert len(data.measured.curves["loss"].steps) == 640
-    assert [each.step for each in data.saved if not each.problem][-1] == 640
+    assert len(data.log.launches) == 2
+    assert len(data.metrics.curves["loss"].steps) == 640
+    assert [each.step for each in data.checkpoints if not each.problem][-1] == 640
     text = (harness.folder / "report.html").read_text()
     assert f"resumed at step {result['resumed_from_step']}, 2 ranks" in text
     assert result["weights_sha256"][:12] in text

@@ -14,7 +14,7 @@ def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
     command = ["diff", str(apps / "mnist_ddp" / "train.py"), str(apps / "mnist_horovod" / "train.py")]
     diff = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     changed = [line for line in diff.splitlines() if line.startswith(("<", ">"))]
-    assert 0 < len(changed) < 60
+    assert 0 < len(changed) <= 40
     for name in ("model.py", "data.py"):
         assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
 

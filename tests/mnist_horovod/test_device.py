@@ -9,17 +9,17 @@ from harness import told_by
 
 PROGRAM = """
 import json
+import distributed
 import horovod.torch as hvd
 import torch
-import ranks
-from samestep import UserError
+from samestep import ConfigError
 from samestep.env import World
 
 told = {}
 current = []
 torch.cuda.set_device = current.append
 hvd.nccl_built = lambda: 22907
-ranks.log.warning = lambda text: warnings.append(text)
+distributed.log.warning = lambda text: warnings.append(text)
 for built in (False, True):
     hvd.cuda_built = lambda: built
     for gpus in (0, 1, 4):
@@ -30,10 +30,10 @@ for built in (False, True):
                     current.clear()
                     warnings = []
                     try:
-                        device = ranks.choose_device(wanted, World(rank, n, local_rank=rank, local_world_size=n))
-                        backend = ranks.backend(device) if device.type == "cuda" else ""
+                        device = distributed.choose_device(wanted, World(rank, n, local_rank=rank, local_world_size=n))
+                        backend = distributed.backend(device) if device.type == "cuda" else ""
                         answer = [str(device), backend, [str(each) for each in current], len(warnings)]
-                    except UserError as problem:
+                    except ConfigError as problem:
                         answer = str(problem).partition(": ")[2]
                     told[f"{built} {gpus} {n} {rank} {wanted}"] = answer
 print(json.dumps(told))

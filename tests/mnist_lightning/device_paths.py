@@ -9,7 +9,7 @@ PATHS = [
     ("cpu", "gloo", "RANK and WORLD_SIZE by hand", "run", f"{TORCHRUN}::test_plain_rank_and_world_size"),
     ("cpu", "gloo", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
     (
-        *("cuda", "NCCL", "which GPU a rank takes (ranks.py is mnist_ddp's)", "simulated"),
+        *("cuda", "NCCL", "which GPU a rank takes (samestep.torch.distributed)", "simulated"),
         "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
     ),
     (

@@ -76,15 +76,16 @@ torch.cuda.device_count = lambda: 4
 torch.cuda.is_available = lambda: True
 torch.cuda.set_device = lambda device: None
 import pytorch_lightning as pl
-import ranks, train
+import train
 from options import parse
 from samestep.env import World
+from samestep.torch import distributed
 
 options = parse(["--logger=none"])
 options.run_dir = Path()
 told = []
 for world in (World(2, 4, 2, 4, 0, 1), World(5, 8, 1, 4, 1, 2), World(1, 2, 0, 1, 1, 2)):
-    device = ranks.choose_device("auto", world)
+    device = distributed.choose_device("auto", world)
     trainer = train.build_trainer(SimpleNamespace(world=world), options, device, 1, pl.Callback())
     ddp = trainer.strategy
     told.append([str(device), str(ddp.root_device), ddp.determine_ddp_device_ids(), trainer.global_rank])

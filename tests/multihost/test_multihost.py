@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import APPS, ROOT, Harness, Job, Shape, losses, metrics, options_of, relative_difference, app_spec
+from harness import APPS, ROOT, Harness, Job, Shape, app_spec, losses, metrics, options_of, relative_difference
 from hosts import Host, network
 from ssh import ssh_between
 
@@ -121,9 +121,8 @@ def test_horovod_is_not_started_by_a_name_that_leads_nowhere(of: Callable[[str],
     job = harness.start_command(hosts[0].command(*words), harness.folder / "run", HOROVOD_HOSTS="node0:1,node1:1")
     assert refused([job]) == (
         2,
-        "error: this host's name, node0, leads to 127.0.1.1, which Horovod's gloo would give the other hosts of "
-        "HOROVOD_HOSTS for its address: let /etc/hosts lead it to one that they reach, on each host, or use "
-        "--transport mpi",
+        "error: this host's name, node0, resolves to 127.0.1.1, which the other hosts of HOROVOD_HOSTS cannot reach: "
+        "give each host an address in /etc/hosts that the others reach, or use --transport mpi",
     )
 
 

@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from samestep import events
 from samestep.observe import report, run_reader, watch
 from samestep.observe.report_page import KINDS
 from samestep.observe.run_reader import RESTART, Event
+from samestep.recovery import events
 
 STORED = Path(__file__).parent / "stored" / "0.1" / "restarted"  # a rank was killed, then one stopped, then the job
 HANG_TEXT = (
@@ -142,6 +142,16 @@ def test_a_run_of_version_0_1_that_a_later_version_resumes_keeps_its_events(tmp_
     assert [(event.kind, event.text) for event in read_events(run_dir)] == [
         ("failure", "of version 0.1"),
         (RESTART, "resumed at step 8, 1 rank"),
+    ]
+
+
+def test_without_a_recorded_start_log_lines_count_too(tmp_path: Path) -> None:
+    """A job may fail before its first step, and its launch script may be of another version than its ranks."""
+    run_dir = write_log(tmp_path / "run", "error: a rank failed", "error: of the log alone")
+    events.append_event(run_dir / "log", events.FAILURE, rank=0, text="a rank failed")
+    events.append_event(run_dir / "log", events.FAILURE, code=1, text="warning: the job ended with code 1")
+    assert [event.text for event in read_events(run_dir)] == [
+        *("a rank failed", "of the log alone", "the job ended with code 1"),
     ]
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import rundirs
-from samestep import events
 from samestep.env import World
 from samestep.metrics import Metrics
 from samestep.observe import report, report_page, run_reader
 from samestep.observe.report_page import Page, Table
 from samestep.options import Options
-from samestep.recovery import hang_diagnosis
+from samestep.recovery import events, hang_diagnosis
 from samestep.recovery.watchdog import Watchdog
 
 LOADS = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
@@ -92,12 +91,12 @@ def table(page: Page, title: str) -> Table:
 def test_a_page_of_three_runs_says_what_happened_to_each(made: dict[str, Path]) -> None:
     page = page_of(made["whole"], made["killed"], made["stopped"])
     assert page.names == ["whole", "killed", "stopped"]
-    assert [state.text for state in page.states] == [
+    assert [run.state.text for run in page.runs] == [
         "finished at step 12",
         "finished at step 12",
         "stopped by SIGTERM at step 6; the same --run-dir resumes from there",
     ]
-    assert page.problems == [[], [], []]
+    assert [run.problems for run in page.runs] == [[], [], []]
     killed, stopped = (page.timelines[i].events for i in (1, 2))
     assert [(event.kind, event.step) for event in killed] == [("restart", 8)]
     assert [(event.kind, event.step) for event in stopped] == [("signal", 6)]
@@ -179,7 +178,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder": folder,
 }
 MANIFEST = "checkpoints/step-00000008/manifest.json"
-FILES = {  # and the damages that leave nothing to complain of
+FILES = {  # and the damages that no problem line names
     "metrics.jsonl": set(),
     "result.json": {"missing", "of other types"},
     "evaluation.json": {"missing", "of other types"},
@@ -189,7 +188,7 @@ FILES = {  # and the damages that leave nothing to complain of
     "log/alive-0": {"missing"},
     "log/hang-0.json": {"missing"},
     MANIFEST: set(),
-    "checkpoints/step-00000012/model.safetensors": {"garbage"},  # of its size
+    "checkpoints/step-00000012/model.safetensors": {"garbage"},  # of the same size
 }
 
 
@@ -215,14 +214,14 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(
 def test_a_run_without_anything_but_a_log_folder_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "run" / "log").mkdir(parents=True)
     page = page_of(tmp_path / "run")
-    assert page.states[0].name == "new"
-    assert [problem.partition(":")[0] for problem in page.problems[0]] == [
+    assert page.runs[0].state.name == "new"
+    assert [problem.partition(":")[0] for problem in page.runs[0].problems] == [
         *("metrics.jsonl", "log/launcher.log", "log/rank-0.log", "checkpoints")
     ]
     assert Checked(report_page.html_of(page)).wrong == []
 
 
-def test_a_checkpoint_that_is_gone_and_one_set_aside_are_told(damaged_run: Path) -> None:
+def test_missing_and_quarantined_checkpoints_are_named(damaged_run: Path) -> None:
     for each in sorted((damaged_run / "checkpoints").iterdir())[:2]:
         each.rename(each.with_name(f"unequal-{each.name}"))
     data = run_reader.read(damaged_run)
@@ -235,7 +234,7 @@ def test_a_checkpoint_that_is_gone_and_one_set_aside_are_told(damaged_run: Path)
 EVIL = "<script>alert(1)</script>"
 
 
-def test_what_comes_from_files_is_harmless(damaged_run: Path, tmp_path: Path) -> None:
+def test_content_of_files_is_escaped(damaged_run: Path, tmp_path: Path) -> None:
     evil = damaged_run.rename(tmp_path / "<script>alert(1)<")
     lines = [json.loads(line) for line in (evil / "metrics.jsonl").read_text().splitlines()]
     for each in lines:
@@ -306,7 +305,7 @@ def test_a_picture_without_matplotlib_is_one_line(
 
 
 def write_run(run_dir: Path, lines: list[dict[str, Any]], app: str = "toy", **facts: Any) -> Path:
-    """A run dir of lines, by the package's own writer."""
+    """Write a run dir with these lines, by the package's own writer."""
     (run_dir / "log").mkdir(parents=True)
     metrics = Metrics(
         run_dir, {"app": app, "options": {"global_batch_size": 8}, "world": {"world_size": 2}, **facts}, None
@@ -330,25 +329,25 @@ def test_a_long_run_is_thinned_out_and_keeps_its_peaks(tmp_path: Path) -> None:
     assert len(report_page.html_of(page)) < 100_000
 
 
-def test_values_at_the_ends_of_what_numbers_can_be_are_drawn(tmp_path: Path) -> None:
+def test_extreme_values_are_drawn(tmp_path: Path) -> None:
     extreme = [1.7e308, -1.7e308, 5e-324, 0.0, 10**400, float("nan"), True, "1", None]
     lines = [{"step": i + 1, "loss": value, "x": 1.0} for i, value in enumerate(extreme)]
     one = write_run(tmp_path / "one", lines)
     two = write_run(tmp_path / "two", [{**line, "loss": 1.0} for line in lines])
     page = page_of(one, two)
     assert len(page.panels[0].lines[0].values) == 4
-    assert "metrics.jsonl: 2 values left out: not finite numbers" in page.problems[0]
+    assert "metrics.jsonl: 2 values left out: not finite numbers" in page.runs[0].problems
     assert Checked(report_page.html_of(page)).wrong == []
 
 
-def test_runs_without_a_common_step_say_so(tmp_path: Path) -> None:
+def test_runs_without_a_common_step_are_named(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", [{"step": 2 * i, "loss": 1.0} for i in range(1, 5)])
     two = write_run(tmp_path / "two", [{"step": 2 * i + 1, "loss": 1.0} for i in range(1, 5)])
     row = table(page_of(one, two), "Losses against the first run").rows[0]
     assert row[4] == "no step that both logged: give both the same --log-every"
 
 
-def test_a_slow_rank_is_shown_and_what_is_not_recorded_is_said(tmp_path: Path, made: dict[str, Path]) -> None:
+def test_a_straggler_is_shown_and_missing_records_are_explained(tmp_path: Path, made: dict[str, Path]) -> None:
     named = {"rank": 1, "phase": "input", "seconds": 0.213, "others": 0.004}
     page = page_of(write_run(tmp_path / "run", [{"step": 60, "loss": 1.0, "stragglers": [named]}]))
     assert table(page, "Time by phase and rank").rows == [["run", "60", "1", "input", "0.213", "0.004"]]
@@ -375,25 +374,25 @@ def test_measurements_of_the_laboratory_are_listed(tmp_path: Path, made: dict[st
     page = page_of(made["whole"], lab)
     (row,) = table(page, "Measurements of collectives_lab").rows
     assert row == ["lab", "all", "2", "aggregate, primitives", str(lab / "report.html")]
-    assert (page.problems[1], len(page.timelines)) == ([], 1)
+    assert (page.runs[1].problems, len(page.timelines)) == ([], 1)
     assert any("no curves" in note for note in page.notes)
     assert Checked(report_page.html_of(page_of(lab))).wrong == []
 
 
-def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
+def test_more_runs_than_colors_are_distinguishable(tmp_path: Path) -> None:
     made = [write_run(tmp_path / f"{i}", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": i}]) for i in range(1, 20)]
     text = report_page.html_of(page_of(*made))
     assert Checked(text).wrong == []
     assert text.count('class="curve d2"') >= 2
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_get_different_names(tmp_path: Path) -> None:
     folders = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
     assert report.names_of(folders) == ["a/x", "b/x"]
     assert report.names_of([folders[0], folders[0]]) == ["x (1)", "x (2)"]
 
 
-def test_a_run_that_grows_is_read_without_its_half_line(tmp_path: Path) -> None:
+def test_a_growing_run_is_read_without_its_incomplete_line(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     measured = run_reader.MetricsReader(run_dir)
     measured.read()
@@ -410,7 +409,7 @@ def test_a_run_that_grows_is_read_without_its_half_line(tmp_path: Path) -> None:
     assert (measured.step, [start.step for start in measured.starts]) == (1, [0, 1])
 
 
-def test_nothing_of_it_is_left_running(made: dict[str, Path]) -> None:
+def test_no_thread_is_left_running(made: dict[str, Path]) -> None:
     before = threading.active_count()
     page_of(*made.values())
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""The page of `report` in a real browser: nothing on its console, nothing fetched, buttons and keys that work."""
+"""Test the report in a real browser: no console message, no request, and working buttons and keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTHS = {"a phone": 360, "a desktop": 1280}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of three runs, one of them under a name that would be a program if it were not escaped."""
+    """Write a report of three runs, one with a name that would run as a program if it were not escaped."""
     folder = tmp_path_factory.mktemp("page")
     made = rundirs.make(folder)
     named = made["stopped"].rename(folder / "<img src=x onerror=alert(1)>")
@@ -39,7 +39,7 @@ def test_a_browser_shows_it_without_an_error_and_fetches_nothing(page: Path, tmp
         hidden = "document.querySelectorAll('g[data-run=\"1\"][hidden]').length"
         assert tab.evaluate(f"document.querySelector('button[data-run=\"1\"]').click(); {hidden}") >= 4
         assert tab.evaluate(f"document.querySelector('button[data-run=\"1\"]').click(); {hidden}") == 0
-        # Keys and the pointer tell the values at a step.
+        # Keys and the pointer show the values at a step.
         key = "plot.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true}))"
         plot = "const plot = document.querySelector('.plot'); plot.focus();"
         said = "document.querySelector('output').textContent"

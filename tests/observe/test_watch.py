@@ -1,4 +1,4 @@
-"""A run seen in a terminal: frames of run dirs that a toy's real `Run` made, and the program itself in a pty."""
+"""Test watch: its frames of run dirs that a toy's real `Run` made, and the program itself in a pty."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from programs import CORE, HOLD, default_signals, environment, running
 from samestep.observe import run_reader, watch
 from samestep.observe.run_reader import Curve
 
-LIMIT = 60.0  # seconds that no answer needs
+LIMIT = 60.0  # seconds, far more than an answer needs
 JOB = "a job"
-NOW = 1_800_000_000.0  # by this machine's clock, which stands still
+NOW = 1_800_000_000.0  # by this machine's clock, which the tests stop
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,13 @@ def frame(run_dir: Path, columns: int = 100, lines: int = 60) -> list[str]:
 
 
 def beat(run_dir: Path, rank: int, step: int, host: str = socket.gethostname(), ago: float = 0.5) -> None:
-    """A rank's heartbeat, as its watchdog writes it."""
+    """Write a rank's heartbeat as its watchdog does."""
     its = {"rank": rank, "pid": 4000 + rank, "host": host, "job": JOB, "step": step, "updates": step}
     at = ["/x/apps/mnist_ddp/train.py", 105, "train"]
     (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({**its, "time": NOW - ago, "at": at}))
 
 
-def test_a_finished_run_is_told_in_a_frame(made: dict[str, Path]) -> None:
+def test_a_frame_of_a_finished_run(made: dict[str, Path]) -> None:
     text = "\n".join(frame(made["killed"]))
     assert "finished at step 12" in text
     assert re.search(r"step 12 of 12  █+ 100%", text)
@@ -68,7 +68,7 @@ def test_a_finished_run_is_told_in_a_frame(made: dict[str, Path]) -> None:
     assert "log/launcher.log" in text
 
 
-def test_a_stopped_run_says_by_what_and_that_it_can_go_on(made: dict[str, Path]) -> None:
+def test_a_frame_of_a_stopped_run_names_the_signal_and_the_resume(made: dict[str, Path]) -> None:
     text = "\n".join(frame(made["stopped"]))
     assert "stopped by SIGTERM at step 6; the same --run-dir resumes from there" in text
     assert re.search(r"step 6 of 12  █+░+ 50%", text)
@@ -76,7 +76,7 @@ def test_a_stopped_run_says_by_what_and_that_it_can_go_on(made: dict[str, Path])
 
 @pytest.mark.parametrize("columns", [1, 8, 20, 40, 80, 300])
 @pytest.mark.parametrize("lines", [1, 2, 10, 24])
-def test_a_frame_keeps_within_its_terminal(columns: int, lines: int, made: dict[str, Path], tmp_path: Path) -> None:
+def test_a_frame_fits_its_terminal(columns: int, lines: int, made: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
     for rank in range(50):
         beat(copy, rank, 6)
@@ -87,15 +87,15 @@ def test_a_frame_keeps_within_its_terminal(columns: int, lines: int, made: dict[
 
 
 def held(run_dir: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """The run dir's lock, by another process, as locks of one's own are not seen."""
+    """Hold the run dir's lock in another process, because a process does not see its own locks."""
     return running(HOLD.format("LAUNCHER_BYTE"), run_dir, until="held")
 
 
-def test_a_running_run_has_its_ranks_the_silent_one_told(made: dict[str, Path], tmp_path: Path) -> None:
+def test_a_frame_of_a_running_run_marks_the_silent_rank(made: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
     beat(copy, 0, 9)
     beat(copy, 1, 7, ago=31.0)
-    beat(copy, 2, 9, host="elsewhere", ago=-5000.0)  # whose clock is another
+    beat(copy, 2, 9, host="elsewhere", ago=-5000.0)  # its clock differs
     with held(copy):
         assert run_reader.is_held(copy)
         text = "\n".join(frame(copy))
@@ -107,7 +107,7 @@ def test_a_running_run_has_its_ranks_the_silent_one_told(made: dict[str, Path], 
     assert not run_reader.is_held(copy)
 
 
-def test_with_more_ranks_than_lines_those_behind_are_shown(made: dict[str, Path], tmp_path: Path) -> None:
+def test_if_ranks_outnumber_lines_those_behind_are_shown(made: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
     for rank in range(100):
         beat(copy, rank, 5 if rank == 71 else 9)
@@ -129,7 +129,7 @@ def test_ranks_on_another_host_are_running_when_their_files_change(made: dict[st
     assert view.frame(100, 50)[1] == "running on elsewhere"
 
 
-def test_what_files_say_cannot_command_the_terminal(made: dict[str, Path], tmp_path: Path) -> None:
+def test_files_cannot_control_the_terminal(made: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made["whole"], tmp_path / "run"))
     lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     lines[0]["app"] = "\x1b[2J\x07\x9b31m"
@@ -148,7 +148,7 @@ def test_what_files_say_cannot_command_the_terminal(made: dict[str, Path], tmp_p
 @pytest.mark.parametrize(
     "content", [None, b"", b"\x00\xff" * 500, b'{"step": [], "rank": {}}\n', b"[" * 90_000 + b"\n"]
 )
-def test_a_damaged_file_costs_its_part_alone(
+def test_a_damaged_file_hides_only_its_part(
     name: str, content: bytes | None, made: dict[str, Path], tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(made["killed"], tmp_path / "run"))
@@ -158,7 +158,7 @@ def test_a_damaged_file_costs_its_part_alone(
     assert len(frame(copy)) > 4
 
 
-def test_a_sparkline_has_means_from_the_least_to_the_greatest() -> None:
+def test_a_sparkline_scales_means_from_the_least_to_the_greatest() -> None:
     def of(*values: float) -> Curve:
         return Curve(array("q", range(len(values))), array("d", values))
 
@@ -172,7 +172,7 @@ def test_a_sparkline_has_means_from_the_least_to_the_greatest() -> None:
     ("seconds", "said"),
     [(0.4, "0 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (200_000, "2 d 7 h")],
 )
-def test_durations_are_told_to_two_units(seconds: float, said: str) -> None:
+def test_a_duration_has_at_most_two_units(seconds: float, said: str) -> None:
     assert watch.duration(seconds) == said
 
 
@@ -215,7 +215,7 @@ def test_without_a_run_dir_it_is_the_newest(
 
 
 class Terminal:
-    """The program in a pty of its own, and what it wrote there."""
+    """Run the program in its own pty, and collect what it writes."""
 
     def __init__(self, run_dir: Path, columns: int = 80, lines: int = 30) -> None:
         pid, self.descriptor = pty.fork()
@@ -234,7 +234,7 @@ class Terminal:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def until(self, pattern: str) -> None:
-        """Wait until the text behind what was waited for before has it, and leave that out."""
+        """Wait until the text after the last match matches, and drop it up to there."""
         deadline = time.monotonic() + LIMIT
         while not (found := re.search(pattern, self.text)):
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
@@ -244,7 +244,7 @@ class Terminal:
         self.text = self.text[found.end() :]
 
     def end(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait for its end; return the exit code."""
         deadline = time.monotonic() + LIMIT
         while True:
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
@@ -256,9 +256,9 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
     def _read(self) -> str:
-        """What it wrote next; "" when it has ended."""
+        """Return what it writes next; "" when it has ended."""
         text = ""
-        with contextlib.suppress(OSError):  # nobody has the other end any more
+        with contextlib.suppress(OSError):  # the program has closed the other end
             while not text and (content := os.read(self.descriptor, 2**16)):
                 text = self._decoder.decode(content)
         return text
@@ -276,7 +276,7 @@ def terminal(run_dir: Path) -> Iterator[Terminal]:
         os.close(found.descriptor)
 
 
-def test_ctrl_c_ends_it_quietly_and_gives_the_screen_back(made: dict[str, Path], tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_quietly_and_restores_the_screen(made: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
     with held(copy), terminal(copy) as shown:
         shown.until(r"\x1b\[\?1049h\x1b\[\?25l")
@@ -290,7 +290,7 @@ def test_ctrl_c_ends_it_quietly_and_gives_the_screen_back(made: dict[str, Path],
 
 
 def test_it_follows_a_run_to_its_end(made: dict[str, Path], tmp_path: Path) -> None:
-    """Which is killed and started again meanwhile; the last frame stays on the terminal."""
+    """The run is killed and restarted meanwhile. The last frame stays on the terminal."""
     run_dir = tmp_path / "run"
     (run_dir / "log").mkdir(parents=True)
     with held(run_dir) as holder, terminal(run_dir) as shown:
@@ -305,8 +305,8 @@ def test_it_follows_a_run_to_its_end(made: dict[str, Path], tmp_path: Path) -> N
         assert "finished at step 12" in shown.text.rpartition("\x1b[?1049l")[2]
 
 
-def test_it_ends_with_a_run_that_left_no_word(made: dict[str, Path]) -> None:
-    """At once where the run was over before: killed with its launcher."""
+def test_it_exits_for_a_run_that_was_killed(made: dict[str, Path]) -> None:
+    """It exits at once if the run was killed with its launcher before."""
     shutil.copytree(made["whole"], copy := made["whole"].parent / "no result")
     (copy / "result.json").unlink()
     with terminal(copy) as shown:
@@ -314,7 +314,7 @@ def test_it_ends_with_a_run_that_left_no_word(made: dict[str, Path]) -> None:
         assert "ended without a result at step 12: killed, or copied while it ran" in shown.text
 
 
-def test_where_stdout_is_no_terminal_it_is_plain_text(made: dict[str, Path]) -> None:
+def test_without_a_terminal_it_prints_plain_text(made: dict[str, Path]) -> None:
     command = [sys.executable, "-m", "samestep.observe.watch", str(made["killed"])]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What the common cases need to know of resnet50_mindspore."""
+"""Describe resnet50_mindspore for the common cases."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "apps" / "resnet50_mindspore"))
 
-import ranks  # type: ignore[import-not-found]
+import distributed  # type: ignore[import-not-found]
 from data import load  # type: ignore[import-not-found]
 from model import build_model  # type: ignore[import-not-found]
 from safetensors.numpy import save_file
@@ -26,7 +26,7 @@ from weights import load_model, model_arrays  # type: ignore[import-not-found]
 
 
 def main(folder: Path) -> None:
-    ranks.choose_device("cpu")
+    distributed.choose_device("cpu")
     training, test = load("synthetic-cifar10", folder)
     model = build_model(50, False, seed=1)
     batch = training.training(GlobalBatches(len(training.labels), 2, seed=1), range(1), 224)

@@ -246,8 +246,18 @@ MISTAKES: dict[str, tuple[int | str, str | None, dict[str, str], Sequence[str]]]
         {"NODE_RANK": "1"},
         ["NODE_RANK=1", f"this machine ({HOST}) is number 0", "unset NODE_RANK, or correct it"],
     ),
-    "no NODE_RANK": (2, changed(TWO, "", ""), {}, ["'127.0.0.1', '127.0.0.2'", "cannot be told: set NODE_RANK"]),
-    "names": (2, changed(NAMES, "", ""), {"NNODES": "2"}, ["'rack-1', 'rack-2'", "cannot be told: set NODE_RANK"]),
+    "no NODE_RANK": (
+        2,
+        changed(TWO, "", ""),
+        {},
+        ["'127.0.0.1', '127.0.0.2'", f"any may be this machine ({HOST}): set"],
+    ),
+    "names": (
+        2,
+        changed(NAMES, "", ""),
+        {"NNODES": "2"},
+        ["'rack-1', 'rack-2'", f"any may be this machine ({HOST}): set"],
+    ),
     "two tables": (4, changed(ONE, "", ""), {"MINDSPORE_HCCL_CONFIG_PATH": "b.json"}, ["b.json are two tables", "uns"]),
     "no number": ("four", changed(ONE, "", ""), {}, ["call: each_device.py N TRAIN.PY"]),
 }
@@ -290,7 +300,7 @@ def test_a_table_or_a_run_dir_that_nobody_named(harness: Harness) -> None:
 
 
 def test_which_addresses_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = each_device(monkeypatch)
+    tool = placement(monkeypatch)
     addresses = {"127.0.0.1": True, "127.0.0.2": True, ELSEWHERE: False, "2001:db8::1": False}
     assert {address: tool.is_own(address) for address in addresses} == addresses
     v6 = Path("/proc/net/if_inet6")
@@ -301,18 +311,18 @@ def test_which_addresses_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> N
     assert {name: tool.is_own(name) for name in names} == names
 
 
-def each_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+def placement(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(APP))
-    spec = importlib.util.spec_from_file_location("each_device", APP / "each_device.py")
+    spec = importlib.util.spec_from_file_location("placement", APP / "placement.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "each_device", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "placement", module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize("name", ["each_device", "make_rank_table", "options"])
+@pytest.mark.parametrize("name", ["each_device", "make_rank_table", "options", "placement"])
 def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name: str) -> None:
     ast.parse((APP / f"{name}.py").read_text(), feature_version=(3, 9))
 
@@ -321,15 +331,17 @@ def test_what_the_first_stage_runs_is_written_in_the_language_of_python_3_9(name
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def project(tmp_path: Path) -> Path:
     """A repository with this app alone, on a machine that seems to have Ascend's driver; a rank is the stub."""
-    root = tmp_path / "house"
-    shutil.copytree(ROOT / "scripts" / "launcher", root / "scripts" / "launcher")
-    shutil.copy(ROOT / "scripts" / "run_resnet50_mindspore.sh", root / "scripts")
+    root = tmp_path / "project"
+    (root / "scripts").mkdir(parents=True)
+    for name in ("launch.py", "launch.sh", "run_resnet50_mindspore.sh"):
+        shutil.copy(ROOT / "scripts" / name, root / "scripts")
     (root / "core").symlink_to(ROOT / "core")
     app = root / "apps" / "resnet50_mindspore"
     app.mkdir(parents=True)
-    shutil.copy(APP / "make_rank_table.py", app)
+    for name in ("make_rank_table.py", "placement.py"):
+        shutil.copy(APP / name, app)
     for name, constant, value in (
         ("options.py", "ASCEND_DRIVER", 'Path("/dev/null")'),
         ("each_device.py", "STOP_SECONDS", "1.0"),
@@ -343,10 +355,10 @@ def house(tmp_path: Path) -> Path:
     return app
 
 
-def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, house: Path) -> None:
+def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, project: Path) -> None:
     """Rank 1, on device 5. Rank 2 and a child of each do not listen to TERM; at the end the harness looks for them."""
     table = str(write(harness.folder / "rank_table.json", "1.0", ONE))
-    outcome = start(harness, house, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
+    outcome = start(harness, project, LASTING, 4, RANK_TABLE_FILE=table, FAILS="1", DEAF="2").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (7, "")
     log = harness.folder / "run" / "device5" / "train.log"
     assert outcome.stderr == f"rank 1 (device 5) ended with code 7: see {log}\n"
@@ -362,10 +374,10 @@ def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, ho
     ids=["TERM", "INT", "a rank killed"],
 )
 def test_a_job_that_is_ended_leaves_nothing(
-    harness: Harness, house: Path, end: Callable[[Job], None], code: int
+    harness: Harness, project: Path, end: Callable[[Job], None], code: int
 ) -> None:
     table = str(write(harness.folder / "rank_table.json", "group", ONE))
-    job = start(harness, house, LASTING, 4, RANK_TABLE_FILE=table)
+    job = start(harness, project, LASTING, 4, RANK_TABLE_FILE=table)
     job.wait_for(lambda: len([*job.run_dir.glob("device*/told.json")]) == 4)
     end(job)
     assert job.finish(limit=60).code == code
@@ -374,8 +386,8 @@ def test_a_job_that_is_ended_leaves_nothing(
 # --- through the launch script -------------------------------------------------------------------------------------
 
 
-def launch(harness: Harness, house: Path, n: int, *options: str, **environ: str) -> Outcome:
-    script = house.parents[1] / "scripts" / "run_resnet50_mindspore.sh"
+def launch(harness: Harness, project: Path, n: int, *options: str, **environ: str) -> Outcome:
+    script = project.parents[1] / "scripts" / "run_resnet50_mindspore.sh"
     command = ["bash", str(script), str(n), "--run-dir=run", "--dataset=synthetic-cifar10", *options]
     return harness.start_command(command, harness.folder / "run", harness.folder, **environ).finish(limit=60)
 
@@ -390,11 +402,11 @@ def launch(harness: Harness, house: Path, n: int, *options: str, **environ: str)
     ids=["one", "machine 1", "machine 0"],
 )
 def test_the_launch_script_needs_the_table_alone(
-    harness: Harness, house: Path, servers: Servers, this: str, environ: dict[str, str]
+    harness: Harness, project: Path, servers: Servers, this: str, environ: dict[str, str]
 ) -> None:
     """No NNODES, no MASTER_ADDR, no MASTER_PORT."""
     table = write(harness.folder / "rank_table.json", "1.0", servers)
-    outcome = launch(harness, house, len(servers[this]), RANK_TABLE_FILE="rank_table.json", **environ)
+    outcome = launch(harness, project, len(servers[this]), RANK_TABLE_FILE="rank_table.json", **environ)
     assert (outcome.code, outcome.stderr) == (0, ""), outcome
     devices, ranks = listed(table, this), sum(map(len, servers.values()))
     folders = of_server(harness.folder / "run", table, this)
@@ -405,21 +417,21 @@ def test_the_launch_script_needs_the_table_alone(
         assert shown == {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "RANK_TABLE_FILE": str(table)}
         assert its["environ"]["SAMESTEP_LAUNCHER"]
         assert its["environ"].get("SAMESTEP_MACHINES") == (str(len(servers)) if len(servers) > 1 else None)
-        assert its["words"][0] == str(house / "train.py")
+        assert its["words"][0] == str(project / "train.py")
         assert f"--data-dir={harness.folder / 'data'}" in its["words"]
         assert ("--resume" in its["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, house: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, project: Path) -> None:
     write(harness.folder / "rank_table.json", "1.0", ONE)
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").write_text("a file")
-    outcome = launch(harness, house, 4, RANK_TABLE_FILE="rank_table.json")
+    outcome = launch(harness, project, 4, RANK_TABLE_FILE="rank_table.json")
     refused(outcome, f"{harness.folder}/run/device5: File exists: name a --run-dir to write in")
     assert (harness.folder / "run" / "log" / "launcher.log").read_text().count("each_device.py") == 1
 
 
-def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, house: Path) -> None:
+def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Harness, project: Path) -> None:
     """Before it makes an environment: PYTHON, which would keep it from that, is not set."""
     write(harness.folder / "rank_table.json", "1.0", ONE)
     for n, words, environ in (
@@ -427,11 +439,11 @@ def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Har
         (4, "NNODES=2, but RANK_TABLE_FILE=rank_table.json lists 1 server", {"NNODES": "2"}),
         (4, "gone.json: No such file or directory", {"RANK_TABLE_FILE": "gone.json"}),
     ):
-        outcome = launch(harness, house, n, **{"RANK_TABLE_FILE": "rank_table.json", "PYTHON": "", **environ})
+        outcome = launch(harness, project, n, **{"RANK_TABLE_FILE": "rank_table.json", "PYTHON": "", **environ})
         refused(outcome, words)
-    outcome = launch(harness, house, 4, "--device=cpu", MINDSPORE_HCCL_CONFIG_PATH="rank_table.json", PYTHON="")
+    outcome = launch(harness, project, 4, "--device=cpu", MINDSPORE_HCCL_CONFIG_PATH="rank_table.json", PYTHON="")
     refused(outcome, "MINDSPORE_HCCL_CONFIG_PATH=rank_table.json is for Ascend: unset it")
     assert not (harness.folder / "run").exists()
-    assert not (house.parents[1] / ".venvs").exists()
-    dry = launch(harness, house, 4, "--dry-run", RANK_TABLE_FILE="rank_table.json").stdout
-    assert f"{house}/each_device.py 4 {house}/train.py --run-dir=run" in dry
+    assert not (project.parents[1] / ".venvs").exists()
+    dry = launch(harness, project, 4, "--dry-run", RANK_TABLE_FILE="rank_table.json").stdout
+    assert f"{project}/each_device.py 4 {project}/train.py --run-dir=run" in dry

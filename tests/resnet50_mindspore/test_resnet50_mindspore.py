@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,10 +97,10 @@ WEIGHTS = """
 import json, os
 from types import SimpleNamespace as World
 import numpy as np
-import ranks, weights
+import distributed, weights
 from mindspore import nn
 from model import build_model
-ranks.choose_device("cpu")
+distributed.choose_device("cpu")
 model = build_model(18, False, seed=1)
 optimizer = nn.Momentum(model.trainable_params(), 0.1, 0.9)
 model.batches_tracked = 7
@@ -128,8 +130,9 @@ for wrong in (groups["buffers"]["each"][:, 1:], np.zeros((2, 0), np.float32)):
     except ValueError as problem:
         told["refused"].append(str(problem))
 rows = [np.array([1, 2**64 - 1], np.uint64), np.array([-1, 2**40]), np.array([np.pi, -0.0]), np.array([3], np.int32)]
-told["gathered"] = all((r := ranks.all_gather(row)).dtype == row.dtype and r.tolist() == [row.tolist()] for row in rows)
-told["broadcast"] = [len(ranks.broadcast(bytes(n))) for n in (0, 1, 5)]
+gathered = [distributed.all_gather(row) for row in rows]
+told["gathered"] = all(r.dtype == row.dtype and r.tolist() == [row.tolist()] for r, row in zip(gathered, rows))
+told["broadcast"] = [len(distributed.broadcast(bytes(n))) for n in (0, 1, 5)]
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
@@ -212,21 +215,21 @@ TALK = """
 import json, os
 from types import SimpleNamespace
 import numpy as np
-import ranks
+import distributed
 from samestep import env
 world = env.detect(os.environ)
 options = SimpleNamespace(device="cpu", timeout=60, first_step_timeout=60)
 if world.role == "scheduler":
-    ranks.serve(options)
-ranks.choose_device("cpu")
-ranks.rendezvous(world, options)
+    distributed.serve(options)
+distributed.choose_device("cpu")
+distributed.rendezvous(world, options)
 me = world.rank + 1
 odd = np.array([0x7FF0000000000001 + me, 2**64 - me], np.uint64)  # as float64: a signalling NaN, and another NaN
 rows = [odd, odd.view(np.int64), odd.view(np.float64), odd.view(np.int32), np.array([me], np.float32)]
-gathered = [ranks.all_gather(row) for row in rows]
+gathered = [distributed.all_gather(row) for row in rows]
 told = [[str(each.dtype), each.tobytes().hex()] for each in gathered]
 contents = [bytes(range(256))[:n] for n in (0, 1, 3, 4, 255)]
-told.append([ranks.broadcast(content if world.rank == 0 else b"").hex() for content in contents])
+told.append([distributed.broadcast(content if world.rank == 0 else b"").hex() for content in contents])
 with open(f"told-{world.rank}.json", "w") as file:
     json.dump(told, file)
 os._exit(0)
@@ -250,55 +253,63 @@ import json, os
 from pathlib import Path
 from types import SimpleNamespace as Options
 import mindspore as ms
-import auto_parallel, data, highlevel, ranks
+import auto_parallel, distributed, highlevel
 from options import check_steps
-from samestep import RestartError, UserError
+from samestep import ConfigError, RetryableError
 from samestep.env import World
-from samestep.step_timer import Phases
+from samestep.recovery.watchdog import Watchdog
+from samestep.step_timer import StepTimer
 
 messages = ["", "\\n\\n", "only a title:", "\\n------\\n- Kernel error:\\n------\\nLaunch failed: op1\\n", "one\\ntwo"]
-told = {"headlines": [ranks.headline(message) for message in messages]}
+told = {"summaries": [distributed.summarize_error(message) for message in messages]}
 
 called = []  # of what only Ascend has
 ms.set_device = lambda *arguments: called.append(arguments)
-ranks.init = lambda: called.append("init")
-ranks.get_group_size = lambda: 8
+distributed.init = lambda: called.append("init")
+distributed.get_group_size = lambda: 8
 os.environ["DEVICE_ID"] = "3"
-ranks.choose_device("ascend")
+distributed.choose_device("ascend")
 options = Options(device="ascend", timeout=300.0, first_step_timeout=1800.0)
 for world in (World(3, 8, launcher="rank table"), World(3, 8, launcher="msrun"), World(3, 8, launcher="env")):
     try:
-        ranks.rendezvous(world, options)
-    except UserError as problem:
+        distributed.rendezvous(world, options)
+    except ConfigError as problem:
         called.append(str(problem))
-told["called"], told["facts"] = called, ranks.facts("ascend")
+told["called"], told["metadata"] = called, distributed.run_metadata("ascend")
 told["refused steps"] = []
 for more in ({"drop_remainder": True, "global_batch_size": 1025}, {"sink_size": 4, "global_batch_size": 10}):
     its = {"drop_remainder": None, "sink_size": 1, "log_every": 8, "checkpoint_every": 0, "evaluate_every": 0}
     its |= {"max_steps": None, **more}
     try:
         check_steps(Options(**its), 1024, 8)
-    except UserError as problem:
+    except ConfigError as problem:
         told["refused steps"].append(str(problem))
-told["waits"] = [os.environ[f"{name}_TIMEOUT"] for name in ("MS_NODE", "HCCL_CONNECT", "HCCL_EXEC")]
+told["timeouts"] = [os.environ[f"{name}_TIMEOUT"] for name in ("MS_NODE", "HCCL_CONNECT", "HCCL_EXEC")]
 
 made = []  # by Model, where shards sink
 class Model:
     def __init__(self, *network, **others):
         made.append([*network, others])
     def train(self, *arguments, **others):
-        loops, shards, (tell, monitor) = arguments
+        loops, shards, (callback, monitor) = arguments
         made.append([loops, shards, type(monitor).__name__, others])
+        callback.on_train_begin(None)
         for loss in range(loops):
-            tell.on_train_step_end(Options(original_args=lambda: Options(net_outputs=loss)))
+            callback.on_train_step_begin(None)
+            waits.append(watchdog._collective["name"])
+            callback.on_train_step_end(Options(original_args=lambda: Options(net_outputs=loss)))
+            waits.append(watchdog._collective)
         raise ValueError("In epoch: 1 step: 2, loss is NAN or INF, training process cannot continue")
 
-highlevel.Model, seen = Model, []
+highlevel.Model, seen, waits, watchdog = Model, [], [], Watchdog()
+watchdog._world, watchdog._options = World(0, 1), Options(run_dir=Path("nowhere"), lr=0.1)
+run = Options(world=World(0, 1), timer=StepTimer(), monitor=watchdog, first_step=6, last_step=12)
+run.options = Options(sink_size=3, log_every=3, quiet=False)
 try:
-    its = Options(world=World(0, 1), phases=Phases(), options=Options(run_dir=Path("nowhere"), lr=0.1))
-    highlevel.fit("forward", "optimizer", "shards", range(6, 12), lambda *each: seen.append(each), its, 3, 3)
-except RestartError as problem:
-    told["no number"] = str(problem)
+    highlevel.fit(run, "forward", "optimizer", "shards", lambda *each: seen.append(each), True)
+except RetryableError as problem:
+    told["nan"] = str(problem)
+told["waits"] = waits
 told["made"], told["seen"] = made, seen
 
 class Cut:
@@ -316,7 +327,7 @@ told["cut"] = auto_parallel.cut("the step", 32, 224).made
 layouts["model.fc.weight"] = [[2, 4], [0, -1], [5, 512], 0, True, ""]
 try:
     auto_parallel.cut("the step", 32, 224)
-except UserError as problem:
+except ConfigError as problem:
     told["refused"] = str(problem)
 print(json.dumps(told), flush=True)
 os._exit(0)
@@ -330,7 +341,7 @@ def told_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_of_a_message_the_line_is_shown_that_says_what_went_wrong(told_of_ranks: Any) -> None:
     """MindSpore's messages begin with rules and titles."""
-    assert told_of_ranks["headlines"] == ["", "", "only a title:", "Launch failed: op1", "one"]
+    assert told_of_ranks["summaries"] == ["", "", "only a title:", "Launch failed: op1", "one"]
 
 
 # --- Ascend, where there is none: what the program decides --------------------------------------------------------
@@ -341,12 +352,12 @@ def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
     *made, refused = told_of_ranks["called"]
     assert made == [["Ascend", 3], "init", "init"]
     assert refused.startswith("env started 8 ranks, which MindSpore cannot join on ascend: use msrun")
-    assert told_of_ranks["facts"]["backend"] == "hccl"
+    assert told_of_ranks["metadata"]["backend"] == "hccl"
 
 
 def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
     """The watchdog is to come first: they would wait for 30, 600 and 1,836 s, and name nobody."""
-    assert told_of_ranks["waits"] == ["1860", "1860", "1860"]
+    assert told_of_ranks["timeouts"] == ["1860", "1860", "1860"]
 
 
 def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
@@ -355,9 +366,10 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
         ["forward", {"optimizer": "optimizer"}],
         [2, "shards", "LossMonitor", {"dataset_sink_mode": True, "sink_size": 3}],
     ]
+    assert told_of_ranks["waits"] == ["train step", None, "train step", None]
     assert told_of_ranks["seen"] == [[6, 0], [7, 0], [8, 0], [9, 1], [10, 1], [11, 1]]
-    said = "at step 12 the loss is nan: lower --lr, now 0.1, unless a flipped bit made it so; "
-    assert told_of_ranks["no number"].startswith(said)
+    said = "at step 12 the loss is nan: lower --lr, now 0.1, unless a flipped bit caused it; "
+    assert told_of_ranks["nan"].startswith(said)
 
 
 def test_weights_that_mindspore_would_cut_are_refused_before_the_first_step(told_of_ranks: Any) -> None:
@@ -410,9 +422,10 @@ import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
-from data import MEAN, STD, Split, augment, feed, load
-from samestep.step_timer import Phases
+from data import MEAN, STD, Split, augment, load, train_loops
+from samestep.monitor import Monitor
 from samestep.sharding import GlobalBatches
+from samestep.step_timer import StepTimer
 
 training, test = load("synthetic-cifar10", Path("nowhere"))
 told = {}
@@ -460,14 +473,15 @@ sinks._exec_datagraph = lambda dataset, size, **others: Queue()
 known = {"device_target": "Ascend", "mode": 0, "pipeline_stages": 1}
 sinks.context = SimpleNamespace(get_context=known.get, get_auto_parallel_context=known.get, GRAPH_MODE=0)
 sinks.ops = SimpleNamespace(GetNext=lambda types, shapes, count, queue: lambda: shapes)
-loops = feed(lambda images, labels, weights: images, shards, True, 3, Phases())
+run = SimpleNamespace(options=SimpleNamespace(sink_size=3), monitor=Monitor(), timer=StepTimer())
+loops = train_loops(run, lambda images, labels, weights: images, shards, True)
 told["sinking"].append(len(asked))
 told["sunk"] = next(loops)
 told["sinking"].append(len(asked))
 loops.close()
 told["queue"] = Queue.said
 asked.clear()
-loops = feed(lambda images, labels, weights: images.shape, many.training(*its), False, 3, Phases())
+loops = train_loops(run, lambda images, labels, weights: images.shape, many.training(*its), False)
 told["sinking"].append(len(asked))
 told["loop"] = next(loops)
 
@@ -641,6 +655,58 @@ def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> No
     said = [path.read_text() for path in (harness.folder / "run" / "log").glob("rank-*.log")]
     assert any("no progress for 9 s: rank " in text for text in said), said
     assert any("; if it was still compiling, give it a longer --first-step-timeout" in text for text in said), said
+
+
+# --- a run of version 0.1 ------------------------------------------------------------------------------------------
+
+STORED = Path(__file__).parent / "stored" / "version-0.1"
+STORED_OPTIONS = ["--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"]
+STORED_OPTIONS += ["--global-batch-size=8", "--log-every=1", "--checkpoint-every=2"]
+
+
+def fill(run_dir: Path) -> dict[str, checkpoint.Arrays]:
+    """Write arrays into the stored checkpoint, whose own would take 90 MB, and sign its manifest anew."""
+    (folder,) = checkpoint.folders(run_dir)
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    random = np.random.default_rng(1)
+    groups: dict[str, checkpoint.Arrays] = {}
+    for group, layout in json.loads((STORED / "layout.json").read_text()).items():
+        groups[group] = {}
+        for name, (dtype, shape) in layout.items():
+            values = random.standard_normal(shape, np.float32) * np.float32(1.0 if group == "optimizer" else 0.05)
+            values = abs(values) + 1 if name.endswith("running_var") or group == "buffers" else values
+            groups[group][name] = values if dtype == "F32" else np.array(7, np.int64)
+        content = checkpoint.serialize(groups[group])
+        (folder / f"{group}.safetensors").write_bytes(content)
+        body["files"][f"{group}.safetensors"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    signed = {"manifest": body, "sha256": hashlib.sha256(canonical).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(signed))
+    return groups
+
+
+def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
+    """``stored/version-0.1/run`` is what version 0.1 wrote with STORED_OPTIONS and --max-steps=2 on 1 rank.
+
+    ``layout.json`` has names, dtypes and shapes of its arrays. Momenta are large, so the step shows that each of them
+    came to its parameter; and the rank continues with its own running statistics, not with the average.
+    """
+    run_dir = harness.folder / "run"
+    shutil.copytree(STORED / "run", run_dir)
+    stored = fill(run_dir)
+    result = harness.train(1, *STORED_OPTIONS, "--max-steps=3")
+    assert (result["resumed_from_step"], result["steps"]) == (2, 3)
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]
+    assert losses(run_dir)[:2] == losses(STORED / "run")
+    found = checkpoint.load_weights(run_dir / "model.safetensors")
+    assert found.keys() == stored["model"].keys()
+    statistics = [found[name].ravel() for name in found if "running" in name]
+    assert np.array_equal(np.sort(np.concatenate(statistics)), np.sort(stored["buffers"]["each"][0]))
+    assert all(found[name] == 7 for name in found if name.endswith("num_batches_tracked"))
+    for name, momentum in stored["optimizer"].items():
+        parameter = name.removesuffix(".momentum_buffer")
+        change = (stored["model"][parameter] - found[parameter]) / 1e-3
+        assert np.linalg.norm(change - 0.9 * momentum) < 0.5 * np.linalg.norm(momentum), name  # random ones: 1.3
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:

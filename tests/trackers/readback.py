@@ -1,4 +1,4 @@
-"""What trackers have of a run, read by their own readers: by metric steps and values, as float32, in order."""
+"""Read what trackers have of a run, with their own readers: steps and float32 values by metric, in order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-Found = dict[str, list[tuple[int, float]]]
+Metrics = dict[str, list[tuple[int, float]]]
 
 
-def _found(triples: Any) -> Found:
-    found: Found = {}
+def _by_metric(triples: Any) -> Metrics:
+    metrics: Metrics = {}
     for name, step, value in triples:
-        found.setdefault(name, []).append((int(step), float(np.float32(value))))
-    return found
+        metrics.setdefault(name, []).append((int(step), float(np.float32(value))))
+    return metrics
 
 
-def written(run_dir: Path) -> Found:
-    """What metrics.jsonl has."""
+def written(run_dir: Path) -> Metrics:
+    """Return what metrics.jsonl has."""
     triples = []
     for text in (run_dir / "metrics.jsonl").read_text().splitlines():
         try:
@@ -33,10 +33,10 @@ def written(run_dir: Path) -> Found:
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         if step := numbers.pop("step", None):
             triples += [(name, step, value) for name, value in numbers.items()]
-    return _found(triples)
+    return _by_metric(triples)
 
 
-def of_tensorboard(run_dir: Path) -> Found:
+def of_tensorboard(run_dir: Path) -> Metrics:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert sum(path.stat().st_size > 0 for path in (run_dir / "track" / "tensorboard").glob("*tfevents*")) == 1
@@ -45,12 +45,12 @@ def of_tensorboard(run_dir: Path) -> Found:
     return scalars(events)
 
 
-def scalars(events: Any) -> Found:
-    return _found((tag, each.step, each.value) for tag in events.Tags()["scalars"] for each in events.Scalars(tag))
+def scalars(events: Any) -> Metrics:
+    return _by_metric((tag, each.step, each.value) for tag in events.Tags()["scalars"] for each in events.Scalars(tag))
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Of W&B's file, by W&B's own reader."""
+    """Return the records of W&B's file, by W&B's own reader."""
     (folder,) = (run_dir / "track" / "wandb").glob("offline-run-*")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -58,14 +58,14 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def of_wandb(run_dir: Path) -> Found:
+def of_wandb(run_dir: Path) -> Metrics:
     items = [record["history"]["item"] for record in records(run_dir) if record["type"] == "history"]
     triples = [(name, item["_step"], value) for item in items for name, value in item.items() if name[0] != "_"]
-    return _found(triples)
+    return _by_metric(triples)
 
 
 def runs(uri: str) -> list[Any]:
-    """All of MLflow's."""
+    """Return all runs of an MLflow."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
@@ -76,7 +76,7 @@ def database(run_dir: Path) -> str:
     return f"sqlite:///{run_dir / 'track' / 'mlflow.db'}"
 
 
-def of_mlflow(run_dir: Path, uri: str | None = None) -> Found:
+def of_mlflow(run_dir: Path, uri: str | None = None) -> Metrics:
     from mlflow import MlflowClient
 
     uri = uri or database(run_dir)
@@ -85,7 +85,7 @@ def of_mlflow(run_dir: Path, uri: str | None = None) -> Found:
     for name in run.data.metrics:
         history = client.get_metric_history(run.info.run_id, name)
         triples += [(name, metric.step, metric.value) for metric in sorted(history, key=lambda metric: metric.step)]
-    return _found(triples)
+    return _by_metric(triples)
 
 
 OF = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}

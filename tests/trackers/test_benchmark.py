@@ -1,4 +1,4 @@
-"""The benchmark still runs: once, for seconds, with --quick. What it measures then is of no meaning."""
+"""Test that the benchmark runs, with --quick, whose measurements mean nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness import ROOT, Harness, bare
 
 
 @pytest.mark.soak  # it starts a server for each of its variants
-def test_what_a_step_costs_beside_a_server_that_stops(harness: Harness) -> None:
+def test_the_benchmark_of_a_server_that_stops_prints_its_table(harness: Harness) -> None:
     outcome = bare(harness, [sys.executable, str(ROOT / "benchmarks" / "trackers.py"), "--quick"])
     assert outcome.code == 0, outcome
     assert outcome.stdout.count("\n|") == 5

@@ -1,4 +1,4 @@
-"""What trackers get of a metrics.jsonl that grows, is cut back, is damaged: written as by a rank 0."""
+"""Test what trackers get of a metrics.jsonl that grows, is cut back or is damaged, as rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from harness import ROOT
 from processes import free_port
 from readback import OF, database, of_mlflow, records, runs, scalars, written
 from samestep import checkpoint
-from samestep.observe import track
 from samestep.metrics import Metrics
+from samestep.observe import track
 
-LIMIT = 900.0  # seconds that nothing here needs but on a machine with much other work
+LIMIT = 900.0  # seconds, needed only on a machine with much other work
 
 
 class Run:
-    """A run of which rank 0 writes lines and checkpoints; at a resume the losses are others, by rounding."""
+    """Write lines and checkpoints as a run's rank 0; after a resume the losses differ slightly."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self._starts = run_dir, 0
@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], track.TrackerThread]]:
-    """Starts followers, which are ended here."""
+    """Return a function that starts a tracker's thread; the fixture ends it."""
     monkeypatch.setattr(track, "POLL_SECONDS", 0.05)
     for name, value in track.SETTINGS.items():
         monkeypatch.setenv(name, value)
@@ -80,12 +80,12 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], tr
 
 
 def once(name: str, run_dir: Path) -> None:
-    """Give all that there is, as without --follow."""
+    """Copy everything once, as without --follow."""
     ended = threading.Event()
     ended.set()
-    follower = track.TrackerThread(name, run_dir, ended)
-    follower.run()
-    assert follower.done, follower.problem
+    thread = track.TrackerThread(name, run_dir, ended)
+    thread.run()
+    assert thread.done, thread.problem
 
 
 def wait_until_it_has(name: str, run_dir: Path, step: int) -> None:
@@ -95,7 +95,7 @@ def wait_until_it_has(name: str, run_dir: Path, step: int) -> None:
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT
     while True:
-        with contextlib.suppress(Exception):  # it is not there yet, or half
+        with contextlib.suppress(Exception):  # the tracker has nothing yet, or is half-written
             if condition():
                 return
         assert time.monotonic() < deadline, "waited in vain"
@@ -103,7 +103,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("name", track.TRACKERS)
-def test_after_a_resume_each_step_is_there_once_as_the_file_has_it(
+def test_after_a_resume_a_tracker_has_each_step_once_as_the_file_does(
     run: Run, follow: Callable[[str, Path], track.TrackerThread], name: str
 ) -> None:
     run.steps(1, 5)
@@ -119,7 +119,7 @@ def test_after_a_resume_each_step_is_there_once_as_the_file_has_it(
 
 
 @pytest.mark.parametrize("name", track.TRACKERS)
-def test_started_again_and_again_it_gives_nothing_twice(run: Run, name: str) -> None:
+def test_repeated_starts_copy_no_step_twice(run: Run, name: str) -> None:
     run.steps(1, 4)
     run.save(4)
     once(name, run.run_dir)
@@ -131,7 +131,7 @@ def test_started_again_and_again_it_gives_nothing_twice(run: Run, name: str) -> 
 
 
 @pytest.mark.parametrize("name", track.TRACKERS)
-def test_a_line_that_has_no_end_waits_for_it_and_a_damaged_one_is_left_out(
+def test_an_incomplete_line_waits_for_its_end_and_a_damaged_one_is_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(track, "CHUNK_BYTES", 64)  # less than a line
@@ -156,7 +156,7 @@ def test_a_file_of_many_blocks(run: Run, monkeypatch: pytest.MonkeyPatch, name: 
     assert OF[name](run.run_dir) == written(run.run_dir)
 
 
-def test_a_tensorboard_that_is_open_sees_what_a_resume_has_cut_back(
+def test_an_open_tensorboard_drops_what_a_resume_cut_back(
     run: Run, follow: Callable[[str, Path], track.TrackerThread]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -175,7 +175,7 @@ def test_a_tensorboard_that_is_open_sees_what_a_resume_has_cut_back(
     assert "result/text_summary" not in events.Tags()["tensors"]
 
 
-def test_a_run_that_begins_anew_is_another_one(run: Run) -> None:
+def test_a_run_after_no_resume_is_another_one(run: Run) -> None:
     """--no-resume moves the checkpoints and metrics.jsonl away; MLflow keeps what it has."""
     for _ in range(2):
         run.steps(1, 3)
@@ -188,7 +188,7 @@ def test_a_run_that_begins_anew_is_another_one(run: Run) -> None:
     assert sum(path.stat().st_size > 0 for path in (run.run_dir / "track" / "tensorboard").iterdir()) == 1
 
 
-def test_the_header_and_the_result_are_there(run: Run) -> None:
+def test_trackers_have_the_header_and_the_result(run: Run) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run.steps(1, 3)
@@ -218,7 +218,7 @@ def test_the_header_and_the_result_are_there(run: Run) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path, port: str) -> Iterator[str]:
-    """MLflow's own, with a database in ``folder``."""
+    """Run MLflow's own server, with a database in ``folder``."""
     store = f"sqlite:///{folder / 'server.db'}"
     command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
     command += [f"--backend-store-uri={store}", f"--default-artifact-root={folder / 'artifacts'}"]
@@ -237,7 +237,7 @@ def server(folder: Path, port: str) -> Iterator[str]:
         process.wait(60)
 
 
-def test_a_server_that_goes_and_comes_back_has_all(
+def test_a_server_that_stops_and_restarts_gets_everything(
     run: Run, follow: Callable[[str, Path], track.TrackerThread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(track, "MAX_RETRY_SECONDS", 1.0)
@@ -247,11 +247,11 @@ def test_a_server_that_goes_and_comes_back_has_all(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         run.steps(1, 5)
         run.save(5)
-        follower = follow("mlflow", run.run_dir)
+        thread = follow("mlflow", run.run_dir)
         wait_for(lambda: of_mlflow(run.run_dir, uri)["loss"][-1][0] == 5)
     run.steps(6, 1200)  # more than a request takes
     run.save(1200)
-    wait_for(lambda: follower.problem is not None)
+    wait_for(lambda: thread.problem is not None)
     with server(folder, port) as uri:
         wait_for(lambda: of_mlflow(run.run_dir, uri)["loss"][-1][0] == 1200)
         assert of_mlflow(run.run_dir, uri) == written(run.run_dir)

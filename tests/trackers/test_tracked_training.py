@@ -1,4 +1,4 @@
-"""--track with a training that is killed: one run in each tracker, each step once, and training is not held up."""
+"""Test --track with runs that are killed: each tracker has one run and each step once, and training does not wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENT: dict[str, Any] = {"SAMESTEP_TRACK_SECONDS": "200"}  # on a machine with
 
 
 def kill_at(job: Job, steps: list[int]) -> None:
-    """SIGKILL to a rank at each of these steps, or a few later."""
+    """Kill a rank at each of these steps, or a few later."""
 
     def others_came(gone: set[int]) -> bool:
         now = {*job.ranks().values()}
@@ -45,7 +45,7 @@ def check(run_dir: Path) -> None:
         assert read(run_dir) == expected, name
 
 
-def followers(harness: Harness) -> list[int]:
+def tracker_processes(harness: Harness) -> list[int]:
     return [pid for pid, command in harness.left_running().items() if "samestep.observe.track" in command]
 
 
@@ -61,11 +61,11 @@ def test_a_run_that_is_killed_is_one_run_in_each_tracker(harness: Harness, kills
     check(job.run_dir)
 
 
-def test_a_follower_that_dies_ends_nothing_and_the_rest_comes_in_the_end(harness: Harness) -> None:
+def test_if_the_tracker_process_dies_the_rest_is_copied_at_the_end(harness: Harness) -> None:
     job = harness.start(2, *SMALL, "--track=tensorboard,wandb", "--max-steps=60", **PATIENT)
     job.wait_for_step(5)
-    (follower,) = job.wait_for(lambda: followers(harness))
-    os.kill(follower, signal.SIGKILL)
+    (process,) = job.wait_for(lambda: tracker_processes(harness))
+    os.kill(process, signal.SIGKILL)
     outcome = job.finish()
     assert outcome.stderr.count("warning: --track: ") == 1
     assert "its process ended with code -9" in outcome.stderr
@@ -74,7 +74,7 @@ def test_a_follower_that_dies_ends_nothing_and_the_rest_comes_in_the_end(harness
         assert OF[name](job.run_dir) == written(job.run_dir)
 
 
-def test_with_a_server_that_is_down_training_ends_well_and_says_what_brings_the_rest(harness: Harness) -> None:
+def test_if_the_server_is_down_training_succeeds_and_names_the_command_for_the_rest(harness: Harness) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
     options = [*SMALL, "--track=mlflow,tensorboard", "--max-steps=30"]
     outcome = harness.run(2, *options, MLFLOW_TRACKING_URI=uri, **PATIENT)
@@ -90,10 +90,10 @@ def test_with_a_server_that_is_down_training_ends_well_and_says_what_brings_the_
 
 
 @pytest.mark.soak
-def test_when_the_script_is_killed_its_follower_ends_and_the_next_one_goes_on(harness: Harness) -> None:
+def test_if_the_script_is_killed_its_tracker_process_ends_and_the_next_one_continues(harness: Harness) -> None:
     job = harness.start(2, *SMALL, "--track=tensorboard", "--max-steps=60", **PATIENT)
     job.wait_for_step(12)
-    job.wait_for(lambda: followers(harness))
+    job.wait_for(lambda: tracker_processes(harness))
     job.process.kill()
     result = harness.checked(harness.run(2, *SMALL, "--track=tensorboard", "--max-steps=60", **PATIENT), 2)
     assert OF["tensorboard"](Path(result["run_dir"])) == written(Path(result["run_dir"]))
@@ -101,7 +101,7 @@ def test_when_the_script_is_killed_its_follower_ends_and_the_next_one_goes_on(ha
 
 
 @pytest.mark.soak
-def test_stopped_and_gone_on_with_at_another_number_of_ranks(harness: Harness) -> None:
+def test_a_stopped_run_that_resumes_at_another_world_size(harness: Harness) -> None:
     job = harness.start(2, *SMALL, f"--track={NAMES}", "--max-steps=40", **PATIENT)
     job.wait_for_step(12)
     os.kill(job.process.pid, signal.SIGTERM)

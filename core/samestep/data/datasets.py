@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from samestep import ConfigError
 from samestep.data import cifar, files
-from samestep.data.files import CIFAR_ARCHIVE, damaged, missing
-from samestep.rundir import DatasetInfo
+from samestep.data.files import CIFAR_ARCHIVE, DatasetInfo, damaged, missing
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 

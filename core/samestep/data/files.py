@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from samestep import ConfigError
+
+
+class DatasetInfo(NamedTuple):
+    """Where a dataset is. ``name`` is the one that was found, ``folder`` holds its files."""
+
+    name: str
+    folder: Path
+    notice: str | None = None  # a sentence to show if another dataset than the requested one was found
+    fingerprint: str | None = None  # SHA-256 of the content
+
 
 MNIST_FILES = (
     "train-images-idx3-ubyte",

@@ -94,7 +94,8 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     usage = f"bash scripts/run_{app}.sh N{' COMMAND' if hasattr(module, 'COMMANDS') else ''} [options]"
     if "--help" in arguments or "-h" in arguments:
         parser = module.build_parser(usage=usage)
-        print(parser.help_for(arguments) + "\n" + _help(app, parser.get_default("resume") is not None), end="")
+        command = next((each for name, each in parser.commands().items() if name in arguments), parser)
+        print(command.format_help() + "\n" + _help(app, parser.get_default("resume") is not None), end="")
         return 0
     nproc, arguments = _ranks_per_node(arguments, usage)
     dry_run = "--dry-run" in arguments
@@ -103,7 +104,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     if hasattr(module, "check_ranks"):
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
-    nodes = Nodes(*machines, None, None) if machines else read_nodes(os.environ)
+    nodes = Nodes(machines[0], machines[1], None, None) if machines else read_nodes(os.environ)
     _check_paths(options)
     tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
 

@@ -1,22 +1,5 @@
-"""``samestep run``: run any program on N ranks with this interpreter, restart it after failures, and forward signals."""
+"""Run a program on N ranks of this interpreter, restart it after failures, and leave no process behind.
 
-from __future__ import annotations
-
-import argparse
-import importlib.util
-import os
-import shutil
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from samestep import ConfigError, __version__
-from samestep.launch.app import run_safely
-from samestep.launch.job import Job, node_info, read_nodes, run_job
-from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
-from samestep.options import Options, Parser, bounded_float, bounded_int
-
-EPILOG = """\
 examples:
   samestep run -n 4 train.py --lr 0.1
   samestep run -n 4 --run-dir runs/a train.py          again: a program that writes checkpoints there resumes
@@ -33,9 +16,25 @@ signals: TERM, USR1 and Ctrl-C stop the job; nothing is left running. A program 
 exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else
 """
 
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from samestep import ConfigError, __version__
+from samestep.launch.app import run_safely
+from samestep.launch.job import Job, node_info, read_nodes, run_job
+from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
+from samestep.options import Parser, bounded_float, bounded_int
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``samestep`` and return the exit code."""
+    """Run the command ``samestep`` and return the exit code."""
     return run_safely(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
@@ -44,34 +43,26 @@ def _main(argv: Sequence[str]) -> int:
     program = Path(options.program).resolve()
     if not program.is_file():
         raise ConfigError(f"PROGRAM {options.program}: there is no such file: name a Python program")
-    launcher = _find_launcher(options.launcher, options.nproc)
+    launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
     # Defaults of the options of `samestep.options.add_common`.
     os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
-    job = Job(
-        program.stem,
-        program,
-        launcher.template.split(),
-        options.nproc,
-        read_nodes(os.environ),
-        options,
-        options.arguments,
-        launcher.settings,
-        has_heartbeats=False,
-    )
+    template = [*launcher.command.split(), "{train}", "{arguments}"]
+    words = options.nproc, nodes, options, options.arguments, launcher.settings
+    job = Job(program.stem, program, template, *words, has_heartbeats=False)
     versions = {"Python": ".".join(map(str, sys.version_info[:2])), "samestep": __version__}
-    return run_job(job, node_info(job, program.parent, [program], versions) if job.nodes.need_preflight else None)
+    return run_job(job, node_info(job, program.parent, [program], versions) if nodes.need_preflight else None)
 
 
 def build_parser() -> Parser:
-    """Return the parser of ``samestep``."""
+    """Return the parser of the command ``samestep``."""
     parser = Parser(prog="samestep", description="Run distributed-training programs.")
     parser.add_argument("--version", action="version", version=f"samestep {__version__}")
-    text = "Run a program on N ranks of this interpreter, restart it after failures, and leave no process behind."
+    summary, _, teaches = str(__doc__).partition("\n\n")
     run = parser.add_subparsers(dest="command", metavar="COMMAND", required=True).add_parser(
         "run",
-        help=text,
-        description=text,
-        epilog=EPILOG,
+        help=summary,
+        description=summary,
+        epilog=teaches,
         usage="samestep run [options] PROGRAM [ARGS...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -86,7 +77,7 @@ def build_parser() -> Parser:
     limit = "seconds from a signal to the end of all processes (default: 30)"
     add("--grace", type=positive, default=30.0, metavar="S", help=limit)
     add("program", metavar="PROGRAM", help="a Python program; all that follows are its arguments")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS).required = False
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
 
 
@@ -95,10 +86,10 @@ def _find_launcher(name: str | None, nproc: int) -> Launcher:
     if name is None and importlib.util.find_spec("torch") is None:
         if nproc > 1:
             raise ConfigError(f"-n {nproc}: {sys.executable} has no torch: name a --launcher of {', '.join(LAUNCHERS)}")
-        return Launcher("", DIRECT)
+        return DIRECT
     launcher = LAUNCHERS[name or "torchrun"]
     if launcher.module and importlib.util.find_spec(launcher.module) is None:
         raise ConfigError(f"--launcher {name}: {sys.executable} has no module {launcher.module}: install it there")
-    if not launcher.module and shutil.which(launcher.template.split()[0]) is None:
+    if not launcher.module and shutil.which(name or "") is None:
         raise ConfigError(f"--launcher {name}: there is no {name} on PATH: install it")
     return launcher

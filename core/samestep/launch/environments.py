@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
@@ -63,40 +63,22 @@ def given_python(root: Path) -> str | None:
     return python
 
 
-@dataclass(frozen=True)
 class Environment:
-    """The environment of an app, or of what --track starts (``name`` is TRACKERS).
+    """The environment of an app, or of what --track starts.
 
     Attributes:
         root: the project: the folder with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
-        name: the app.
+        name: the app, or TRACKERS.
+        source: the folder with requirements and locks: a Path, or a part of this package, which may be in a zip file.
+        link: where the app finds its environment: a link to one that all apps with equal locks share.
+        setup: the app's program that builds what no wheel is published of; it may not exist.
     """
 
-    root: Path
-    name: str
-
-    @property
-    def source(self) -> Any:
-        """The folder with the requirements and locks: a Path, or part of this package, which may be in a zip file."""
-        if self.name != TRACKERS:
-            return self.root / "apps" / self.name
-        from importlib.resources import files
-
-        return files(__package__) / "tracker_locks"
-
-    @property
-    def link(self) -> Path:
-        """Where the app finds its environment: a link to one that all apps with equal locks share."""
-        return self.root / ".venvs" / self.name
-
-    @property
-    def _requirements(self) -> str:
-        return str((self.source / "requirements.in").read_text())
-
-    @property
-    def _setup(self) -> Path:
-        """The app's program that builds what no wheel is published of; it may not exist."""
-        return self.root / "apps" / self.name / "setup.sh"
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name, self.link, app = root, name, root / ".venvs" / name, root / "apps" / name
+        self.source: Any = files(__package__) / "tracker_locks" if name == TRACKERS else app
+        self.setup, self._shown = app / "setup.sh", f"apps/{name}/requirements.in"  # for messages
+        self._requirements = read_text(self.source / "requirements.in") or ""
 
     def ensure(self, settings: Mapping[str, str]) -> str:
         """Return the environment's Python, and make the environment unless one has the same Python and locks.
@@ -129,7 +111,7 @@ class Environment:
 
         ``locks`` are the candidates: what pip finds decides between them.
         """
-        setup = read_text(self._setup) or ""
+        setup = read_text(self.setup) or ""
         lines = [[re.sub(r"(^|\s+)#.*", "", line).strip() for line in lock.splitlines()] for lock in locks]
         built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", self._requirements, re.MULTILINE)
         built_from = " ".join(re.findall(r"^# builds from: (.*)", setup, re.MULTILINE)).split()
@@ -175,16 +157,12 @@ class Environment:
         for name, more, version in re.findall(pattern, self._requirements, re.MULTILINE):
             if (_normal(name), version) not in locked if version else _normal(name) not in dict(locked):
                 raise ConfigError(
-                    f"{self._shown()} has {name}{more}, and its lock has not: "
+                    f"{self._shown} has {name}{more}, and its lock has not: "
                     f"`bash scripts/test.sh -e locks -- {self.name}` makes it anew"
                 )
 
-    def _shown(self) -> str:
-        """Return the path of requirements.in for messages, from the root on."""
-        return os.path.relpath(str(self.source / "requirements.in"), self.root)
-
     def _make(self, venv: Path, base: str, settings: Mapping[str, str], locks: Sequence[str]) -> None:
-        """Make the environment with the Python ``base``, except its stamp, or leave nothing. Raises NonRetryableError."""
+        """Make all but the stamp, with the Python ``base``. Raises NonRetryableError, and then leaves nothing."""
         shutil.rmtree(venv, ignore_errors=True)  # what a start that was killed has left
         python = str(venv / "bin" / "python")
         pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
@@ -201,8 +179,8 @@ class Environment:
             else:  # all that an editable install does, without a build
                 core = next(venv.glob("lib/python*/site-packages")) / "samestep.pth"
                 core.write_text(f"{self.root / 'core'}\n")
-            if self._setup.exists():
-                self._run(["bash", str(self._setup), python], settings)
+            if self.setup.exists():
+                self._run(["bash", str(self.setup), python], settings)
         except BaseException:
             shutil.rmtree(venv, ignore_errors=True)
             raise
@@ -259,9 +237,9 @@ class Environment:
             names = [name, other] if other else [name]
             present = next(((each, version) for each in names if (version := _installed(each))), None)
             if present is None:
-                install = f"{sys.executable} -m pip install -r {self._shown()}"
+                install = f"{sys.executable} -m pip install -r {self._shown}"
                 install += f" {wheel}" if wheel else ""
-                install += f", then bash {self._setup} {sys.executable}" if self._setup.exists() else ""
+                install += f", then bash {self.setup} {sys.executable}" if self.setup.exists() else ""
                 raise ConfigError(
                     f"{sys.executable} lacks {' or '.join(names)}: {install}; or unset PYTHON to have "
                     f".venvs/{self.name} made"
@@ -294,7 +272,7 @@ def _has_nvidia() -> bool:
 
 
 def _allowed() -> dict[str, list[str]]:
-    """Return the SHA-256 of files that SAMESTEP_ALLOW, such as "torch sha256:<64 digits>", allows besides the lock's."""
+    """Return the SHA-256 of files that SAMESTEP_ALLOW="torch sha256:<64 digits>" allows besides those of the lock."""
     allowed: dict[str, list[str]] = {}
     words = os.environ.get("SAMESTEP_ALLOW", "")
     pair = r"([\w.-]+) sha256:([0-9a-f]{64})"

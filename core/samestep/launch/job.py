@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -20,11 +19,12 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from samestep import ConfigError, NonRetryableError, events
+from samestep import ConfigError, NonRetryableError
 from samestep.launch import supervise
 from samestep.launch.supervise import print_stderr, read_text
 from samestep.launch.trackers import TrackerProcess
 from samestep.options import Options
+from samestep.recovery import events
 
 if TYPE_CHECKING:
     from samestep.launch.preflight import NodeInfo, Rendezvous
@@ -53,6 +53,11 @@ class Nodes:
     def need_preflight(self) -> bool:
         """Whether the launch scripts of the machines connect to each other before they start anything."""
         return self.count > 1 and self.master_addr is not None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where they connect."""
+        return str(self.master_addr), int(self.master_port or 0)
 
 
 def read_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -140,9 +145,7 @@ class Job:
         """Whether the job has a dataset and checkpoints that are resolved before it starts."""
         return hasattr(self.options, "resume")
 
-    def command(
-        self, python: str, port: int, logs: Path, *more: str, rendezvous: Rendezvous | None = None
-    ) -> list[str]:
+    def command(self, python: str, port: int, logs: Path, *more: str, met: Rendezvous | None = None) -> list[str]:
         """Return the launcher's command: the template with its blanks filled.
 
         A word is left out if one of its blanks has no value. {options} stands for the arguments and ``more``,
@@ -155,10 +158,10 @@ class Job:
             "nproc": self.nproc,
             "nnodes": self.nodes.count,
             "node_rank": self.nodes.rank,
-            "host": rendezvous.address if rendezvous else host,
-            "master_addr": rendezvous.master if rendezvous else self.nodes.master_addr or "127.0.0.1",
+            "host": met.address if met else host,
+            "master_addr": met.master if met else self.nodes.master_addr or "127.0.0.1",
             "master_port": port,
-            "world_size": sum(rendezvous.ranks) if rendezvous else self.nproc * self.nodes.count,
+            "world_size": sum(met.ranks) if met else self.nproc * self.nodes.count,
             "log_dir": logs,
             "app": self.program.parent,
             "train": self.program,
@@ -230,9 +233,8 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
             from samestep.launch import preflight
 
             with contextlib.suppress(supervise.Stopped):
-                address, port = str(job.nodes.master_addr), int(job.nodes.master_port or 0)
                 limit = SHORT if state.verdict is None else LONG  # without a verdict all machines see the failure
-                preflight.abort(replace(node, after=state.name), address, port, reason, limit)
+                preflight.abort(replace(node, after=state.name), *job.nodes.place, reason, limit)
         if trackers:
             trackers.finish(stopped=code > 128)
 
@@ -254,7 +256,8 @@ def _resolve(job: Job) -> dict[str, Any]:
     if job.trains:
         from samestep.data import datasets
 
-        resolved = rundir.resolve(job.name, job.options, datasets.resolve, verify=False)
+        job.options.resolve_dataset = job.options.resolve_dataset or datasets.resolve
+        resolved = rundir.resolve(job.name, job.options, verify=False)
         lock, dataset = resolved.lock, resolved.dataset
         if job.check_start:
             job.check_start(job.options, dataset.name, resolved.checkpoint.step if resolved.checkpoint else 0)
@@ -293,17 +296,11 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
                     f"{str(here.fingerprint)[:12]}, there {str(plan['fingerprint'])[:12]}): put the same files there"
                 )
 
-    assert job.nodes.master_addr is not None  # see Nodes.need_preflight
-    assert job.nodes.master_port is not None
-    return preflight.preflight(
-        node,
-        job.nodes.master_addr,
-        job.nodes.master_port,
-        job.options.timeout,
-        lambda: {**resolve(), "job": uuid.uuid4().hex},
-        prepare,
-        equal_ranks=job.settings.get("equal_ranks", False),
-    )
+    def plan() -> dict[str, Any]:
+        return {**resolve(), "job": uuid.uuid4().hex}
+
+    equal_ranks = job.settings.get("equal_ranks", False)
+    return preflight.preflight(node, *job.nodes.place, job.options.timeout, plan, prepare, equal_ranks)
 
 
 # --- starts and restarts -----------------------------------------------------------------------------------------
@@ -418,7 +415,7 @@ def attempt(
     try:
         with supervise.reserved_port(job.nodes.master_port) as port:
             arguments = [f"--run-dir={run_dir}", *resolved]
-            command = job.command(sys.executable, port, logs, *arguments, rendezvous=rendezvous)
+            command = job.command(sys.executable, port, logs, *arguments, met=rendezvous)
             prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
             graces = grace, startup_grace if job.has_heartbeats else grace
             code = supervise.run_once(command, environ, logs, *graces, prefix, hint, not job.has_heartbeats)

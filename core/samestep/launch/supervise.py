@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
-import functools
 import json
 import os
 import random
@@ -120,12 +119,12 @@ def run_once(
     job, log_file = environ["SAMESTEP_JOB"], logs / "launcher.log"
     with log_file.open("ab") as log:
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
-    # The launcher's stderr goes through this pipe. Ranks whose launcher keeps their output in files open the pipe too, and
-    # this process's stdout. Such a launcher (its command names the logs' folder) then repeats those files on its own
-    # stdout, which belongs in the log.
+    # The launcher's stderr goes through this pipe. Ranks whose launcher keeps their output in files open the pipe too,
+    # and this process's stdout. Such a launcher (its command names the logs' folder) then repeats those files on its
+    # own stdout, which belongs in the log.
     messages, errors = os.pipe()
     keeps_files = any(str(logs) in word for word in command) and _can_be_opened(1)
-    shows = functools.partial(_has_no_heartbeat, job, logs) if show_all else bool
+    shows = (lambda: not any(heartbeats(job, logs))) if show_all else bool
     forward = (os.fdopen(messages, "rb"), log_file, line_prefix, shows)
     forwarder = threading.Thread(target=forward_stderr, args=forward, daemon=True)
     forwarder.start()
@@ -249,10 +248,6 @@ def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
                 yield heartbeat
 
 
-def _has_no_heartbeat(job: str, logs: Path) -> bool:
-    return not any(heartbeats(job, logs))
-
-
 def _ranks_of(job: str, logs: Path) -> list[int]:
     """Return the process ids of the job's ranks on this machine, by their heartbeats."""
     here, host = _processes_of(job), socket.gethostname()
@@ -349,10 +344,10 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def read_text(path: Path) -> str | None:
+def read_text(path: Any) -> str | None:
     """Return the file's text; None if there is no such file."""
     try:
-        return path.read_text()
+        return str(path.read_text())
     except OSError:
         return None
 

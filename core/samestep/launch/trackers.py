@@ -101,12 +101,8 @@ class TrackerProcess:
     def _report_end(self, then: str) -> None:
         """Warn that the process has ended by itself, and forget it."""
         assert self._process is not None
-        code = self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe:
-                    pipe.close()
-        self._process = None
+        self._process.communicate()  # closes its pipes
+        code, self._process = self._process.returncode, None
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")
 
     def finish(self, stopped: bool) -> None:

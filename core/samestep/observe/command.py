@@ -11,10 +11,10 @@ from samestep import ConfigError
 from samestep.options import Options, Parser
 
 
-def new_parser(name: str, description: str, epilog: str) -> Parser:
-    """Return the parser of ``python -m samestep.<name>``."""
+def new_parser(name: str, manual: str | None) -> Parser:
+    """Return the parser of ``python -m samestep.<name>``; its --help starts with the manual, the module's docstring."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return Parser(prog=f"python -m samestep.{name}", description=description, epilog=epilog, formatter_class=formatter)
+    return Parser(prog=f"python -m samestep.{name}", description=manual, formatter_class=formatter)
 
 
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:

@@ -5,6 +5,11 @@
 It prints the diagnosis of the newest hang in a run dir. Then follow each rank's host, process, step, collective and
 stack of the main thread, the innermost call first. Ranks at the same location are printed once, and two stacks side by
 side if the terminal is wide enough. It names the ranks of which the folder has nothing.
+
+Ranks write log/hang-<r>.json when one of them has made no progress for --timeout seconds. The files stay when the job
+is restarted, until the next hang. If machines share no disk, each has the files of its own ranks: run this on each, or
+copy the other machines' run dirs here and name them all; the newest hang of each is taken. A rank that could not answer
+(stopped, dead, its interpreter held by C code) is described by another rank of its machine.
 """
 
 from __future__ import annotations
@@ -28,19 +33,12 @@ SAME_HANG_SECONDS = 60.0  # within which files are of one hang
 MIN_COLUMNS = 60  # that a stack needs
 MAX_LISTED = 4  # ranks at the same location that have a line each
 
-HELP = """\
-Ranks write log/hang-<r>.json when one of them has made no progress for --timeout seconds. The files stay when the job
-is restarted, until the next hang. If machines share no disk, each has the files of its own ranks: run this on each, or
-copy the other machines' run dirs here and name them all; the newest hang of each is taken. A rank that could not answer
-(stopped, dead, its interpreter held by C code) is described by another rank of its machine.
-"""
-
 RankState = Mapping[str, Any]  # the values of a hang-<r>.json
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0, or 2 after one line on stderr."""
-    parser = new_parser("autopsy", "Print where each rank was when a job hung.", HELP)
+    parser = new_parser("autopsy", __doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run dir, or its copy")
     parser.add_argument("--threads", action="store_true", help="print all threads of each rank, not only the main one")
     return run_command(parser, arguments, _run)

@@ -5,12 +5,15 @@
 The page has curves of all measurements, each run's difference from the first, what happened to each run and at which
 step, the options in which the runs differ, results, versions and machines. It names what is missing or damaged.
 
-This module decides what to show, as panels and tables. `report_page` turns them into HTML with plots as SVG, without a
-plotting library: so the page is light, sharp at any width, and the package has no further dependency.
+The others are compared with the first RUN_DIR. Runs of different apps, frameworks and world sizes may be compared, also
+runs that are not over. --png draws only the plots, and needs matplotlib; the page needs nothing else.
+
+Exit codes: 0 written, 2 a mistake in the call.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -26,6 +29,8 @@ from samestep.observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table,
 from samestep.observe.run_reader import Curve, RunData, finite_number, world_size_of
 from samestep.options import Options
 
+# This module decides what to show, as panels and tables. `report_page` turns them into HTML, with plots as SVG and
+# without a plotting library: so the page is light, and sharp at any width.
 MAX_POINTS = 400  # of a curve that are drawn
 MAX_DIFFERENCE = 1e300  # a larger one is drawn there
 LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result
@@ -36,17 +41,10 @@ RESULTS = (  # fields of result.json, in this order; other numbers follow
 OTHER_FIELDS = {"world_size", "seed", "global_batch_size", "node_count"}  # numbers that other columns and tables show
 RUN_OPTIONS = {"run_dir", "requested_dataset"}  # options that differ between any two runs
 
-HELP = """\
-The others are compared with the first RUN_DIR. Runs of different apps, frameworks and world sizes may be compared, also
-runs that are not over. --png draws only the plots, and needs matplotlib; the page needs nothing else.
-
-exit codes: 0 written, 2 a mistake in the call
-"""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0, or 2 after one line on stderr."""
-    parser = new_parser("report", "Compare runs on one page that needs no network.", HELP)
+    parser = new_parser("report", __doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="the folder of a run")
     default = "(default: %(default)s)"
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help=default)
@@ -55,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(options: Options) -> None:
-    if options.png:
-        _import_matplotlib()
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png needs matplotlib, which is not installed here: python -m pip install matplotlib")
     page = build([run_reader.read(run_dir) for run_dir in options.run_dirs])
     _write(options.output, report_page.html_of(page).encode(), "-o")
     if options.png:
@@ -82,16 +80,9 @@ def build(runs: Sequence[RunData]) -> Page:
         notes.append("collectives_lab measures and does not train: it has no curves; its measurements are listed below")
     if len({run.app for run in runs if run.trains and run.app}) > 1:
         notes.append("the runs are of several apps: compare losses only if model and data are the same")
-    return Page(
-        names=names,
-        apps=[run.app or "unknown app" for run in runs],
-        states=[run.state for run in runs],
-        panels=list(_panels(runs)),
-        timelines=[_timeline(index, run) for index, run in enumerate(runs) if run.trains],
-        tables=[table for table in _tables(runs, names) if table.rows],
-        problems=[run.problems for run in runs],
-        notes=notes,
-    )
+    timelines = [_timeline(index, run) for index, run in enumerate(runs) if run.trains]
+    tables = [table for table in _tables(runs, names) if table.rows]
+    return Page(names, runs, list(_panels(runs)), timelines, tables, notes)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -149,12 +140,9 @@ def _note(notes: Sequence[str], lines: Sequence[Line]) -> str:
 
 def loss_divergence(first: RunData, run: RunData) -> dict[int, float]:
     """Return by step |loss - first's| / |first's|, without the division if the first's is 0, for common steps."""
-    a, b = (dict(zip(curve.steps, curve.values)) for curve in (_losses(first), _losses(run)))
+    curves = [each.metrics.curves.get("loss", Curve()) for each in (first, run)]
+    a, b = (dict(zip(curve.steps, curve.values)) for curve in curves)
     return {step: abs(a[step] - b[step]) / (abs(a[step]) or 1.0) for step in sorted(a.keys() & b.keys())}
-
-
-def _losses(run: RunData) -> Curve:
-    return run.metrics.curves.get("loss", Curve())
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[Panel]:
@@ -325,24 +313,13 @@ def show(value: Any) -> str:
 # --- the picture -----------------------------------------------------------------------------------------------------
 
 
-def _import_matplotlib() -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "--png needs matplotlib, which is not installed here: python -m pip install matplotlib; the page itself "
-            "needs nothing"
-        ) from None
-    matplotlib.use("agg")
-
-
 def _draw(page: Page) -> bytes:
     """Return the panels as a PNG."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # an optional dependency
 
     rows = max(1, -(-len(page.panels) // 2))
-    figure, axes = plt.subplots(rows, 2, figsize=(12, 3.6 * rows), squeeze=False, layout="constrained")
-    cells = list(axes.flat)
+    figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")
+    cells = list(figure.subplots(rows, 2, squeeze=False).flat)
     for axis, panel in zip(cells, page.panels):
         for line in panel.lines:
             label = None if line.dashed else page.names[line.run].replace("$", r"\$").lstrip("_")
@@ -356,7 +333,6 @@ def _draw(page: Page) -> bytes:
         cells[0].legend(fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
-    plt.close(figure)
     return content.getvalue()
 
 

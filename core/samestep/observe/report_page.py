@@ -11,13 +11,13 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from samestep import events
-from samestep.observe.run_reader import RESTART, STRAGGLER, Event, State
+from samestep.observe.run_reader import RESTART, STRAGGLER, Event, RunData
+from samestep.recovery import events
 
 FOLDER = Path(__file__).with_name("page")
 HEIGHT = 240  # pixels of a plot; its width is the window's
@@ -77,15 +77,13 @@ class Table(NamedTuple):
 
 
 class Page(NamedTuple):
-    """All that is shown. Lists of names, apps, states and problems have one element per run."""
+    """All that is shown; ``names`` are those of the runs."""
 
     names: list[str]
-    apps: list[str]
-    states: list[State]
+    runs: Sequence[RunData]
     panels: list[Panel]
     timelines: list[Timeline]
     tables: list[Table]
-    problems: list[list[str]]
     notes: list[str]
 
 
@@ -128,7 +126,8 @@ def _digest(content: str) -> str:
 
 
 def _legend(page: Page) -> Iterable[str]:
-    for i, (name, app, state) in enumerate(zip(page.names, page.apps, page.states)):
+    for i, (name, run) in enumerate(zip(page.names, page.runs)):
+        app, state = run.app or "unknown app", run.state
         yield (
             f'<button type="button" class="c{i % COLORS}" data-run="{i}" aria-pressed="true">'
             f'<svg class="key" width="26" height="10" aria-hidden="true"><path class="curve{_dash(i)}" d="M2 5 H24"/>'
@@ -143,10 +142,10 @@ def _dash(run: int) -> str:
 
 
 def _problems(page: Page) -> Iterable[str]:
-    if any(page.problems):
+    if any(run.problems for run in page.runs):
         yield '<section class="problems"><h2>Missing or damaged</h2><ul>'
-        for name, problems in zip(page.names, page.problems):
-            yield from (f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in problems)
+        for name, run in zip(page.names, page.runs):
+            yield from (f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in run.problems)
         yield "</ul></section>"
 
 
@@ -175,9 +174,6 @@ class _Scale:
         if not high > low:
             low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
         self.low, self.high = float(low), float(high)
-
-    def x(self, step: int) -> float:
-        return step / self.last
 
     def y(self, value: float) -> float:
         """Return the distance from the top."""
@@ -235,7 +231,7 @@ def _steps(last: int, top: int) -> Iterable[str]:
 
 
 def _curve(line: Line, scale: _Scale, stroke: float) -> str:
-    points = [(scale.x(s) * UNITS, scale.y(v) * UNITS) for s, v in zip(line.steps, line.values)]
+    points = [(s / scale.last * UNITS, scale.y(v) * UNITS) for s, v in zip(line.steps, line.values)]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     classes = f"curve{' test' * line.dashed}{_dash(line.run)}"
     drawn = f'<path class="{classes}" stroke-width="{stroke:.2f}" d="M{path}"/>'

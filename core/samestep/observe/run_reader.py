@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep import ConfigError, checkpoint, events
+from samestep import ConfigError, checkpoint
+from samestep.recovery import events
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 
 RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
@@ -188,16 +189,15 @@ class MetricsReader:
         self.curves: dict[str, Curve] = {}
         self.stragglers: list[tuple[int, dict[str, Any]]] = []  # the step, and what was recorded
         self.step: int | None = None  # the last one
-        self._line_count = 0
-        self._damaged: list[int] = []  # numbers of lines, from 1
-        self._not_finite = 0
+        self._line_count = self._damaged_count = self._first_damaged = self._not_finite = 0
 
     def read(self) -> None:
         """Read what was added since the last call."""
         for line in self._tail.new_lines(self._reset):
             self._line_count += 1
             if not self._add(parse(line)):
-                self._damaged.append(self._line_count)
+                self._damaged_count += 1
+                self._first_damaged = self._first_damaged or self._line_count
 
     @property
     def header(self) -> dict[str, Any]:
@@ -208,19 +208,15 @@ class MetricsReader:
         """Return what is wrong with the file, a line each."""
         if self._tail.problem:
             return [f"metrics.jsonl: {self._tail.problem}"]
-        problems = []
-        if self._tail.rest:
-            problems.append("its last line is cut off")
-        if self._damaged:
-            lines = f"line {self._damaged[0]}" + (f" and {len(self._damaged) - 1} more" * (len(self._damaged) > 1))
-            problems.append(f"damaged: {lines} left out: not a run's, or not in the order of steps")
-        if self._not_finite:
-            problems.append(f"{self._not_finite} values left out: not finite numbers")
-        if not self.starts:
-            problems.append("its header is missing: options, versions and ranks are unknown")
-        if self.step is None:
-            problems.append("no step is recorded")
-        return [f"metrics.jsonl: {problem}" for problem in problems]
+        lines = f"{self._damaged_count} lines left out, from line {self._first_damaged} on"
+        checks = (
+            (self._tail.rest, "its last line is cut off"),
+            (self._damaged_count, f"damaged: {lines}: not a run's, or not in the order of steps"),
+            (self._not_finite, f"{self._not_finite} values left out: not finite numbers"),
+            (not self.starts, "its header is missing: options, versions and ranks are unknown"),
+            (self.step is None, "no step is recorded"),
+        )
+        return [f"metrics.jsonl: {text}" for is_wrong, text in checks if is_wrong]
 
     def _add(self, line: dict[str, Any] | None) -> bool:
         """Return whether the line is one of a run, in its order."""
@@ -399,10 +395,11 @@ class EventLog:
     def events(self) -> list[Event]:
         """Return the events in the order of time, without the first start.
 
-        An event that several ranks report appears once. Once events are recorded, the wording of log lines is ignored.
+        An event that several ranks report appears once. From the first recorded start on, log lines are ignored.
         """
         recorded = self._events.get(events.FILE_NAME, [])
-        since = min((event.when for event in recorded), default="~")  # a later version may have resumed a run of 0.1
+        # A later version may have resumed a run of 0.1.
+        since = min((event.when for event in recorded if event.kind == RESTART), default="~")
         parsed = [event for name in self._events if name != events.FILE_NAME for event in self._events[name]]
         unique: dict[str, Event] = {}
         for event in sorted([*recorded, *(each for each in parsed if each.when < since)], key=lambda each: each.when):
@@ -447,7 +444,6 @@ class EventLog:
         kind = next((kind for kind, pattern in EVENT_PATTERNS.items() if pattern.match(text)), "")
         if kind:
             step = _STEP_PATTERN.search(text)
-            text = text.removeprefix("error: ").removeprefix("warning: ")
             self._add_event(name, kind, int(step[1]) if step else None, when, text)
 
     def _add_start(self, name: str, when: str, ranks: int, step: int, last_step: int | None) -> None:
@@ -456,6 +452,7 @@ class EventLog:
         self._add_event(name, RESTART, step, when, text)
 
     def _add_event(self, name: str, kind: str, step: int | None, when: str, text: str) -> None:
+        text = text.removeprefix("error: ").removeprefix("warning: ")
         self._events[name].append(Event(kind, step, when, text, f"log/{name}"))
 
 
@@ -467,16 +464,10 @@ def is_held(run_dir: Path) -> bool | None:
 
     Another machine's lock is seen if the file system has locks over the network.
     """
-    with contextlib.suppress(OSError, struct.error):
-        descriptor = os.open(run_dir / ".lock", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            for byte in (LAUNCHER_BYTE, WRITER_BYTE):
-                query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-                if struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, query))[0] != fcntl.F_UNLCK:
-                    return True
-            return False
-        finally:
-            os.close(descriptor)
+    queries = [struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0) for byte in (LAUNCHER_BYTE, WRITER_BYTE)]
+    with contextlib.suppress(OSError, struct.error), _open(run_dir / ".lock") as file:
+        holders = [struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query)) for query in queries]
+        return any(kind != fcntl.F_UNLCK for kind, *_ in holders)
     return None
 
 

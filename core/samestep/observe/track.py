@@ -1,10 +1,19 @@
-"""Copy a run's metrics to trackers: TensorBoard, MLflow, W&B.
+"""Copy a run's metrics to trackers: each step once, whatever happens to the run.
 
     python -m samestep.track RUN_DIR --to tensorboard,mlflow,wandb [--follow]
 
-It reads ``metrics.jsonl``, and no rank waits for it. A launch script with --track starts it beside the job. After a
-failure a tracker starts again from the file's beginning. So no step is lost or duplicated, also if this process or the
-job is killed.
+tensorboard  RUN_DIR/track/tensorboard, an event file
+mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step once a checkpoint has it
+wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
+
+It reads metrics.jsonl, and no rank waits for it. A launch script with --track starts it beside the job. After a failure
+a tracker starts again from the file's beginning. So no step is lost or duplicated, also if this process or the job is
+killed.
+
+Without --follow it exits when the trackers have all lines of the file. With --follow it continues until the run has its
+result, or until Ctrl-C or TERM.
+
+Exit codes: 0 done, 1 a tracker has not got all, 2 a mistake in the call.
 """
 
 from __future__ import annotations
@@ -50,15 +59,6 @@ SETTINGS = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "WANDB_ERROR_REPORTING": "false",
 }
-
-HELP = """\
-tensorboard  RUN_DIR/track/tensorboard, an event file
-mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step once a checkpoint has it
-wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
-
-Without --follow it exits when the trackers have all lines of the file. With --follow it continues until the run has its
-result, or until Ctrl-C or TERM. exit codes: 0 done, 1 a tracker has not got all, 2 a mistake in the call
-"""
 
 
 class BatchReader:
@@ -106,7 +106,7 @@ class BatchReader:
 def committed_step(run_dir: Path) -> int:
     """Return the step that no resume takes back: the newest checkpoint's, or the last one of a run with a result."""
     newest, result = next(iter(checkpoint.folders(run_dir)), None), _result(run_dir)
-    return max(int(newest.name[5:]) if newest else 0, result.get("steps", 0))
+    return max(int(newest.name[5:]) if newest else 0, int(result.get("steps", 0)))
 
 
 def _result(run_dir: Path) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class TrackerThread(threading.Thread):
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code of a mistake; without one the process exits here."""
-    parser = new_parser("track", "Copy metrics.jsonl to trackers: each step once, whatever happens to the run.", HELP)
+    parser = new_parser("track", __doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that holds metrics.jsonl")
     parser.add_argument("--to", required=True, metavar="NAMES", help=f"some of {','.join(TRACKERS)}")
     parser.add_argument("--follow", action="store_true", help="continue while the run does")
@@ -226,9 +226,8 @@ def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
 def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options: Options) -> NoReturn:
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     threads = [TrackerThread(name, run_dir, ended) for name in names]
-    limit: float | None = None  # without a job, a copy may take as long as it needs
-    if options.until_stdin_ends:
-        limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or FINISH_SECONDS)
+    # Without a job, a copy may take as long as it needs.
+    limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or FINISH_SECONDS) if options.until_stdin_ends else None
     for thread in threads:
         thread.start()
     while not ended.wait(POLL_SECONDS):

@@ -2,9 +2,15 @@
 
     python -m samestep.watch [RUN_DIR]
 
-shows, once a second and from the run dir's files alone, so that ssh is enough: loss, speed, time left, each rank's
-heartbeat and location, the last checkpoint, restarts, and the last lines of log/launcher.log. It exits when the run has
-ended. Without RUN_DIR it takes the newest run below runs/.
+It shows, once a second: loss, speed, time left, each rank's heartbeat and location, the last checkpoint, restarts, and
+the last lines of log/launcher.log. It reads only the run dir's files, so ssh is enough. It exits when the run ends.
+
+Ages of heartbeats are by this machine's clock, for its own ranks. For a rank on another host, watch shows for how long
+its file has not changed. If machines share no disk, each has the files of its own ranks.
+
+If stdout is no terminal, it prints once, as with --once. Ctrl-C ends watch, not the run.
+
+Exit codes: 0 shown, 2 a mistake in the call.
 """
 
 from __future__ import annotations
@@ -35,19 +41,10 @@ RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
 TAIL_LINES = 6  # of log/launcher.log, if there is room
 DEFAULT_SIZE = (100, 200)  # columns and lines without a terminal
 
-HELP = """\
-Ages of heartbeats are by this machine's clock, for its own ranks. For a rank on another host, watch shows for how long
-its file has not changed. If machines share no disk, each has the files of its own ranks.
-
-If stdout is no terminal, it prints once, as with --once. Ctrl-C ends watch, not the run.
-
-exit codes: 0 shown, 2 a mistake in the call
-"""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0, or 2 after one line on stderr."""
-    parser = new_parser("watch", "Show a run live in a terminal.", HELP)
+    parser = new_parser("watch", __doc__)
     default = "(default: the newest below runs/)"
     parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?", type=Path, help=f"the folder of a run {default}")
     every = "seconds between updates (default: %(default)g)"
@@ -102,8 +99,7 @@ def _size() -> tuple[int, int]:
 
 
 def _write(content: str) -> None:
-    sys.stdout.write(content)
-    sys.stdout.flush()
+    print(content, end="", flush=True)
 
 
 def _wait(seconds: float) -> None:
@@ -158,9 +154,7 @@ class View:
         self._gone_since = now if self._gone_since is None else self._gone_since
         is_recent = now - self._gone_since < GONE_SECONDS
         if is_elsewhere and is_recent:
-            self._state = State(
-                "unknown", "ranks on other hosts: it takes some seconds to see whether they still write"
-            )
+            self._state = State("unknown", "ranks on other hosts: seconds will show whether they still write")
         return may_restart and is_recent
 
     def frame(self, columns: int, lines: int) -> list[str]:
@@ -186,10 +180,9 @@ class View:
         else:
             yield f"step {step:,}"
         if rates:
-            seconds = self._seconds_per_step() if last_step and self._state.name == "running" else None
-            left = (
-                f"  {1 / seconds:,.1f} steps/s  {duration(max(0, last_step - step) * seconds)} left" if seconds else ""
-            )
+            seconds = self._seconds_per_step() if self._state.name == "running" else None
+            remaining = max(0, (last_step or 0) - step) * (seconds or 0.0)
+            left = f"  {1 / seconds:,.1f} steps/s  {duration(remaining)} left" if seconds and last_step else ""
             yield f"{rates.values[-1]:,.0f} samples/s{left}"
 
     def _curves(self, columns: int) -> Iterator[str]:
@@ -291,7 +284,7 @@ def sparkline(curve: Curve, width: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units: "3 h 12 min"."""
-    rest, parts = round(seconds), []
+    rest, parts = round(seconds), list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, rest = divmod(rest, size)
         if count or parts or unit == "s":

@@ -9,18 +9,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep import NonRetryableError, RetryableError
+from samestep import NonRetryableError, RetryableError, checkpoint
 from samestep.env import World
 from samestep.options import Options
 from samestep.recovery.rank_files import read_json, write_json
 
 _NOTE = "not-finite"  # in log/: the step at which a loss was NaN or infinite, and the number of that start of the job
 _RESTART = "a restart resumes from an earlier checkpoint"
+
+
+def checksum(array: NDArray[Any]) -> int:
+    """Return the sum, modulo 2**64, of an array's bytes as 32-bit words: any single bit that differs changes it.
+
+    The words are half as wide as the sum, so that differing signs do not cancel. It is much faster than SHA-256.
+    """
+    content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
+    words = len(content) // 4 * 4
+    rest = int.from_bytes(content[words:].tobytes(), "little")
+    return (int(content[:words].view(np.uint32).sum(dtype=np.uint64)) + rest) % 2**64
+
+
+def quarantine_newest(run_dir: Path) -> None:
+    """Rename the newest checkpoint, in which ranks turned out to differ, so that no run resumes from it."""
+    checkpoint.finish()
+    for folder in checkpoint.folders(run_dir)[:1]:
+        checkpoint.quarantine(folder, "unequal")
 
 
 def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> RetryableError:
@@ -43,8 +62,8 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
     """Describe the ranks whose rows [world_size, k] are not the majority's, and what is unknown without a majority."""
     _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     if 2 * counts.max() <= len(rows):
-        ranks = "ranks 0 and 1 differ" if len(rows) == 2 else f"the {len(rows)} ranks differ"
-        return ranks, ", and without a majority the wrong rank is unknown"
+        every = "ranks 0 and 1 differ" if len(rows) == 2 else f"the {len(rows)} ranks differ"
+        return every, ", and without a majority the wrong rank is unknown"
     minority = np.flatnonzero(kind.reshape(-1) != counts.argmax()).tolist()
     ranks = f"rank {minority[0]} differs" if len(minority) == 1 else f"ranks {minority} differ"
     return f"{ranks} from all others", ""

@@ -23,13 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from numpy.typing import NDArray
+import numpy as np
 
 from samestep import log
 from samestep.env import World, launch_script
-from samestep.monitor import Monitor
+from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
+from samestep.recovery.events import HANG, append_event
 from samestep.recovery.rank_files import is_in_collective, own_location, stack, write_json
 from samestep.recovery.straggler import StragglerDetector
 
@@ -110,9 +111,24 @@ class Watchdog(Monitor):
             if not math.isfinite(value):
                 raise replica_check.not_finite(name, value, step, self._options, self._world)
 
-    def check_replicas(self, checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> None:
+    def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        names = [(group, name) for group in sorted(groups) for name in sorted(groups[group])]
+        local = np.array([replica_check.checksum(groups[group][name]) for group, name in names], np.uint64)
+        checksums = all_gather(local.view(np.int64))
         if (checksums != checksums[0]).any():
-            raise replica_check.unequal(checksums, step, names)
+            raise replica_check.unequal(checksums, step, [" ".join(name) for name in names])
+
+    def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
+        digests = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
+        if (digests != digests[0]).any():
+            if run_dir:
+                replica_check.quarantine_newest(run_dir)
+            collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must rename first
+            raise replica_check.unequal(digests, self._step)
+
+    def record_event(self, kind: str, **fields: Any) -> None:
+        if self.folder != Path(os.devnull):
+            append_event(self.folder, kind, **{"rank": self._world.rank, "step": self._step, **fields})
 
     def launcher_died(self) -> bool:
         return self._launcher is not None and os.getppid() != self._parent
@@ -163,7 +179,7 @@ class Watchdog(Monitor):
         text += "; if it was still compiling, give it a longer --first-step-timeout" if self._is_compiling else ""
         has_files = self.folder != _NO_FOLDER
         text += f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if has_files else ""
-        log.call_with_timeout(_TICK, log.error, text)
+        log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
         # The launch script ends the job at this file: it comes after the line, so that the line is not lost.
         stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}

@@ -71,7 +71,7 @@ class ShardedRun(Run):
             return found
 
         fresh = not self.world.restart_count
-        resolved = rundir.resolve(self.app, self.options, self._resolve_dataset, fresh=fresh, reader=reader)
+        resolved = rundir.resolve(self.app, self.options, fresh=fresh, reader=reader)
         self._check_shared(collectives, resolved.run_dir)
         with contextlib.suppress(OSError):  # the next save reports what is in its way
             checkpoint.clear(resolved.run_dir)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from samestep import ConfigError, NonRetryableError
-from samestep.env import World
-from samestep.run import processor
+from samestep.env import World, processor
 
 
 def choose_device(requested: str, world: World) -> torch.device:

@@ -10,6 +10,8 @@ SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of
 - ``evaluating``: at this evaluated batch since the first step, from 1,
 - ``slow`` and ``seconds``: nothing is ended; from and to these steps this rank sleeps in this phase of each step, for
   each ``[rank, phase, from, to]`` of the list,
+- ``modules``: nothing is ended; as a rank exits, it writes the samestep modules that it has loaded, and their files, as
+  JSON into this file, to whose name "-<rank>" is added,
 - ``tell``: nothing is ended; this file gets the address and the number of values of each parameter (torch alone).
 
 Only the first start of a job is disturbed. Nothing of the program is replaced but the moment it is ended.
@@ -23,7 +25,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _fault = json.loads(os.environ.get("SAMESTEP_FAULT", "null"))
 
@@ -53,6 +55,20 @@ def _tell_addresses(path: str) -> None:
     told = {"pid": os.getpid(), "weights": [[each.data_ptr(), each.numel()] for each in weights]}
     Path(f"{path}.tmp").write_text(json.dumps(told))
     Path(f"{path}.tmp").rename(path)
+
+
+def _list_modules_at_exit(path: str) -> None:
+    """Wrap os._exit, by which each rank ends, for this process and not for those that it forks."""
+    leave, pid = os._exit, os.getpid()
+
+    def list_and_exit(status: int) -> NoReturn:
+        if os.getpid() == pid:
+            files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+            ours = {name: file for name, file in files.items() if name.partition(".")[0] == "samestep" and file}
+            Path(path).write_text(json.dumps(ours))
+        leave(status)
+
+    os._exit = list_and_exit
 
 
 def _make_slow(rank: int, sharding: Any) -> None:
@@ -105,6 +121,8 @@ def _arm() -> None:
     rank = env.detect(os.environ).rank
     if "slow" in _fault:
         _make_slow(rank, sharding)
+    if "modules" in _fault:
+        _list_modules_at_exit(f"{_fault['modules']}-{rank}")
     if rank != _fault.get("rank"):
         return
     if "audit" in _fault:
