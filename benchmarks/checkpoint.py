@@ -36,11 +36,12 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
-from samestep.recovery import replica_check
 from samestep import checkpoint  # noqa: E402
+from samestep.recovery import replica_check  # noqa: E402
 from samestep.sharding import BatchSlice  # noqa: E402
+from samestep.torch import weights  # noqa: E402
 
-app, weights = importlib.import_module("model"), importlib.import_module("weights")  # mnist_ddp's
+app = importlib.import_module("model")  # mnist_ddp's
 
 
 def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:

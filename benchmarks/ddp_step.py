@@ -36,10 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from data import load  # noqa: E402
 from model import build_model  # noqa: E402
-from ranks import averaged  # noqa: E402
-from samestep.step_timer import StepTimer  # noqa: E402
-from samestep.sharding import GlobalBatches, BatchSlice  # noqa: E402
-from train import train_step  # noqa: E402
+from samestep.sharding import BatchSlice, GlobalBatches  # noqa: E402
+from samestep.torch.reduction import ordered_all_reduce  # noqa: E402
 
 BATCH, AT_ONCE = 128, 4  # images over all ranks; steps that are timed together
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
@@ -54,8 +52,8 @@ def in_rank_order(rows: Tensor) -> Tensor:
 def gather(local: Tensor) -> Future[Tensor]:
     """Each rank gets every rank's bucket, ``mine`` of n bytes: (p - 1) n in p - 1 steps, and adds them up."""
     gathered = local.new_empty(dist.get_world_size(), len(local))
-    gathered = dist.all_gather_single(gathered.view(-1), local, async_op=True).get_future()  # ranks talk
-    return gathered.then(lambda done: in_rank_order(gathered))  # type: ignore[no-any-return]
+    done = dist.all_gather_single(gathered.view(-1), local, async_op=True).get_future()  # collective
+    return done.then(lambda done: in_rank_order(gathered))  # type: ignore[no-any-return]
 
 
 def exchange(local: Tensor) -> Future[Tensor]:
@@ -67,15 +65,22 @@ def exchange(local: Tensor) -> Future[Tensor]:
     p = dist.get_world_size()
     parts = F.pad(local, (0, -len(local) % p)).view(p, -1)
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts)  # ranks talk
-    dist.all_gather_single(parts.view(-1), in_rank_order(received))  # ranks talk
+    dist.all_to_all_single(received, parts)  # collective
+    dist.all_gather_single(parts.view(-1), in_rank_order(received))  # collective
     done: Future[Tensor] = Future()
     done.set_result(parts.view(-1)[: len(local)])
     return done
 
 
+def by_rank_0(local: Tensor) -> Future[Tensor]:
+    """Rank 0 sums the buckets in the order of ranks and broadcasts the sum, as the app does."""
+    ordered_all_reduce(local)
+    done: Future[Tensor] = Future()
+    done.set_result(local.div_(dist.get_world_size()))
+    return done
+
+
 Hook = Callable[[Tensor], Future[Tensor]]
-by_rank_0: Hook = functools.partial(averaged, along=[], phases=StepTimer())
 
 
 def hooked(hook: Hook, model: nn.Module, **ddp: Any) -> nn.Module:
@@ -100,7 +105,10 @@ def variant(
 
     def step() -> None:
         images, labels, rows = next(turn)
-        train_step(optimizer, F.nll_loss(wrapped(images, rows), labels, reduction="sum"), rows)
+        optimizer.zero_grad()
+        loss = F.nll_loss(wrapped(images, rows), labels, reduction="sum")
+        (loss * (dist.get_world_size() / rows.global_size)).backward()
+        optimizer.step()
 
     return step
 
@@ -112,7 +120,7 @@ def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: in
     for images, labels, rows in shards[:1] * passes:
         model.zero_grad()
         loss = F.nll_loss(wrapped(images, rows), labels, reduction="sum")
-        (loss * (dist.get_world_size() / rows.global_size)).backward()  # ranks talk
+        (loss * (dist.get_world_size() / rows.global_size)).backward()  # collective
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
@@ -130,7 +138,7 @@ def check(shards: Shards) -> str:
     apart = ((found[0] - stock).abs().max() / stock.abs().max()).item()
     assert apart < 1e-6, f"{apart:.1e} of the largest gradient from DDP's"
     gathered = [torch.empty_like(found[0]) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, found[0])  # ranks talk
+    dist.all_gather(gathered, found[0])  # collective
     assert all(torch.equal(found[0], each) for each in gathered), "ranks differ"
     own = [
         gradients(shards, functools.partial(DistributedDataParallel, bucket_cap_mb=size), passes)

@@ -4,7 +4,8 @@
         benchmarks/fsdp_step.py [--rounds 15] [--keep-memory]
 
 All take turns in one job, on batches of their own. Times are medians in milliseconds, over the rank that took longest;
-ratios to the app's step are of each round. ``--keep-memory`` keeps the C library's defaults for memory (see distributed.release_memory_early).
+ratios to the app's step are of each round. ``--keep-memory`` keeps the C library's defaults for memory (see
+distributed.release_memory_early).
 """
 
 from __future__ import annotations

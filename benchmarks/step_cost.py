@@ -1,4 +1,4 @@
-"""What a step of mnist_ddp pays for the wish to stop, and for the phases by which a slow rank is named.
+"""Measure what a step of mnist_ddp pays for stop requests, and for the phases by which a straggler is found.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200]
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -25,20 +26,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
-import ranks  # noqa: E402
 from data import load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
-from samestep.step_timer import StepTimer  # noqa: E402
-from samestep.run import Run  # noqa: E402
+from samestep.data import datasets  # noqa: E402
+from samestep.recovery.watchdog import Watchdog  # noqa: E402
+from samestep.run import Run, StepStats  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
-from train import build_optimizer, train_step  # noqa: E402
+from samestep.step_timer import StepTimer  # noqa: E402
+from samestep.torch import distributed, reduction  # noqa: E402
+from train import build_optimizer  # noqa: E402
 
 AT_ONCE = 10  # steps that are timed together, and between two log lines
 BATCH = 128  # images over all ranks
@@ -52,66 +54,58 @@ def main() -> None:
         parser.error("torchrun must start this (see --help)")
     device, world = torch.device("cpu"), env.detect(os.environ)
     console = os.fdopen(os.dup(1), "w")  # a Run gives stdout to its log
-    ranks.rendezvous(world, device, 300)
+    distributed.rendezvous(world, device, 300)
     steps = 4 * (rounds + 1) * AT_ONCE
     options = parse(["--dataset=mnist-5k", f"--epochs={steps}", f"--global-batch-size={BATCH}", "--quiet"])
     options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-")) if world.rank == 0 else None
-    run = Run("mnist_ddp", options, world)
-    run.restore(ranks, lambda groups: None)
+    run = Run("mnist_ddp", options, world, Watchdog(), datasets.resolve)
+    run.restore(distributed, lambda groups: None)
     training, test = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size)
-    run.begin(batches, len(test.labels), "net", "cpu", {})
+    run.start(batches, len(test.labels), "net", "cpu", {})
     step = 0
 
     def ten_steps(
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        along: list[Tensor],
-        wishes: bool,
-        phases: bool,
-        lightning: bool,
+        ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, stops: bool, phases: bool, lightning: bool
     ) -> None:
         nonlocal step
         running_loss = torch.zeros((), dtype=torch.float64)
-        for left in reversed(range(AT_ONCE)):
-            if phases:
-                run.phases.begin()
+        for _ in range(AT_ONCE):
             if lightning:
                 flag = torch.tensor([0])
                 dist.broadcast(flag, src=0)
                 flag.item()
-            images, labels = training.batch(batches.indices(step), torch.float32)
-            if phases:
-                run.phases.end("input")
-            due, rows = run.due(step), batches.rows(step)
-            loss_sum = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-            running_loss += loss_sum.detach()
-            if left == 0:
-                says = run.says() if wishes else []
-                sums = torch.tensor([loss_sum.detach(), running_loss, *says], dtype=torch.float64)
-                along[:] = [sums]
-            train_step(optimizer, loss_sum, rows)
-            if wishes:
-                run.done(step)
+            with run.timer.phase("input") if phases else nullcontext():
+                images, labels = training.batch(batches.indices(step), torch.float32)
+            rows = batches.rows(step)
+            optimizer.zero_grad()
+            loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
+            (loss * (world.world_size / rows.global_size)).backward()
+            optimizer.step()
+            running_loss += loss.detach()
+            if stops:
+                run.after_step(step)
+                run.actions(step)
             step += 1
-        ranks.add_up(*along)
-        sums.tolist()
-        if wishes:
-            run.heard(due, sums[2:].tolist())
+        local = run.local_stats(loss, running_loss).to_vector() if stops else [loss.item(), running_loss.item()]
+        sums = torch.tensor(local, dtype=torch.float64)
+        dist.all_reduce(sums)
+        if stops:
+            run.apply_global_stats(StepStats.from_vector(sums.tolist()))
 
-    def variant(wishes: bool, phases: bool, lightning: bool = False) -> Callable[[], None]:
+    def variant(stops: bool, phases: bool, lightning: bool = False) -> Callable[[], None]:
         model = build_model("net", 0.5, torch.float32, 1)
         optimizer = build_optimizer(options, model)
         ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
-        along = ranks.fix_reduction_order(ddp, run.phases if phases else StepTimer(), *sample)
+        reduction.fix_reduction_order(ddp, run.timer if phases else StepTimer(), *sample)
         if phases:
-            ranks.time_phases(model, optimizer, run.phases)
-        return partial(ten_steps, ddp, optimizer, along, wishes, phases, lightning)
+            reduction.time_phases(model, optimizer, run.timer)
+        return partial(ten_steps, ddp, optimizer, stops, phases, lightning)
 
     loops = {
         "neither": variant(False, False),
-        "the wish to stop": variant(True, False),
-        "the wish, and the phases (the app)": variant(True, True),
+        "stop requests": variant(True, False),
+        "stop requests and phases (the app)": variant(True, True),
         "neither, and Lightning's broadcast": variant(False, False, True),
     }
     taken: dict[str, list[float]] = {name: [] for name in loops}
@@ -129,7 +123,7 @@ def main() -> None:
         for name, times in taken.items():
             low, median, high = statistics.quantiles([a / b for a, b in zip(times, taken["neither"])], n=4)
             say(f"| {name} | {statistics.median(times):.2f} | {median:.3f} ({low:.3f} to {high:.3f}) |")
-    run.watchdog.stop()
+    run.monitor.stop()
     dist.barrier()  # no rank leaves a heartbeat any more
     if world.rank == 0:
         shutil.rmtree(options.run_dir, ignore_errors=True)

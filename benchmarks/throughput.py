@@ -130,7 +130,7 @@ def torchvision(python: str) -> Path:
 def write_digits(folder: Path, python: str) -> None:
     """60,000 training images in IDX files, plain and .gz, where torchvision and the apps look: the embedded 4,000."""
     code = (
-        "import sys; from pathlib import Path; import numpy as np; from samestep import datasets\n"
+        "import sys; from pathlib import Path; import numpy as np; from samestep.data import datasets, files\n"
         "found = datasets.load('mnist-5k', Path('.')); raw = Path(sys.argv[1])\n"
         "for split, times in (('train', 15), ('t10k', 10)):\n"
         "    name = 'train' if split == 'train' else 'test'\n"
@@ -152,9 +152,9 @@ def write_digits(folder: Path, python: str) -> None:
 def write_cifar(folder: Path, python: str) -> None:
     """50,000 and 10,000 images in CIFAR-10's binary format, where the app looks: synthetic-cifar10's, repeated."""
     code = (
-        "import sys; from pathlib import Path; import numpy as np; from samestep import datasets\n"
+        "import sys; from pathlib import Path; import numpy as np; from samestep.data import datasets, files\n"
         "found = datasets.load('synthetic-cifar10', Path('.')); raw = Path(sys.argv[1])\n"
-        "for split, names in (('train', datasets.CIFAR_FILES[:5]), ('test', datasets.CIFAR_FILES[5:])):\n"
+        "for split, names in (('train', files.CIFAR_FILES[:5]), ('test', files.CIFAR_FILES[5:])):\n"
         "    images, labels = getattr(found, split + '_images'), getattr(found, split + '_labels')\n"
         "    planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)\n"
         "    records = np.concatenate([labels[:, None], planes], axis=1).astype(np.uint8)\n"

@@ -5,8 +5,8 @@ The pages are written to be read in the repository, where a link leads to any fi
 - the page, for one of docs/, for a README.md and the few other pages of the repository;
 - a page that shows the file, or lists the folder, for everything else that git knows: source/<its path>;
 
-so that no link needs an address of the repository. The README of the repository is the first page. Each public module of
-core/ has a page of its docstrings.
+so that no link needs an address of the repository. The README of the repository is the first page. Each public module
+of core/ has a page of its docstrings.
 """
 
 from __future__ import annotations

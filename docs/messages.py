@@ -39,8 +39,8 @@ HEAD = """\
 # Messages
 
 This page lists every message with which a program here ends on purpose. `docs/messages.py` makes it from the code. A
-message is one line after `error: `. An ellipsis (…) stands for values that differ, so search this page for a few words of
-your message. [Troubleshooting](troubleshooting.md) starts from symptoms.
+message is one line after `error: `. An ellipsis (…) stands for values that differ, so search this page for a few words
+of your message. [Troubleshooting](troubleshooting.md) starts from symptoms.
 
 | code | meaning |
 |---|---|

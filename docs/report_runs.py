@@ -49,7 +49,8 @@ def train(framework: str, n: int, run_dir: Path, *options: str, kill: Sequence[i
         return
     print(run_dir.name, flush=True)
     app, *app_options = OF[framework]
-    command = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={run_dir}", *COMMON, *app_options, *options]
+    command = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={run_dir}"]
+    command += [*COMMON, *app_options, *options]
     script = subprocess.Popen(command)
     for step in kill:
         while step_of(run_dir) < step and script.poll() is None:

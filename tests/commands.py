@@ -26,8 +26,8 @@ LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
     *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),
-    *("python3.11", "samestep", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard", "torchrun"),
-    *("tox", "visualdl", "wandb", "watch"),
+    *("python3.11", "samestep", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard"),
+    *("torchrun", "tox", "visualdl", "wandb", "watch"),
 }
 ASSIGNMENTS = r"(?:[A-Za-z_]+=(?:\$\([^)]*\)|\S)*[ ;]+)*"
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

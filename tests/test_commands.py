@@ -1,4 +1,4 @@
-"""Every command of the pages works, as far as tests without a framework can show, or has its reason in docs/commands.md.
+"""Every command of the pages works, as far as tests without a framework show, or has its reason in docs/commands.md.
 
 test_commands_started.py has real starts, made small by a page's comment.
 """

@@ -34,7 +34,7 @@ def fingerprint(path: Path) -> str:
 
 def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = True) -> Any:
     """Return the text, as `samestep.data.datasets.resolve` returns a dataset. Raises ConfigError."""
-    from samestep.data.files import DatasetInfo
+    from samestep.data.files import DatasetInfo  # not at the top: the launch script does without it
 
     if name == "file" and data_file is None:
         raise ConfigError("--dataset file needs a file, also to resume a run: name it by --data-file")

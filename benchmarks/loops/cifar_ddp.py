@@ -20,25 +20,25 @@ def limit(options: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    import ranks
-    from data import feed, load
+    from data import batches_of, load
     from model import build_model
     from options import parse
-    from samestep.step_timer import StepTimer
     from samestep.sharding import GlobalBatches
+    from samestep.step_timer import StepTimer
+    from samestep.torch.reduction import fix_reduction_order
     from train import build_optimizer, train_step
 
     its = parse([f"--global-batch-size={options.batch}"])
     training, _ = load("cifar10", options.data, torch.device("cpu"))
     batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
-    shards = itertools.cycle(list(feed(its, training, batches, range(common.RESIDENT), torch.float32)))
+    shards = itertools.cycle(list(batches_of(its, training, batches, range(common.RESIDENT), torch.float32)))
     model = build_model(its, torch.float32)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model, forward_sync_buffers=False)
-    clock, phases = common.Clock(options, rank), StepTimer()
-    ranks.fix_reduction_order(ddp, phases, *training.batch(np.arange(1), torch.float32))
+    clock, timer = common.Clock(options, rank), StepTimer()
+    fix_reduction_order(ddp, timer, *training.batch(np.arange(1), torch.float32))
     for step in itertools.count():
-        train_step(its, ddp, optimizer, shards, batches, step, phases)
+        train_step(its, ddp, optimizer, shards, batches, step, timer)
         if clock.step():
             break
 

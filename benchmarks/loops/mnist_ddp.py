@@ -24,13 +24,13 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    import ranks
     from data import load
     from model import build_model
     from options import parse
-    from samestep.step_timer import StepTimer
     from samestep.sharding import GlobalBatches
-    from train import build_optimizer, train_step
+    from samestep.step_timer import StepTimer
+    from samestep.torch.reduction import fix_reduction_order
+    from train import build_optimizer
 
     its = parse([])
     training, _ = load("mnist", options.data, torch.device("cpu"))
@@ -43,10 +43,13 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
     if not plain:
-        ranks.fix_reduction_order(ddp, StepTimer(), *training.batch(np.arange(1), torch.float32))
+        fix_reduction_order(ddp, StepTimer(), *training.batch(np.arange(1), torch.float32))
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
-        train_step(optimizer, F.nll_loss(ddp(images, rows), labels, reduction="sum"), rows)
+        optimizer.zero_grad()
+        loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
+        (loss * (world_size / rows.global_size)).backward()
+        optimizer.step()
         if clock.step():
             break
 

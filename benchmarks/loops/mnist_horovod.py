@@ -49,12 +49,12 @@ def limit(options: argparse.Namespace) -> None:
     rank, world_size = hvd.rank(), hvd.size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    import ranks
+    import distributed
     from data import load
     from model import build_model
     from options import parse
     from samestep.sharding import GlobalBatches
-    from train import build_optimizer, train_step
+    from train import build_optimizer
 
     its = parse([])
     training, _ = load("mnist", options.data, torch.device("cpu"))
@@ -65,11 +65,14 @@ def limit(options: argparse.Namespace) -> None:
     optimizer = build_optimizer(its, model)
     if options.kind == "fused-limit":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
-    else:
-        ranks.sum_gradients(model, optimizer, hvd.Compression.none)
     clock = common.Clock(options, rank)
     for images, labels, rows in itertools.cycle(shards):
-        train_step(optimizer, F.nll_loss(model(images, rows), labels, reduction="sum"), rows)
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(images, rows), labels, reduction="sum")
+        (loss / rows.global_size).backward()
+        if options.kind == "limit":
+            distributed.all_reduce_gradients(model, "none")
+        optimizer.step()
         if clock.step():
             break
 

@@ -23,8 +23,8 @@ from processes import parent
 from samestep import checkpoint
 from samestep.sharded import storage
 from samestep.sharded.tensors import TensorShard
-from samestep.stop import STOP_SIGNALS
 from samestep.sharding import GlobalBatches
+from samestep.stop import STOP_SIGNALS
 
 TESTED = ("test_loss", "test_accuracy")  # as far as an app has them
 

@@ -1,7 +1,7 @@
-"""Across frameworks: ResNet-50 in MindSpore and in PyTorch, from the same weights, takes the same steps.
+"""Compare frameworks: from the same weights, ResNet-50 takes the same steps in MindSpore and in PyTorch.
 
-Batch normalisation is frozen, as MindSpore has that of each rank's samples and cifar_ddp of the global batch; both
-then see the same crops and flips, which belong to a sample.
+Batch normalization is frozen: MindSpore normalizes over each rank's samples, cifar_ddp over the global batch.
+Both then see the same crops and flips, which depend on the sample.
 """
 
 from __future__ import annotations

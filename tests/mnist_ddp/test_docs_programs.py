@@ -42,8 +42,8 @@ def kill_all(folder: Path) -> None:
 def test_a_runs_weights_are_loaded_as_the_page_says(tmp_path: Path) -> None:
     shown = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "inference.md").read_text(), re.M | re.S)[0]
     make = (
-        "import sys; sys.path.insert(0, 'apps/mnist_ddp'); import torch, weights; from pathlib import Path; "
-        "from model import build_model; from samestep import checkpoint; "
+        "import sys; sys.path.insert(0, 'apps/mnist_ddp'); import torch; from pathlib import Path; "
+        "from model import build_model; from samestep import checkpoint; from samestep.torch import weights; "
         "made = weights.model_arrays(build_model('net', 0.5, torch.float32, 7)); "
         "checkpoint.save_weights(Path(sys.argv[1]), made)\n"
     )

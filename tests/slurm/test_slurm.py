@@ -14,7 +14,7 @@ from typing import Any
 import cluster
 import pytest
 from cluster import Cluster
-from harness import ROOT, Harness, Outcome, faulty, last_step, losses, app_spec
+from harness import ROOT, Harness, Outcome, app_spec, faulty, last_step, losses
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 LONGER = ["--epochs=12"]  # 192 steps: time enough to be stopped in their midst

@@ -28,4 +28,5 @@ def add_local_rank(parser: argparse.ArgumentParser) -> None:
 
     Parsing raises ConfigError if the two differ.
     """
-    parser.add_argument("--local-rank", "--local_rank", action=_LocalRank, help=argparse.SUPPRESS)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--local-rank", "--local_rank", action=_LocalRank, default=hidden, help=hidden)

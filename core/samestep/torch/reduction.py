@@ -60,7 +60,7 @@ def fix_reduction_order(ddp: DistributedDataParallel, timer: StepTimer, images: 
         buffer.copy_(before)
 
 
-def ddp_comm_hook(timer: StepTimer, bucket: dist.GradBucket) -> Future[Tensor]:
+def ddp_comm_hook(timer: StepTimer, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Return the mean over ranks of one bucket's gradients, as DDP expects of a communication hook.
 
     Its seconds count as communication, although computing goes on for the next bucket.

@@ -45,8 +45,7 @@ def _skip() -> None:
 
 def _at_log_lines(instead: Any) -> None:
     """Call ``instead(all_reduce, stats)`` where the app reduces a log line's statistics; an evaluation has 3 sums."""
-    import torch.distributed as dist
-
+    dist: Any = sys.modules["torch.distributed"]
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda tensor: instead(all_reduce, tensor) if tensor.numel() > 3 else all_reduce(tensor)
 

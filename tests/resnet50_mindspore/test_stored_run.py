@@ -1,0 +1,61 @@
+"""Resume a run that an earlier version wrote. A copy of the app has no such run, so it has no copy of this file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from harness import Harness, losses, metrics
+from samestep import checkpoint
+
+STORED = Path(__file__).parent / "stored" / "version-0.1"
+STORED_OPTIONS = ["--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"]
+STORED_OPTIONS += ["--global-batch-size=8", "--log-every=1", "--checkpoint-every=2"]
+
+
+def fill(run_dir: Path) -> dict[str, checkpoint.Arrays]:
+    """Write arrays into the stored checkpoint, whose own would take 90 MB, and sign its manifest anew."""
+    (folder,) = checkpoint.folders(run_dir)
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    random = np.random.default_rng(1)
+    groups: dict[str, checkpoint.Arrays] = {}
+    for group, layout in json.loads((STORED / "layout.json").read_text()).items():
+        groups[group] = {}
+        for name, (dtype, shape) in layout.items():
+            values = random.standard_normal(shape, np.float32) * np.float32(1.0 if group == "optimizer" else 0.05)
+            values = abs(values) + 1 if name.endswith("running_var") or group == "buffers" else values
+            groups[group][name] = values if dtype == "F32" else np.array(7, np.int64)
+        content = checkpoint.serialize(groups[group])
+        (folder / f"{group}.safetensors").write_bytes(content)
+        body["files"][f"{group}.safetensors"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    signed = {"manifest": body, "sha256": hashlib.sha256(canonical).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(signed))
+    return groups
+
+
+def test_a_run_of_version_0_1_resumes(harness: Harness) -> None:
+    """``stored/version-0.1/run`` is what version 0.1 wrote with STORED_OPTIONS and --max-steps=2 on 1 rank.
+
+    ``layout.json`` has names, dtypes and shapes of its arrays. Momenta are large, so the step shows that each of them
+    came to its parameter; and the rank continues with its own running statistics, not with the average.
+    """
+    run_dir = harness.folder / "run"
+    shutil.copytree(STORED / "run", run_dir)
+    stored = fill(run_dir)
+    result = harness.train(1, *STORED_OPTIONS, "--max-steps=3")
+    assert (result["resumed_from_step"], result["steps"]) == (2, 3)
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]
+    assert losses(run_dir)[:2] == losses(STORED / "run")
+    found = checkpoint.load_weights(run_dir / "model.safetensors")
+    assert found.keys() == stored["model"].keys()
+    statistics = [found[name].ravel() for name in found if "running" in name]
+    assert np.array_equal(np.sort(np.concatenate(statistics)), np.sort(stored["buffers"]["each"][0]))
+    assert all(found[name] == 7 for name in found if name.endswith("num_batches_tracked"))
+    for name, momentum in stored["optimizer"].items():
+        parameter = name.removesuffix(".momentum_buffer")
+        change = (stored["model"][parameter] - found[parameter]) / 1e-3
+        assert np.linalg.norm(change - 0.9 * momentum) < 0.5 * np.linalg.norm(momentum), name  # random ones: 1.3
