@@ -2,7 +2,7 @@
 
     python shards.py RANK WORLD_SIZE FOLDER [options]
 
-Ranks communicate by files in FOLDER. All of the toy's numbers are sums of few powers of two, the same at any number of ranks.
+Ranks communicate by files in FOLDER. All numbers are sums of few powers of two, the same at any number of ranks.
 SAMESTEP_KILL=n ends the process, as a kill does, at its n-th change of the checkpoints' files and folders.
 """
 

@@ -1,4 +1,4 @@
-"""Hangs that need a collective: the console names rank and line. tests/core/test_hang_diagnosis.py has those that need none."""
+"""Hangs that need a collective: the console names rank and line. test_hang_diagnosis.py has those that need none."""
 
 from __future__ import annotations
 
