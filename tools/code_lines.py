@@ -50,7 +50,7 @@ def total(files: Sequence[Path]) -> int:
 
 
 def overview() -> list[tuple[str, int]]:
-    """Return the name and lines of code of each part of the repository, a total of core, launch and apps last."""
+    """Return the name and lines of code of each part of the repository, a total of the wheel and the apps last."""
     own = sorted(PACKAGE.glob("*.py"))
     core = total(own)
     rows = [(str(file.relative_to(ROOT)), total([file])) for file in own]
@@ -59,7 +59,9 @@ def overview() -> list[tuple[str, int]]:
     rows += [(f"core/samestep/{name}/", lines) for name, lines in packages.items() if (PACKAGE / name).is_dir()]
     apps = {path.name: total(python_files(path)) for path in sorted((ROOT / "apps").iterdir()) if path.is_dir()}
     rows += [(f"apps/{name}/", lines) for name, lines in apps.items()]
-    return [*rows, ("core, launch and apps", core + packages.get("launch", 0) + sum(apps.values()))]
+    doors = total(python_files(ROOT / "scripts"))
+    everything = core + sum(packages.values()) + doors + sum(apps.values())
+    return [*rows, ("scripts/", doors), ("the wheel, scripts and apps", everything)]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@
 Nothing is installed, and no wheel is downloaded: uv resolves each ``apps/<app>/requirements.in``, together with core's
 own requirements, from metadata alone. pip-compile, whose options and format uv takes, resolves for the Python and the
 machine that run it, and downloads what it hashes where the index has no JSON API: 10 GB with CUDA's packages. uv
-resolves for all Pythons from the first of the line ``# python:`` on, and says by markers where they differ.
+resolves for all Pythons from the first of the line ``# python:`` on, and marks where they differ.
 
 ``requirements-cuda.txt`` is what PyPI's wheels need. ``requirements-cpu.txt`` is the same without NVIDIA's packages,
 and with the build of torch that does not need them; an app that pulls in none of them has this one alone. Any other

@@ -70,7 +70,7 @@ def app_of(path: Path) -> str:
 
 
 def resolve(path: Path) -> dict[str, Any]:
-    """What uv says of an app's requirements: the pins, the Pythons for which it found wheels, and why not the others.
+    """What uv finds for an app's requirements: the pins, the Pythons for which it found wheels, and why not the others.
 
     Ends the program where uv could not ask.
     """

@@ -82,7 +82,7 @@ class Delayed(Strategy):
         self.slept: list[tuple[float, float]] = []  # (begin, end), by time.monotonic()
 
     def sleep(self, where: str) -> None:
-        """Sleep if the condition says so here."""
+        """Sleep if the condition holds here."""
         if not self.sleeps or self.condition.where != where or not self.condition.milliseconds:
             return
         seconds = self.condition.milliseconds / 1000

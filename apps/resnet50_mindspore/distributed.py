@@ -167,7 +167,7 @@ def _is_alone() -> bool:
 
 
 def summarize_error(message: str) -> str:
-    """Return the line of an error message that says what went wrong.
+    """Return the line of an error message that names the cause.
 
     MindSpore's messages begin with rules, and with titles that end with ":".
     """

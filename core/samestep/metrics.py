@@ -17,7 +17,7 @@ from samestep import NonRetryableError, checkpoint, log
 from samestep.env import World
 from samestep.options import Options, as_json
 
-# The first of these that an evaluation has decides which evaluation is best; the sign says whether more is better.
+# The first of these that an evaluation has decides which evaluation is best; the sign shows whether more is better.
 BEST_MEASURES = {"test_accuracy": 1, "test_loss": -1}
 
 

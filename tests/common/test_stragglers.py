@@ -14,7 +14,7 @@ from harness import Harness, Outcome, faulty, metrics
 PHASES = ("input", "computing", "optimizer")
 # Steps so short that an app's ``delay`` is many times as much, on a busy machine too; and hardly an epoch ends.
 SHORT = ("--global-batch-size=12", "--epochs=100", "--checkpoint-every=0", "--log-every=10")
-WITHIN = 50 + 10  # steps; ranks talk each 10, and what they then judge is to have been slow for 50
+WITHIN = 50 + 10  # steps; ranks synchronize every 10, and a straggler must have been slow for 50
 
 
 def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, str, int, int]], ms: int) -> Outcome:

@@ -172,7 +172,7 @@ def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
         assert line.receive(10) == {"here": True}
         assert line.receive(10) == {"plan": {}}
         line.close()
-        assert str(host.exception(10)) == "machine 1 (beta) was lost before the start: see what it says there"
+        assert str(host.exception(10)) == "machine 1 (beta) was lost before the start: see its messages there"
 
 
 def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:

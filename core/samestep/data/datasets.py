@@ -210,7 +210,7 @@ def cache_folder(name: str) -> Path:
     """Return the dataset's folder in the user's cache: the one in which it is complete, else the first writable one.
 
     A container's user may have no home, or one that cannot be written: the folder for temporary files then holds the
-    cache. The XDG base directory specification says to ignore a relative path.
+    cache. The XDG base directory specification demands that a relative path is ignored.
     """
     roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
     temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")

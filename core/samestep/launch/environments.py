@@ -208,7 +208,7 @@ class Environment:
                 f'published; if it is yours, export SAMESTEP_ALLOW="{name} sha256:{digest}" allows it'
             )
         print(held, end="", file=sys.stderr, flush=True)
-        raise NonRetryableError(f"could not make .venvs/{self.name}: `{shlex.join(command)}` failed, as it says above")
+        raise NonRetryableError(f"could not make .venvs/{self.name}: `{shlex.join(command)}` failed: see above")
 
     def _find_python(self) -> tuple[str, str]:
         """Return a Python that can make environments and has wheels of the app's pins, and its version."""

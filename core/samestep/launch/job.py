@@ -211,7 +211,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         if code == 0:
             reason = "has finished"
         elif code < 128:  # the ranks of all machines take part in a stop
-            reason = f"has ended with code {code}: see what it says there"
+            reason = f"has ended with code {code}: see its messages there"
         return code
     except supervise.Stopped as stopped:
         code = 128 + stopped.number
@@ -224,7 +224,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
     except (ConfigError, NonRetryableError):  # of a preflight, which has reported it to all
         raise
     except BaseException:
-        reason = "has failed: see what it says there"
+        reason = "has failed: see its messages there"
         raise
     finally:
         if new and not state.name and job.options.run_dir:  # nothing has started: leave nothing

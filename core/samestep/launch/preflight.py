@@ -346,7 +346,7 @@ class _Host:
                 elif number is not None and not message:
                     if not may_reconnect:
                         raise NonRetryableError(
-                            f"{self._name(number)} was lost before the start: see what it says there"
+                            f"{self._name(number)} was lost before the start: see its messages there"
                         )
                     del self._peers[number]
                     missing.add(number)
@@ -402,7 +402,7 @@ class _Host:
 
     def _hint(self, missing: set[int]) -> str:
         if missing <= self._peers.keys():
-            return ": see what it says there"
+            return ": see its messages there"
         if self._place.address == "localhost" or self._place.address.startswith("127."):
             return f": {self._place} is a loopback address, by which no other machine is reached"
         return f": start the script there too, with {self._place}; if it runs there, a firewall may be in between"
@@ -447,7 +447,7 @@ def _follow(
         prepare(message["plan"])
     connection.send({"ready": True})
     if "start" not in (ready := _receive(connection)):
-        raise NonRetryableError(f"machine 0 at {place} was lost before the start: see what it says there")
+        raise NonRetryableError(f"machine 0 at {place} was lost before the start: see its messages there")
     return Rendezvous(tuple(ready["start"]), connection.here, connection.there, message["plan"])
 
 
