@@ -215,7 +215,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         return code
     except supervise.Stopped as stopped:
         code = 128 + stopped.number
-        if state.name:
+        if state.name and state.verdict is None:  # else the ranks have recorded it, with the step
             text = f"the launch script was stopped by signal {stopped.number}"
             events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
         if state.verdict is None:
