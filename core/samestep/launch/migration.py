@@ -10,11 +10,12 @@ from samestep import ConfigError
 
 # What 0.1 had and 0.2 has not: modules, and names of modules that both have.
 OLD = frozenset(
-    "best cifar datasets download hang phases rollback rundata signals straggler watchdog checkpoint.Damaged "
-    "checkpoint.OtherFormat checkpoint.bit_sum checkpoint.mismatch checkpoint.reason checkpoint.retire checkpoint.seal "
-    "log.leave options.MAY_CHANGE_AT_RESUME options.arithmetic options.real options.whole run.Due run.Ranks "
-    "rundir.answer rundir.claim rundir.misfit rundir.set_aside sharded.Piece sharded.Stored sharded.exchange "
-    "sharded.shards_of sharding.AHEAD sharding.Rows".split()
+    "best cifar datasets download hang phases rollback rundata safetensors_writer signals straggler watchdog "
+    "checkpoint.Damaged checkpoint.OtherFormat checkpoint.bit_sum checkpoint.mismatch checkpoint.reason "
+    "checkpoint.retire checkpoint.seal log.leave options.MAY_CHANGE_AT_RESUME options.arithmetic options.real "
+    "options.whole run.Due run.Ranks run.processor rundir.answer rundir.claim rundir.misfit rundir.set_aside "
+    "sharded.Piece sharded.ShardedRun sharded.Stored sharded.exchange sharded.shards_of sharding.AHEAD "
+    "sharding.Rows".split()
 )
 
 
