@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "soak: not in the matrix; runs with --soak or --every-case",
         "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
         "torchrun: of apps that torchrun starts",
+        "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
         "best, curves, kills, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
     ):
@@ -60,6 +61,7 @@ def _warm_up(app: App) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     app = app_spec(config.getoption("--app"))
     applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
+    applies["stored_run"] = (ROOT / f"tests/{app.name}/stored/version-0.1/options").exists()
     marks = [mark for mark, does in applies.items() if not does]
     if not config.getoption("--soak") and not config.getoption("--every-case"):
         marks += ["soak", *app.skipped_marks]

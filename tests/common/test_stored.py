@@ -29,11 +29,10 @@ def restore(folder: Path, target: Path) -> Path:
     return shutil.copytree(folder / "run", target / "run")
 
 
+@pytest.mark.stored_run
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_run_of_version_0_1_resumes_with_the_same_losses(harness: Harness, n: int) -> None:
     folder = ROOT / "tests" / harness.app.name / "stored" / "version-0.1"
-    if not (folder / "options").exists():
-        pytest.skip(f"{harness.app.name} stores no run for this test")
     run_dir = restore(folder, harness.folder)
     options = (folder / "options").read_text().split()
     result = harness.train(n, *options, "--max-steps=6", run_dir=run_dir)
