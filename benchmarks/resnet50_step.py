@@ -155,10 +155,10 @@ def main() -> None:
             python = options.torch if mode == "torch" else sys.executable
             command = [python, __file__, f"--one={mode}", *arguments]
             ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-            answer = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
-            if not answer:
+            lines = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+            if not lines:
                 sys.exit(f"error: {name} failed: {ran.stderr[-2000:]}")
-            answers[name].append(json.loads(answer[0][7:]))
+            answers[name].append(json.loads(lines[0][7:]))
             accounts.setdefault(name, kernels(ran.stdout))
     options.weights.unlink()
 

@@ -3,7 +3,7 @@
     bash scripts/run_cifar_ddp.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/cifar_ddp/train.py
     python apps/cifar_ddp/train.py                        # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py   # one per machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
 Each part of the step, from the schedule to batch normalization, is a function of the step's number, of the sample or of
 the global batch: the same at any number of ranks, and after a kill. README.md shows what the usual ways break.

@@ -4,7 +4,7 @@
     python -m paddle.distributed.launch --nproc_per_node 4 apps/lenet_paddle/train.py      # fleetrun is the same
     python apps/lenet_paddle/train.py --launcher spawn --nprocs 4
     python apps/lenet_paddle/train.py                     # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py   # one per machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py  # per machine
 
 Every rank runs this file. Comments mark each line in which ranks communicate: the rendezvous; the restore of a
 checkpoint; when the model is distributed and its gradient buckets are ordered; the gradients of each step, in backward;

@@ -3,7 +3,7 @@
     bash scripts/run_mnist_ddp.sh 4                       # does all the set-up, restarts after a failure
     torchrun --standalone --nproc-per-node=4 apps/mnist_ddp/train.py
     python apps/mnist_ddp/train.py                        # one process
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py   # one per machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_ddp/train.py  # per machine
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """

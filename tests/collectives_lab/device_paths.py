@@ -1,4 +1,4 @@
-"""Every device path of collectives_lab, and how it is shown; docs/device_paths.py makes docs/devices.md of it."""
+"""Every device path of collectives_lab, and how it is shown; docs/device_paths.py makes docs/devices.md."""
 
 CLOCKS = "tests/collectives_lab/test_collectives_lab.py::test_on_a_gpu_every_timestamp_waits_for_the_device"
 PATHS = [

@@ -65,6 +65,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
 
     def start(self, code: str, *words: str, arguments: tuple[str, ...] = (), **environ: str) -> subprocess.Popen[str]:

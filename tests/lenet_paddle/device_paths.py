@@ -1,4 +1,4 @@
-"""List every device path of lenet_paddle and how it is tested; docs/device_paths.py makes docs/devices.md of it."""
+"""List every device path of lenet_paddle and how it is tested; docs/device_paths.py makes docs/devices.md."""
 
 TESTS = "tests/lenet_paddle/test_lenet_paddle.py"
 PATHS = [
