@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def environments() -> dict[int, dict[str, str]]:
@@ -28,6 +31,15 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+def wait_for(what: Callable[[], Any], limit: float) -> Any:
+    """Return what ``what`` finds, as soon as it finds something; fail after ``limit`` seconds."""
+    deadline = time.monotonic() + limit
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
 
 
 def parent(pid: int) -> int:

@@ -112,7 +112,7 @@ class Hang:
     @property
     def seconds(self) -> float:
         """From the last progress of the rank that was not guilty until it had told its line."""
-        return float(hang_diagnosis.read_json(self.run_dir / "log" / f"hang-{1 - self.guilty}.json")["waited"])
+        return float(rank_files.read_json(self.run_dir / "log" / f"hang-{1 - self.guilty}.json")["waited"])
 
 
 class Ranks:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import samestep
+from processes import wait_for
 from samestep.recovery import watchdog
 
 CORE = str(Path(samestep.__file__).parents[1])
@@ -114,7 +115,7 @@ class Job:
                 return values if condition(values) else None
             return None
 
-        found: dict[str, Any] = wait_for(seen)
+        found: dict[str, Any] = wait_for(seen, LIMIT)
         return found
 
     def clean_up(self) -> None:
@@ -122,14 +123,6 @@ class Job:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=LIMIT)
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LIMIT
-    while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
 
 
 def ended(process: subprocess.Popen[str]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import processes
 import samestep
 from processes import marked
 
@@ -115,19 +116,15 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LIMIT
-    while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
+    return processes.wait_for(what, LIMIT)
 
 
-def gone(processes: Callable[[], Sequence[int]]) -> bool:
+def gone(pids: Callable[[], Sequence[int]]) -> bool:
     """A process that was sent SIGKILL is gone a moment later."""
     deadline = time.monotonic() + 5
-    while processes() and time.monotonic() < deadline:
+    while pids() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not processes()
+    return not pids()
 
 
 class ScratchProject:

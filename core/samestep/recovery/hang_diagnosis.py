@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.env import detect
-from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, read_text, stack, write_json
-from samestep.recovery.rank_files import read_json as read_json
+from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, read_json, read_text, stack, write_json
 
 HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
 DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
@@ -183,11 +182,6 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
             elif stacks and (call := re.fullmatch(r'  File "(.+)", line (\d+) in (.+)', line)):
                 stacks[-1].append(CodeLocation(call[1], int(call[2]), call[3]).with_code())
     return stacks[::-1]  # the thread that started first comes last in the file
-
-
-def as_json(calls: Iterable[CodeLocation]) -> list[CodeLocation]:
-    """Return calls as in ``hang-<r>.json``: [file, line, function, code] each."""
-    return list(calls)
 
 
 def _is_of_hang(values: State, now: State) -> bool:
