@@ -161,7 +161,7 @@ def processor() -> str:
     return match.group(1) if match else platform.processor() or "cpu"
 
 
-# What is peculiar to one launcher. ``env`` holds the variables that are set, without surrounding blanks.
+# The special cases of single launchers. ``env`` holds the variables that are set, without surrounding blanks.
 
 
 def _msrun(env: dict[str, str], spec: LauncherSpec) -> World:

@@ -29,7 +29,7 @@ from samestep.recovery import events
 if TYPE_CHECKING:
     from samestep.launch.preflight import NodeInfo, Rendezvous
 
-# Variables of an outer job, of which this process may be a part.
+# Variables of an outer job: this process may be a part of one.
 OUTER_JOB = [f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()]
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep: code that must be the same

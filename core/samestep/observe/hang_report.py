@@ -4,7 +4,7 @@
 
 It prints the diagnosis of the newest hang in a run dir. Then follow each rank's host, process, step, collective and
 stack of the main thread, the innermost call first. Ranks at the same location are printed once, and two stacks side by
-side if the terminal is wide enough. It names the ranks of which the folder has nothing.
+side if the terminal is wide enough. It names the ranks that left no file in the folder.
 
 Ranks write log/hang-<r>.json when one of them has made no progress for --timeout seconds. The files stay when the job
 is restarted, until the next hang. If machines share no disk, each has the files of its own ranks: run this on each, or

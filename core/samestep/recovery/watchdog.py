@@ -155,7 +155,7 @@ class Watchdog(Monitor):
         ticked = time.monotonic()
         while not self._stopped.wait(min(_TICK, max(0.05, self.last_progress + self._limit() - ticked))):
             now = time.monotonic()
-            if now - ticked > _SILENT:  # this process was stopped and continues: its time starts anew
+            if now - ticked > _SILENT:  # this process was stopped and continues: restart its timeout
                 self.last_progress = now
             ticked = now
             if self._launcher and (self._launched is None or _start_time(self._launcher) != self._launched):

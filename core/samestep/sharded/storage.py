@@ -1,4 +1,4 @@
-"""Write checkpoints of which each rank writes a shard, and read any part of them.
+"""Write checkpoints, a shard from each rank, and read any part of them.
 
 A sharded checkpoint is a folder as `checkpoint` describes, but has a file ``<group>-<rank>.safetensors`` for each group
 and each rank that wrote it, such as ``model-00003.safetensors``, and its manifest names the pieces of each array:

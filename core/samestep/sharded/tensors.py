@@ -1,4 +1,4 @@
-"""Describe a rank's shard of an array, and a stored array of which any part can be read."""
+"""Describe a rank's shard of an array, and a stored array that can be read in parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorShard(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An array in files, of which any part can be read; ``pieces`` are (file, offset, shape)."""
+    """An array in files, which can be read in parts; ``pieces`` are (file, offset, shape)."""
 
     name: str
     dtype: np.dtype[Any]
