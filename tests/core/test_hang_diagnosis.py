@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import samestep
 from programs import CORE, LIMIT
-from samestep import log
+from samestep import log, untrusted
 from samestep.env import World
 from samestep.observe import hang_report
 from samestep.options import Options
@@ -112,7 +112,7 @@ class Hang:
     @property
     def seconds(self) -> float:
         """From the last progress of the rank that was not guilty until it had told its line."""
-        return float(rank_files.read_json(self.run_dir / "log" / f"hang-{1 - self.guilty}.json")["waited"])
+        return float(untrusted.read_object(self.run_dir / "log" / f"hang-{1 - self.guilty}.json")["waited"])
 
 
 class Ranks:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from harness import ROOT, Harness, Outcome, python_path
-from samestep.recovery import rank_files
+from samestep import untrusted
 
 APP = ROOT / "apps" / "mnist_ddp"
 WHO = rf"\({re.escape(os.uname().nodename)}, pid \d+\)"
@@ -31,8 +31,9 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     outcome = harness.run(2, *options, SAMESTEP_HANG=json.dumps(what), PYTHONPATH=path)
     assert outcome.code == 1, outcome
     logs = harness.folder / "run" / "log"
-    if stalled := rank_files.read_json(logs / "stalled"):
-        over = rank_files.read_json(logs / f"hang-{stalled['rank']}.json")["waited"] - timeout  # when its line was told
+    if stalled := untrusted.read_object(logs / "stalled"):
+        waited = untrusted.read_object(logs / f"hang-{stalled['rank']}.json")["waited"]
+        over = waited - timeout  # when its line was told
         print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP
     return outcome
 
@@ -92,7 +93,7 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
         line,
     )
     assert found, line
-    file, number, function = rank_files.read_json(harness.folder / "run" / "log" / "alive-0")["at"]
+    file, number, function = untrusted.read_object(harness.folder / "run" / "log" / "alive-0")["at"]
     assert found[1] == f"{os.path.basename(file)}:{number} in {function}"
 
 

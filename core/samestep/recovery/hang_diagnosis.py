@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.env import detect
-from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, read_json, read_text, stack, write_json
+from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, stack, write_json
+from samestep.untrusted import read_object, read_text
 
 HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
 DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
@@ -46,9 +47,9 @@ def dump_state(folder: Path, state: State, **extra: Any) -> None:
 
 def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
     """Write this rank's file once, if another rank has found a hang and this rank has not."""
-    if _is_of_hang(read_json(folder / "hanging"), heartbeat):
+    if _is_of_hang(read_object(folder / "hanging"), heartbeat):
         with _dump_lock:
-            own = read_json(folder / f"hang-{heartbeat['rank']}.json")
+            own = read_object(folder / f"hang-{heartbeat['rank']}.json")
             if not (_is_of_hang(own, heartbeat) and own["pid"] == heartbeat["pid"]):
                 dump_state(folder, get_state())
 
@@ -111,10 +112,10 @@ def read_state(folder: Path, rank: int, now: State) -> RankState | None:
 
     Return None if they show nothing.
     """
-    values = read_json(folder / f"hang-{rank}.json")
+    values = read_object(folder / f"hang-{rank}.json")
     if values.keys() >= HEARTBEAT_FIELDS and _is_of_hang(values, now) and "written_by" not in values:
         return RankState(rank, values, True, _location(values))
-    values = read_json(folder / f"alive-{rank}")
+    values = read_object(folder / f"alive-{rank}")
     if not values.keys() >= HEARTBEAT_FIELDS or values.get("job") != now["job"]:
         return None
     state = RankState(rank, values, False, _location(values), is_current=False)
@@ -208,7 +209,7 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
     """
     texts = []
     for path in sorted(folder.glob("stack-*.txt")):
-        values = read_json(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
+        values = read_object(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
         with contextlib.suppress(OSError, IndexError, KeyError):
             error = re.match(r"Fatal Python error: (.+)", read_text(path))
             if error and values["job"] == job:
@@ -219,7 +220,7 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
 
 def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
     """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes."""
-    heartbeats = [read_json(path) for path in folder.glob("alive-*")]
+    heartbeats = [read_object(path) for path in folder.glob("alive-*")]
     of_job = [values for values in heartbeats if values.keys() >= HEARTBEAT_FIELDS and values.get("job") == job]
     here = [values for values in of_job if values["host"] == socket.gethostname()]
     return len(here) >= count and not any("process" in _process_trouble(values, False) for values in here)
@@ -307,7 +308,7 @@ def explain(folder: Path, now: State, deadline: float) -> str:
         time.sleep(0.05)
     diagnosis = diagnose([states[rank] for rank in sorted(states)], now["world_size"])
     text = format_diagnosis(diagnosis, _silent_processes(now["job"]) if diagnosis.missing else {})
-    first = read_json(folder / f"hang-{read_json(folder / 'stalled').get('rank')}.json")
+    first = read_object(folder / f"hang-{read_object(folder / 'stalled').get('rank')}.json")
     return str(first["verdict"]) if "verdict" in first and _is_of_hang(first, now) else text  # one line on the console
 
 

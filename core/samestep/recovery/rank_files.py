@@ -7,7 +7,6 @@ import json
 import linecache
 import os
 import re
-import stat
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-MAX_BYTES = 2**20  # that are read of any file
 MAX_CODE_LENGTH = 70  # characters of a line of code in a message
 
 _MAIN = getattr(sys.modules["__main__"], "__file__", None)
@@ -61,21 +59,6 @@ def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> 
     inner = calls[: calls.index(own_location(calls, program))]
     files = [call.file.rpartition("-packages")[2] for call in inner if not call.file.startswith(_PACKAGE)]
     return any(_COLLECTIVES.search(file) for file in files)
-
-
-def read_text(path: Path) -> str:
-    """Return a regular file's text, "" for anything else: a pipe would block. Raises OSError if it cannot be read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(MAX_BYTES).decode(errors="replace") if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is none, or a crash left it damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        values = json.loads(read_text(path))
-        return values if isinstance(values, dict) else {}
-    return {}
 
 
 def write_json(folder: Path, name: str, values: dict[str, Any], writer: int) -> None:

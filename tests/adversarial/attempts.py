@@ -1,0 +1,58 @@
+"""Attempts from outside on a launch script, as data: what is tried, where, and what must follow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from scratch_project import ScratchProject
+
+DONE = "note(started=True)"  # a launcher that does nothing and ends well
+Prepare = Callable[[ScratchProject], Mapping[str, str]]  # returns further variables of the environment
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt.
+
+    Attributes:
+        number: the number of what it attacks, in the list of what was once broken.
+        what: what is tried, which names the test.
+        code: the exit code of the script.
+        error: a regular expression for the one line ``error: ...`` on stderr; "" if there must be none.
+        warning: the same for ``warning: ...``.
+        arguments: words after the script's name.
+        environ: variables of its environment.
+        prepare: makes what is in the way.
+        launcher: the source of the launcher that the script starts, see `scratch_project.LAUNCHER`.
+        starts: how often the launcher must have been started.
+    """
+
+    number: int
+    what: str
+    code: int
+    error: str = ""
+    warning: str = ""
+    arguments: Sequence[str] = ("2",)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    prepare: Prepare = lambda project: {}
+    launcher: str = DONE
+    starts: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.what}"
+
+
+def check(project: ScratchProject, attempt: Attempt) -> None:
+    """Try it, and assert what must follow. The scratch project asserts that no process is left behind."""
+    environ = {**attempt.environ, **attempt.prepare(project)}
+    done = project.run(attempt.launcher, *attempt.arguments, environ=environ)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == attempt.code, done.stderr
+    for kind, pattern in (("error", attempt.error), ("warning", attempt.warning)):
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"{kind}: ")]
+        assert len(lines) == bool(pattern), done.stderr
+        assert all(re.search(pattern, line) for line in lines), done.stderr
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stderr), "control characters reach the terminal"
+    assert sum("started" in note for note in project.notes()) == attempt.starts, done.stderr

@@ -1,0 +1,12 @@
+"""The scratch project of tests/launch, for attempts from outside on the launch scripts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
+
+from scratch_project import project, project_root
+
+__all__ = ["project", "project_root"]
