@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Print how many lines differ between mnist_ddp's files and those of its two ports: lines of both sides are counted.
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 for app in mnist_horovod mnist_lightning; do
   for file in train.py distributed.py model.py data.py options.py; do
     one=apps/mnist_ddp/$file

@@ -6,16 +6,23 @@ import sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
+os.environ.pop("PYTHONSAFEPATH", None)  # apps import files of their own folder
 # A project that is a copy of one app has a wheel in place of core/. The first stage imports from it; the second runs in
 # an environment that has it installed, because its data are files.
 wheel = next(root.glob("vendor/samestep-*.whl"), None)
-sys.path[:1] = [str(root / "core")]  # in place of this folder
+here = 0 if getattr(sys.flags, "safe_path", False) else 1  # whether sys.path begins with this folder
+sys.path[:here] = [str(root / "core")]
 if wheel and not os.environ.get("SAMESTEP_SECOND_STAGE"):
     sys.path[:1] = [str(wheel)]
-elif wheel and importlib.util.find_spec("samestep") is None:
-    install = f"{sys.executable} -m pip install {wheel}"
-    print(f"error: {sys.executable} lacks samestep: {install}; or unset PYTHON to have one made", file=sys.stderr)
-    sys.exit(2)
+elif wheel:
+    package = importlib.util.find_spec("samestep")
+    if package is None:
+        install = f"{sys.executable} -m pip install {wheel}"
+        print(f"error: {sys.executable} lacks samestep: {install}; or unset PYTHON to have one made", file=sys.stderr)
+        sys.exit(2)
+    if package.submodule_search_locations is None:
+        print(f"error: {package.origin} hides the package samestep: take it off PYTHONPATH", file=sys.stderr)
+        sys.exit(2)
 
 from samestep.launch.app import main  # noqa: E402
 

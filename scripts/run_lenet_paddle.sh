@@ -4,7 +4,7 @@
 # It deals out the GPUs that it sees, one a rank.
 command=(env CUDA_VISIBLE_DEVICES={gpus} {python} -m paddle.distributed.launch --nnodes={nnodes} --rank={node_rank}
   --nproc_per_node={nproc} --master={master_addr}:{master_port} --host={host} --log_dir={log_dir} {train} {options})
-launcher= previous=
+launcher='' previous=''
 for word in "$@"; do # of several --launcher the last counts, in either spelling
   case $previous,$word in
   --launcher,*) launcher=$word ;;

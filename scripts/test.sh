@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up tox on a bare Python and run the test matrix; arguments go to tox:  bash scripts/test.sh -e core
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
 tox_version=4.67.13
 venv=.venvs/tox
 

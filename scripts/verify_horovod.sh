@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Check the Horovod installation over N ranks, 2 by default:  bash scripts/verify_horovod.sh [N] [--transport mpi]
 # Uses .venvs/mnist_horovod, or the interpreter that PYTHON names. Several machines: HOROVOD_HOSTS=server1:1,server2:1
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venvs/mnist_horovod/bin/python}
-if ! command -v "$python" >/dev/null; then
-  echo "error: there is no $python: run scripts/run_mnist_horovod.sh first, or name an interpreter by PYTHON" >&2
+if [ "$("$python" -c 'import sys; print(sys.version_info >= (3, 9))' 2>/dev/null)" != True ]; then
+  echo "error: $python is not a Python 3.9 or newer: run scripts/run_mnist_horovod.sh first, or name an interpreter by PYTHON" >&2
   exit 2
 fi
 PYTHONPATH=$root/core${PYTHONPATH:+:$PYTHONPATH} exec "$python" "$root/apps/mnist_horovod/verify.py" "$@"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the sbatch scripts beside it. docs/slurm.md says what the cluster must grant.
 
 fail() {
@@ -5,7 +6,7 @@ fail() {
   exit 2
 }
 
-cd "$SLURM_SUBMIT_DIR" || fail "there is no $SLURM_SUBMIT_DIR on this node: call sbatch in a folder that all nodes share"
+CDPATH='' cd -- "$SLURM_SUBMIT_DIR" || fail "there is no $SLURM_SUBMIT_DIR on this node: call sbatch in a folder that all nodes share"
 [ -n "$SLURM_NTASKS_PER_NODE" ] || fail "the job has no --ntasks-per-node, the number of ranks on each node: give it"
 
 # The launch script of an app on every node of the job, as one task of a step; its arguments are the user's options.
@@ -15,6 +16,7 @@ on_every_node() {
   shift
   export NNODES=$SLURM_JOB_NUM_NODES
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # a rank's: the one task of a node shares out all of its processors
+  # shellcheck disable=SC2016  # the node's bash expands it
   # --wait: a node whose script has ended for good ends the others a minute later, and not at once: they may be saving.
   save_and_requeue srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
     --kill-on-bad-exit=0 --wait=60 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \

@@ -12,8 +12,11 @@ import json
 import os
 import platform
 import re
+import select
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -25,7 +28,7 @@ import pytest
 from samestep import ConfigError
 from samestep.launch import environments
 from samestep.launch.environments import Environment
-from scratch_project import ScratchProject, end_of, gone
+from scratch_project import ScratchProject, end_of, gone, wait_for
 
 # On PATH as python3 and python3.11. It claims to be of another version where a file says so.
 BASE = """#!/usr/bin/env bash
@@ -48,7 +51,12 @@ time.sleep(0.1)
 if (work / "pip.fails").exists():
     sys.exit(3)
 if (work / "pip.kills").exists():
+    os.kill(os.getppid(), signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)
+if (work / "pip.waits").exists():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (work / "pip.waits").unlink()
+    time.sleep(600)
 """
 WHICH = "import json, os, sys; print(json.dumps([sys.executable, os.environ['PATH'].split(':')[0]]))"
 VERSION = platform.python_version()
@@ -316,6 +324,57 @@ def test_one_whose_making_was_killed_is_made_anew(street: Street) -> None:
     assert (half / "samestep-stamp").exists()
     assert not (half / "left").exists()
     assert street.made() == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", ["pip", "an index that never answers", "setup.sh"])
+def test_a_signal_ends_a_set_up_and_all_that_it_started(street: Street, step: str, number: signal.Signals) -> None:
+    """The signal is to the launch script alone, whatever its children make of it."""
+    waits = street.work / "pip.waits"
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        if step == "pip":
+            waits.touch()
+        elif step == "setup.sh":
+            child = shlex.quote("trap '' TERM INT; sleep 600")
+            lines = f"bash -c {child} &\ntouch {waits}\nwait\n"
+            (street.root / "apps" / "toy" / "setup.sh").write_text(lines)
+        else:
+            street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # the real pip
+            url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+            street.environ |= {"PIP_INDEX_URL": url, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+            street.environ |= {"PIP_CONFIG_FILE": os.devnull}
+            street.require("toy", f"torch==1.0 \\\n    --hash=sha256:{'0' * 64}")
+
+        def begun() -> bool:
+            if step.startswith("an index"):
+                return bool(select.select([index], [], [], 0)[0])
+            return waits.exists() == (step == "setup.sh")
+
+        process = street.start()
+        wait_for(begun)
+        assert len(street.project.processes()) > 1
+        process.send_signal(number)
+        done = end_of(process)
+    assert (done.returncode, done.stdout) == (128 + number, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert street.project.processes() == []
+    assert [path for path in street.venvs.iterdir() if path.is_dir()] == []
+
+
+def test_a_samestep_on_pythonpath_does_not_hide_the_projects(street: Street) -> None:
+    (street.root / "samestep.py").write_text("raise SystemExit('another samestep')")
+    street.environ["PYTHONPATH"] = f"{street.root}:{street.environ['PYTHONPATH']}"
+    words = ["-c", "import samestep; print(samestep.__file__)", "--", "1", "--dataset=mnist-5k"]
+    words = ["toy", "{python}", *words, f"--run-dir={street.work / 'run'}"]
+    done = end_of(street.project.script(*words, environ=street.environ))
+    assert (done.returncode, done.stdout) == (0, f"{street.root}/core/samestep/__init__.py\n"), done.stderr
+
+
+def test_a_pythonhome_is_not_that_of_the_environment(street: Street) -> None:
+    street.environ["PYTHONHOME"] = sys.base_prefix
+    words = ["toy", "{python}", "-c", "import os; print(os.environ.get('PYTHONHOME'))", "--", "1", "--dataset=mnist-5k"]
+    done = end_of(street.project.script(*words, f"--run-dir={street.work / 'run'}", environ=street.environ))
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
 def test_a_folder_from_before_they_were_shared_becomes_a_link(street: Street) -> None:

@@ -31,7 +31,8 @@ own = {name for name in sys.modules if name.partition(".")[0] == "samestep"}
 modules = ("app", "environments", "job", "migration", "supervise", "trackers")
 launch = {"samestep.launch", *(f"samestep.launch.{name}" for name in modules)}
 apps_use = {"samestep.torch", "samestep.torch.options"}  # of the standard library, too
-assert own == {"samestep", "samestep.recovery", "samestep.recovery.events", "samestep.options", *launch, *apps_use}, own
+needs = {"samestep", "samestep.recovery", "samestep.recovery.events", "samestep.options", "samestep.untrusted"}
+assert own == {*needs, *launch, *apps_use}, own
 assert app.__file__.startswith(core), app.__file__
 locks = app.Environment(Path(root), "trackers")
 assert "numpy==" in locks.locks()[0].read_text() and locks.pins()

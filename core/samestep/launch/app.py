@@ -33,7 +33,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,6 +48,11 @@ from samestep.launch.job import OUTER_JOB, Job, Nodes, node_info, parse_integer,
 from samestep.launch.migration import check_imports
 from samestep.launch.supervise import print_stderr
 from samestep.options import Options
+from samestep.untrusted import printable
+
+MAX_RANKS = 10**5  # on one machine
+# Characters of which no name may have one: it would end a line, or is a byte that is not UTF-8.
+UNUSABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 HELP = """\
 N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
@@ -71,25 +78,32 @@ signal, or --grace seconds, end them at once
 def main(root: Path, argv: Sequence[str]) -> int:
     """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments."""
     second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
-    split = list(argv).index("--")
-    return run_safely(lambda: _main(root, argv[0], argv[1:split], [*argv[split + 1 :]], second_stage))
+    split = [*argv, "--"].index("--")
+    app, *template = argv[:split] or [""]
+    return run_safely(lambda: _main(root, app, template, [*argv[split + 1 :]], second_stage))
 
 
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
+    _open_closed_streams()
     for name in OUTER_JOB:
         os.environ.pop(name, None)
     supervise.stop_on_signals()
     try:
         return run()
     except (ConfigError, NonRetryableError) as error:
-        print_stderr(f"error: {error}")
+        print_stderr(printable(f"error: {error}"))
         return 2 if isinstance(error, ConfigError) else 1
     except supervise.Stopped as stopped:
         return 128 + stopped.number
 
 
 def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], second_stage: bool) -> int:
+    check_name("the project's folder", root)
+    if os.pathsep in str(root):
+        raise ConfigError(f"the project's folder {root} has a {os.pathsep}, which ends a folder on PATH: rename it")
+    for argument in arguments:
+        check_name("the argument", argument)
     module, environment, folder = _app_options(root, app), Environment(root, app), root / "apps" / app
     usage = f"bash scripts/run_{app}.sh N{' COMMAND' if hasattr(module, 'COMMANDS') else ''} [options]"
     if "--help" in arguments or "-h" in arguments:
@@ -120,7 +134,10 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
         python = environments.given_python(root) or environment.ensure(variables)
         os.environ["SAMESTEP_SECOND_STAGE"] = "1"
         sys.stdout.flush()
-        os.execv(python, [python, *sys.argv])
+        try:
+            os.execv(python, [python, *sys.argv])
+        except OSError as error:
+            raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
     environment.check_requirements()
     if hasattr(module, "check_installed"):
         module.check_installed(options, nproc)
@@ -153,7 +170,7 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
         if not text:
             example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
             raise ConfigError(f"N, the number of ranks, is missing: {usage}, for example: {example}")
-    return parse_integer(name, text, least=1), rest
+    return parse_integer(name, text, least=1, most=MAX_RANKS), rest
 
 
 def _app_options(root: Path, app: str) -> Any:
@@ -175,18 +192,66 @@ def _app_options(root: Path, app: str) -> Any:
 
 def _check_paths(options: Options) -> None:
     """Raise ConfigError if --data-dir or --run-dir is a file, or --init-from is not a safetensors file."""
-    for name in ("data_dir", "run_dir"):
-        path = getattr(options, name, None)
-        if path is not None and path.exists() and not path.is_dir():
-            raise ConfigError(f"--{name.replace('_', '-')} {path} is not a directory: name a directory")
+    check_run_dir(options.run_dir)
+    if getattr(options, "data_dir", None) is not None:
+        _check_directory("--data-dir", options.data_dir)
     path = getattr(options, "init_from", None)
     if path is None:
         return
-    if not path.is_file():
+    status = look_up("--init-from", path)
+    if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"--init-from {path}: there is no such file")
     # A safetensors file starts with its header's length (8 bytes, little-endian) and the header in JSON.
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= path.stat().st_size else b""
-    if not header.startswith(b"{"):
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise ConfigError(f"--init-from {path}: {error.strerror}: name a run's model.safetensors") from None
+    if int.from_bytes(start[:8], "little") > status.st_size or start[8:] != b"{":
         raise ConfigError(f"--init-from {path} is not a safetensors file: name a run's model.safetensors")
+
+
+def check_run_dir(path: Path | None) -> None:
+    """Raise ConfigError if the run dir (None: a new one in the working directory) cannot be one."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError("the working directory is gone: change to another one") from None
+    _check_directory("--run-dir", path or Path())
+
+
+def _check_directory(what: str, path: Path) -> None:
+    status = look_up(what, path)
+    if status is not None and not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{what} {path} is not a directory: name a directory")
+
+
+def look_up(what: str, path: Path) -> os.stat_result | None:
+    """Return the status of a path that ``what`` names; None if nothing is there.
+
+    Raises:
+        ConfigError: the path cannot be looked up, or `check_name`.
+    """
+    check_name(what, os.path.realpath(path))
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}: name another place") from None
+
+
+def check_name(what: str, name: object) -> None:
+    """Raise ConfigError if a name would break lines, or is not UTF-8: logs, JSON and launchers pass it on."""
+    if UNUSABLE.search(str(name)):
+        raise ConfigError(f"{what} {str(name)!r} has a control character, or is not UTF-8: choose another name")
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of each closed standard stream, because a file opened next would get its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
+            setattr(sys, name, open(number, mode))

@@ -22,12 +22,13 @@ import argparse
 import importlib.util
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
-from samestep.launch.app import run_safely
+from samestep.launch.app import check_run_dir, look_up, run_safely
 from samestep.launch.job import Job, node_info, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
 from samestep.options import Parser, bounded_float, bounded_int
@@ -40,8 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     options = build_parser().parse(argv)
-    program = Path(options.program).resolve()
-    if not program.is_file():
+    try:
+        "".join(options.arguments).encode()
+    except UnicodeEncodeError:
+        raise ConfigError("an argument of PROGRAM is not UTF-8: the log of the launcher could not hold it") from None
+    check_run_dir(options.run_dir)
+    status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
+    if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"PROGRAM {options.program}: there is no such file: name a Python program")
     launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
     # Defaults of the options of `samestep.options.add_common`.

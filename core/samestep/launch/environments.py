@@ -19,19 +19,22 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
 
 from samestep import ConfigError, NonRetryableError
-from samestep.launch.supervise import print_stderr, read_text
+from samestep.launch.supervise import STOPS, block_signals, print_stderr, read_text
 
 TRACKERS = "trackers"  # the environment of --track, whose requirements are part of this package
 STAMP = "samestep-stamp"
+END_SECONDS = 2.0  # for a step of the set-up to end after TERM
+IS_PYTHON = ["-c", "import sys; print(sys.version_info >= (3, 9))"]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has builds for CPUs that PyPI lacks: torch 2.13.0+cpu
 # pip's message if a file has another hash than the lock lists, and how it names that file.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
@@ -48,18 +51,26 @@ def find_wheel(root: Path) -> Path | None:
 
 
 def given_python(root: Path) -> str | None:
-    """Return the interpreter that PYTHON names, with core on PYTHONPATH; None if the variable is not set.
+    """Return the interpreter that PYTHON names; None if the variable is not set.
 
-    A wheel of core is not put there. It must be installed like the app's pins, because its data are files.
+    Core is put on PYTHONPATH, before a samestep that may be there. A wheel of core is not put there. It must be
+    installed like the app's pins, because its data are files.
     """
-    given = os.environ.get("PYTHON")
+    given, path = os.environ.get("PYTHON"), os.environ.get("PYTHONPATH")
+    if (given or path) and find_wheel(root) is None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root / "core"), path]))
     if not given:
         return None
     python = shutil.which(given)
     if python is None:
         raise ConfigError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
-    if find_wheel(root) is None:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root / "core"), os.environ.get("PYTHONPATH")]))
+    if os.path.abspath(python) != sys.executable:  # launch.sh has not started it: it may be any program
+        output = ""
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run([python, *IS_PYTHON], capture_output=True, text=True, errors="replace", timeout=60)
+            output = done.stdout.strip()
+        if output != "True":
+            raise ConfigError(f"PYTHON={given} is not a Python of at least 3.9: name one, or unset PYTHON")
     return python
 
 
@@ -89,21 +100,27 @@ class Environment:
         Args:
             settings: variables for the app's setup.sh; other values make another environment.
         """
-        venv = self.link.resolve()
+        os.environ.pop("PYTHONHOME", None)  # it describes another Python
+        venv = Path(os.path.realpath(self.link))
         version = _stamp(venv)
         locks = [_allow(path.read_text(), _allowed()) for path in self.locks()]
         self._check_pins(locks[0])
         if version is None or venv.name != self._key(version, settings, locks):
             base, version = self._find_python()
             venv = self.link.with_name(self._key(version, settings, locks))
-            with _lock(venv):  # of two first starts the second waits and finds it made
-                if _stamp(venv) is None:
-                    print_stderr(
-                        f"first start: making .venvs/{self.name} with Python {version}; pip's own progress follows"
-                    )
-                    self._make(venv, base, settings, locks)
-                    (venv / STAMP).write_text(version)
-                _link(self.link, venv)
+            try:
+                with _lock(venv):  # of two first starts the second waits and finds it made
+                    if _stamp(venv) is None:
+                        print_stderr(
+                            f"first start: making .venvs/{self.name} with Python {version}; pip's own progress follows"
+                        )
+                        self._make(venv, base, settings, locks)
+                        (venv / STAMP).write_text(version)
+                    _link(self.link, venv)
+            except OSError as error:
+                raise NonRetryableError(
+                    f"cannot make .venvs/{self.name}: {error}: or name an interpreter by PYTHON="
+                ) from error
         return str(venv / "bin" / "python")
 
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
@@ -135,8 +152,8 @@ class Environment:
         named = os.environ.get("SAMESTEP_LOCK")
         if named and self.name != TRACKERS:  # which has one
             lock = self.source / f"requirements-{named}.txt"
-            if not lock.is_file():
-                names = sorted(path.stem.partition("-")[2] for path in self.source.glob("requirements-*.txt"))
+            names = sorted(path.stem.partition("-")[2] for path in self.source.glob("requirements-*.txt"))
+            if named not in names:
                 raise ConfigError(
                     f"SAMESTEP_LOCK={named}: there is no {lock}: name one of {', '.join(names)}, or unset it"
                 )
@@ -182,7 +199,8 @@ class Environment:
             if self.setup.exists():
                 self._run(["bash", str(self.setup), python], settings)
         except BaseException:
-            shutil.rmtree(venv, ignore_errors=True)
+            with block_signals():
+                shutil.rmtree(venv, ignore_errors=True)
             raise
 
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
@@ -191,9 +209,7 @@ class Environment:
         locked = "--require-hashes" in command
         # pip writes to stdout, which belongs to the result.
         stderr = subprocess.PIPE if locked else None  # a build keeps its own: it may be a terminal
-        with subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=sys.stderr, stderr=stderr, text=True, errors="replace"
-        ) as step:
+        with _start(command, env={**os.environ, **settings}, stdout=sys.stderr, stderr=stderr) as step:
             for line in step.stderr or ():
                 if held or line.startswith(MISMATCH):
                     held += line
@@ -216,8 +232,8 @@ class Environment:
         versions = line.group(1).split() if line else ["3.11"]
         for command in [*(f"python{version}" for version in versions), "python3", "python"]:
             probe = "import platform, venv, ensurepip; print(platform.python_version())"
-            with contextlib.suppress(OSError):
-                done = subprocess.run([command, "-c", probe], capture_output=True, text=True, check=False)
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                done = subprocess.run([command, "-c", probe], capture_output=True, text=True, timeout=60)
                 version = done.stdout.strip()
                 if done.returncode == 0 and ".".join(version.split(".")[:2]) in versions:
                     return command, version
@@ -261,14 +277,56 @@ class Environment:
 
 
 def _stamp(venv: Path) -> str | None:
-    """Return the version of the environment's Python, written last; None unless the environment is complete."""
-    return read_text(venv / STAMP) if (venv / "bin" / "python").exists() else None
+    """Return the version of the environment's Python, written last; None unless the environment is complete.
+
+    Raises:
+        ConfigError: it is complete, but another user's: its Python must not be run.
+    """
+    python = venv / "bin" / "python"
+    try:
+        python.stat()
+    except PermissionError:
+        raise ConfigError(
+            f"{python} leads to {os.path.realpath(python)}, which this user cannot run: name an interpreter by PYTHON="
+        ) from None
+    except OSError:
+        return None
+    return read_text(venv / STAMP)
+
+
+@contextlib.contextmanager
+def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a step of the set-up and wait for its end; an exception ends it, and all that it has started."""
+
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGHUP])
+
+    def end(exception: object, *_: object) -> None:
+        if exception is None:
+            return
+        with block_signals():
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(step.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    step.wait(END_SECONDS)
+
+    with contextlib.ExitStack() as stack:
+        with block_signals():  # none may come before the step can be ended
+            step = stack.enter_context(
+                subprocess.Popen(
+                    command, text=True, errors="replace", start_new_session=True, preexec_fn=begin, **settings
+                )
+            )
+            stack.push(end)
+        yield step
+        step.wait()
 
 
 def _has_nvidia() -> bool:
     """Return whether this machine has NVIDIA's driver."""
-    driver = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
-    return any(path.exists() for path in driver) or shutil.which("nvidia-smi") is not None
+    driver = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
+    return any(map(os.path.exists, driver)) or shutil.which("nvidia-smi") is not None
 
 
 def _allowed() -> dict[str, list[str]]:
@@ -339,8 +397,9 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
 def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
     """Return the versions of a package, with their labels, of which pip finds a wheel for this Python."""
     command = [python, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, check=False)
-    line = re.search(r"^Available versions: (.*)", done.stdout, re.MULTILINE)
+    with _start(command, stdout=subprocess.PIPE, stderr=sys.stderr) as step:
+        output = step.communicate()[0]
+    line = re.search(r"^Available versions: (.*)", output, re.MULTILINE)
     return line[1].split(", ") if line else []
 
 

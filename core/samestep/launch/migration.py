@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samestep import ConfigError
+from samestep.untrusted import read_text
 
 # What 0.1 had and 0.2 has not: modules, and names of modules that both have.
 OLD = frozenset(
@@ -22,18 +23,19 @@ OLD = frozenset(
 def check_imports(folder: Path) -> None:
     """Raise ConfigError if a Python file of the app's ``folder`` uses a name that only samestep 0.1 had."""
     for path in sorted(folder.glob("*.py")):
-        for line, name in _used_names(path.read_text()):
+        for line, name in _used_names(path):
             module = name.partition(".")[0]
             if old := next(iter(OLD.intersection((name, module))), None):
                 where = "in the table under 0.2.0 in core/CHANGELOG.md"
                 raise ConfigError(f"{path}:{line}: samestep 0.2 has no samestep.{old}: its new name is {where}")
 
 
-def _used_names(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, "module.name" or "module") of each use of samestep; a file with a syntax error has none."""
+def _used_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, "module.name" or "module") of each use of samestep; a file that cannot be parsed has none."""
     try:
+        text = read_text(path)
         nodes = list(ast.walk(ast.parse(text))) if "samestep" in text else []
-    except SyntaxError:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's for deep nesting
         return
     modules = {}  # of samestep, by their names in the file
     for node in nodes:
