@@ -52,7 +52,6 @@ ATTEMPTS = [
         for name in PATHS
     ),
     Attempt(3, "SAMESTEP_LOCK is long", 2, "SAMESTEP_LOCK=x+: there", environ={"SAMESTEP_LOCK": LONG, "PYTHON": ""}),
-    Attempt(3, "--init-from is a device", 2, "/dev/null: there is no", arguments=("2", "--init-from=/dev/null")),
     *(
         Attempt(12, f"{name} is not UTF-8 ({locale})", 2, rf"'{name}=r\\udcff' has", arguments=("2", f"{name}=r\udcff"),
                 environ={"LC_ALL": locale})
@@ -62,6 +61,8 @@ ATTEMPTS = [
     Attempt(14, "PYTHONSAFEPATH", 0, prepare=neighbor, environ={"PYTHONSAFEPATH": "1"},
             launcher=f"import model\n{DONE}", starts=1),
     Attempt(18, "N is large", 2, "N=100001 is not a whole number from 1 to 100000", arguments=("100001",)),
+    Attempt(18, "SAMESTEP_TRACK_SECONDS is no number", 2, "SAMESTEP_TRACK_SECONDS=nan: give",
+            arguments=("2", "--track=wandb"), environ={"SAMESTEP_TRACK_SECONDS": "nan"}),
     Attempt(21, "PYTHON exits with 0", 2, "PYTHON=/bin/true is not a Python of at", environ={"PYTHON": "/bin/true"}),
     Attempt(21, "PYTHON is echo", 2, "PYTHON=echo is not a Python of at least 3.9", environ={"PYTHON": "echo"}),
     Attempt(21, "PYTHONHOME is not one", 2, "PYTHONHOME is set: unset", environ={"PYTHONHOME": "/dev", "PYTHON": ""}),
@@ -187,7 +188,7 @@ def test_a_deleted_working_directory_is_refused(project_root: Path, tmp_path: Pa
     assert (done.returncode, lines) == (2, ["error: the working directory is gone: change to another one"])
 
 
-@pytest.mark.parametrize("content", [b"\xff\0", b"samestep\0", b"samestep = " + b"(" * 5000, None])
+@pytest.mark.parametrize("content", [b"samestep \xff\0", None])
 def test_a_file_beside_the_app_that_is_no_program_is_left_alone(
     project_root: Path, tmp_path: Path, content: bytes | None
 ) -> None:
@@ -204,7 +205,7 @@ def test_a_file_beside_the_app_that_is_no_program_is_left_alone(
 # --- streams -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_file_of_the_job(project_root: Path, tmp_path: Path, closed: str) -> None:
     """Of the launcher neither: what is printed there is lost, and nothing else is written in its place."""
     run_dir = tmp_path / "run"
@@ -214,8 +215,8 @@ def test_a_closed_stream_is_no_file_of_the_job(project_root: Path, tmp_path: Pat
     done = call(project_root, tmp_path, *words, bash=f'exec "$@" {closed}')
     assert done.returncode == 0, done
     assert (run_dir / "notes.jsonl").exists()
-    assert done.stdout == ("" if ">&- " in f"{closed} " and closed != "2>&-" else "out")
-    assert (done.stderr, b"out" in (run_dir / "log" / "launcher.log").read_bytes()) == ("", False)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert b"out" not in (run_dir / "log" / "launcher.log").read_bytes()
 
 
 # --- the shell scripts ---------------------------------------------------------------------------------------------

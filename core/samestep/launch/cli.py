@@ -28,10 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
-from samestep.launch.app import check_run_dir, look_up, run_safely
-from samestep.launch.job import Job, node_info, read_nodes, run_job
+from samestep.launch.app import MAX_RANKS, check_run_dir, look_up, run_safely
+from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
 from samestep.options import Parser, bounded_float, bounded_int
+
+MAX_SECONDS = 1e7  # 115 days
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,8 +74,8 @@ def build_parser() -> Parser:
         usage="samestep run [options] PROGRAM [ARGS...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, positive = run.add_argument, bounded_float(0.0, above=True)
-    add("-n", "--nproc", type=bounded_int(1), default=1, metavar="N", help="ranks on this machine (default: 1)")
+    add, positive = run.add_argument, bounded_float(0.0, MAX_SECONDS, above=True)
+    add("-n", "--nproc", type=_nproc, default=1, metavar="N", help="ranks on this machine (default: 1)")
     without = "(default: torchrun if torch is installed, else none for -n 1)"
     add("--launcher", choices=LAUNCHERS, metavar="NAME", help=f"{', '.join(LAUNCHERS)} {without}")
     add("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/<program>/<UTC time>)")
@@ -85,6 +87,10 @@ def build_parser() -> Parser:
     add("program", metavar="PROGRAM", help="a Python program; all that follows are its arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
+
+
+def _nproc(text: str) -> int:
+    return parse_integer("--nproc", text, least=1, most=MAX_RANKS)
 
 
 def _find_launcher(name: str | None, nproc: int) -> Launcher:

@@ -9,6 +9,7 @@ This module uses the standard library alone.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -22,6 +23,8 @@ from samestep import ConfigError
 from samestep.launch.environments import TRACKERS as NAME
 from samestep.launch.environments import Environment
 from samestep.launch.supervise import Stopped, print_stderr
+from samestep.options import bounded_float
+from samestep.untrusted import printable
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 MODULES = {"mlflow-skinny": "mlflow"}  # of packages whose module has another name
@@ -31,7 +34,12 @@ NICE = 19  # ranks come first if no core is idle
 
 
 def parse_names(text: str) -> list[str]:
-    """Return the trackers that --track names, each once. Raises ConfigError."""
+    """Return the trackers that --track names, each once. Raises ConfigError, also for SAMESTEP_TRACK_SECONDS."""
+    seconds = os.environ.get("SAMESTEP_TRACK_SECONDS") or "0"
+    try:
+        bounded_float(0.0, 1e7)(seconds)
+    except argparse.ArgumentTypeError:
+        raise ConfigError(f"SAMESTEP_TRACK_SECONDS={seconds}: give seconds from 0 to 1e7, or unset it") from None
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in TRACKERS]:
         raise ConfigError(
@@ -127,7 +135,7 @@ class TrackerProcess:
             if self._process and self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()
-        problems = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
+        problems = dict(line.split(": ", 1) for line in map(printable, output.splitlines()) if ": " in line)
         if late:
             problems = dict.fromkeys(self._names, f"not done {limit:g} s after the job") | problems
         for name, problem in problems.items():
