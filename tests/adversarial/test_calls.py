@@ -53,7 +53,7 @@ ATTEMPTS = [
     ),
     Attempt(3, "SAMESTEP_LOCK is long", 2, "SAMESTEP_LOCK=x+: there", environ={"SAMESTEP_LOCK": LONG, "PYTHON": ""}),
     *(
-        Attempt(12, f"{name} is not UTF-8 ({locale})", 2, rf"'{name}=r\\udcff' has", arguments=("2", f"{name}=r\udcff"),
+        Attempt(12, f"{name} is not UTF-8 ({locale})", 2, rf"'{name}=r\\udcff' is not UTF-8", arguments=("2", f"{name}=r\udcff"),
                 environ={"LC_ALL": locale})
         for name in PATHS
         for locale in ("C", "C.UTF-8")
@@ -66,7 +66,7 @@ ATTEMPTS = [
     Attempt(21, "PYTHON exits with 0", 2, "PYTHON=/bin/true is not a Python of at", environ={"PYTHON": "/bin/true"}),
     Attempt(21, "PYTHON is echo", 2, "PYTHON=echo is not a Python of at least 3.9", environ={"PYTHON": "echo"}),
     Attempt(21, "PYTHONHOME is not one", 2, "PYTHONHOME is set: unset", environ={"PYTHONHOME": "/dev", "PYTHON": ""}),
-    Attempt(23, "--run-dir has a newline", 2, r"'--run-dir=a\\nb' has a control", arguments=("2", "--run-dir=a\nb")),
+    Attempt(23, "--run-dir has a newline", 2, r"--run-dir '.*/a\\nb' has a control", arguments=("2", "--run-dir=a\nb")),
     Attempt(23, "--run-dir leads to a newline", 2, r"--run-dir '.*/a\\nb' has a", arguments=("2", "--run-dir=link"),
             prepare=linked),
     Attempt(23, "PYTHON has a newline", 2, "PYTHON=a.b is not an executable", environ={"PYTHON": "a\nb"}),
@@ -120,7 +120,7 @@ class Stranger:
         self.python = "/usr/bin/python3" if self.is_root else sys.executable  # root's own is out of others' reach
 
     def call(self, *words: str, **environ: str) -> Done:
-        user = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if self.is_root else {}
+        user: Any = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if self.is_root else {}
         return call(self.root, self.work, *words, environ={"PYTHON": self.python, "HOME": "/", **environ}, **user)
 
 

@@ -51,8 +51,8 @@ from samestep.options import Options
 from samestep.untrusted import printable
 
 MAX_RANKS = 10**5  # on one machine
-# Characters of which no name may have one: it would end a line, or is a byte that is not UTF-8.
-UNUSABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
+UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
 
 HELP = """\
 N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
@@ -102,8 +102,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     check_name("the project's folder", root)
     if os.pathsep in str(root):
         raise ConfigError(f"the project's folder {root} has a {os.pathsep}, which ends a folder on PATH: rename it")
-    for argument in arguments:
-        check_name("the argument", argument)
+    check_arguments(arguments)
     module, environment, folder = _app_options(root, app), Environment(root, app), root / "apps" / app
     usage = f"bash scripts/run_{app}.sh N{' COMMAND' if hasattr(module, 'COMMANDS') else ''} [options]"
     if "--help" in arguments or "-h" in arguments:
@@ -235,14 +234,20 @@ def look_up(what: str, path: Path) -> os.stat_result | None:
     check_name(what, os.path.realpath(path))
     try:
         return path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}: name another place") from None
 
 
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an argument that is not UTF-8: logs, JSON and launchers pass it on."""
+    if wrong := [argument for argument in arguments if re.search(f"[{BYTES}]", argument)]:
+        raise ConfigError(f"the argument {wrong[0]!r} is not UTF-8: choose another name")
+
+
 def check_name(what: str, name: object) -> None:
-    """Raise ConfigError if a name would break lines, or is not UTF-8: logs, JSON and launchers pass it on."""
+    """Raise ConfigError if a name would break the lines that show it, or is not UTF-8."""
     if UNUSABLE.search(str(name)):
         raise ConfigError(f"{what} {str(name)!r} has a control character, or is not UTF-8: choose another name")
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
-from samestep.launch.app import MAX_RANKS, check_run_dir, look_up, run_safely
+from samestep.launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
 from samestep.options import Parser, bounded_float, bounded_int
@@ -43,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     options = build_parser().parse(argv)
-    try:
-        "".join(options.arguments).encode()
-    except UnicodeEncodeError:
-        raise ConfigError("an argument of PROGRAM is not UTF-8: the log of the launcher could not hold it") from None
+    check_arguments(argv)
     check_run_dir(options.run_dir)
     status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
