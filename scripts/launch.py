@@ -20,7 +20,7 @@ elif wheel:
         install = f"{sys.executable} -m pip install {wheel}"
         print(f"error: {sys.executable} lacks samestep: {install}; or unset PYTHON to have one made", file=sys.stderr)
         sys.exit(2)
-    if package.submodule_search_locations is None:
+    if not any(Path(folder, "launch").is_dir() for folder in package.submodule_search_locations or ()):
         print(f"error: {package.origin} hides the package samestep: take it off PYTHONPATH", file=sys.stderr)
         sys.exit(2)
 

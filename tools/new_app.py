@@ -145,7 +145,11 @@ class Copy:
         """Return the tox.ini of a project."""
         tox = read("tox.ini")
         base, lint, own, locks = (find_environments(tox, name) for name in ("", ":lint", f":{self.origin}", ":locks"))
-        pins = [pin for pin in re.findall(r"^  ([\w-]+==\S+)$", lint[0], re.MULTILINE) if "import-linter" not in pin]
+        pins = [
+            pin
+            for pin in re.findall(r"^  ([\w-]+==\S+)$", lint[0], re.MULTILINE)
+            if not re.match("import-linter|shellcheck", pin)
+        ]
         head = self.fill("project_tox.txt", base=base[0], pins="\n  ".join(pins))
         return "\n\n".join([head.strip(), *map(self.environment, own), *locks]) + "\n"
 

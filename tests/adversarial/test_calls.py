@@ -53,8 +53,8 @@ ATTEMPTS = [
     ),
     Attempt(3, "SAMESTEP_LOCK is long", 2, "SAMESTEP_LOCK=x+: there", environ={"SAMESTEP_LOCK": LONG, "PYTHON": ""}),
     *(
-        Attempt(12, f"{name} is not UTF-8 ({locale})", 2, rf"'{name}=r\\udcff' is not UTF-8", arguments=("2", f"{name}=r\udcff"),
-                environ={"LC_ALL": locale})
+        Attempt(12, f"{name} is not UTF-8 ({locale})", 2, rf"'{name}=r\\udcff' is not UTF-8",
+                arguments=("2", f"{name}=r\udcff"), environ={"LC_ALL": locale})
         for name in PATHS
         for locale in ("C", "C.UTF-8")
     ),

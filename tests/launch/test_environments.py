@@ -174,12 +174,13 @@ def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: p
     install = f"{first}/bin/python -m pip install {wheel}"
     assert done.stderr == f"error: {first}/bin/python lacks samestep: {install}; or unset PYTHON to have one made\n"
 
-    other = street.root / "samestep.py"
-    other.touch()
     street.environ = {**complete, "PYTHONPATH": f"{street.root}:{complete['PYTHONPATH']}"}
-    done = end_of(street.start())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {other} hides the package samestep: take it off PYTHONPATH\n"
+    for other in (street.root / "samestep.py", street.root / "samestep" / "__init__.py"):
+        other.parent.mkdir(exist_ok=True)
+        other.touch()
+        done = end_of(street.start())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"error: {other} hides the package samestep: take it off PYTHONPATH\n"
 
     street.environ = complete
     with zipfile.ZipFile(wheel, "a") as file:
