@@ -93,7 +93,7 @@ class BestEvaluation:
 
     def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
         """Compare the evaluation after ``step`` updates; {} stands for none."""
-        name = next((name for name in BEST_MEASURES if name in evaluation), None)
+        name = next((name for name in BEST_MEASURES if evaluation.get(name) is not None), None)
         if name and (name not in self.state or BEST_MEASURES[name] * (evaluation[name] - self.state[name]) > 0):
             self.state = {"step": step, name: evaluation[name]}
 

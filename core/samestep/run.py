@@ -9,6 +9,7 @@ The rule: `Run` sees numbers, JSON and numpy arrays. It calls a ``load`` that it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -127,6 +128,7 @@ class Run:
         self.monitor = monitor or Monitor()
         options.resolve_dataset = options.resolve_dataset or resolve_dataset
         self.eval_metrics: dict[str, Any] = {}
+        self._overflows = False  # the last evaluation
         self.stop_request, self.timer = stop.StopRequest(options.grace, self._exit), StepTimer()
         self.monitor.start(world, options)
         self.stop_request.install()  # before the heartbeat by which the launch script finds the ranks
@@ -235,7 +237,7 @@ class Run:
         every = options.log_every, options.evaluate_every, options.checkpoint_every
         logs, evaluates, saves = (steps > 0 and done % steps == 0 for steps in every)  # 0 is never
         ends, epoch_ends = done == self.last_step, done % self._batches.steps_per_epoch == 0
-        evaluate = epoch_ends or evaluates or (ends and options.keep_best)
+        evaluate = epoch_ends or ends or evaluates  # and before `save`: a checkpoint holds no weights that overflow
         save = epoch_ends or ends or saves or (evaluate and options.keep_best)
         line = evaluate or save or logs
         return StepActions(line or done >= self._next_sync, line, evaluate, save)
@@ -275,12 +277,13 @@ class Run:
         """Append a line to metrics.jsonl on rank 0; return it on every rank.
 
         The losses are those of the last `apply_global_stats`. ``evaluation`` is {} or has ``test_loss`` and so on;
-        ``extra`` are numbers for this line alone. Raises what `Monitor.check_losses` raises.
+        ``extra`` are numbers for this line alone. Raises what `Monitor.check_losses` raises, except for a test loss
+        that is NaN or infinite again after a restart, which becomes None.
         """
         step, batches, stats = self._step - 1, self._batches, self._stats
         loss, epoch, samples = stats.loss / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
-        losses = {"loss": loss, "loss before it": stats.running_loss, "test loss": evaluation.get("test_loss", 0.0)}
-        self.monitor.check_losses(losses, self._step)
+        self.monitor.check_losses({"loss": loss, "loss before it": stats.running_loss}, self._step)
+        evaluation = self._check_evaluation(evaluation, is_of_update=True)
         samples_in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
         now, new_samples = time.monotonic(), samples - self._last_log[1]
         self._epoch_loss += stats.running_loss
@@ -304,12 +307,38 @@ class Run:
             self._stragglers = []
         return line
 
+    def _check_evaluation(self, evaluation: Mapping[str, Any], is_of_update: bool = False) -> dict[str, Any]:
+        """Return the evaluation with None for numbers that are NaN or infinite, and warn of the first.
+
+        Batch normalization hides from the training loss that weights have grown too large; with its running statistics
+        the activations then overflow. A flipped bit has the same effect, but not again at the same step: so after an
+        update, the first such evaluation raises RetryableError.
+        """
+        values = {name: value if value is None or math.isfinite(value) else None for name, value in evaluation.items()}
+        if values != evaluation and not self._overflows:
+            loss, options = evaluation.get("test_loss", math.nan), self.options
+            if is_of_update:
+                with contextlib.suppress(NonRetryableError):
+                    self.monitor.check_losses({"test loss": loss}, self._step)
+            text = f"at step {self._step} the test loss is {loss}, reported as null: activations overflow with the running"
+            text += f" statistics of batch normalization: lower --lr, now {options.lr}, or raise --global-batch-size"
+            log.warning(f"{text}, now {options.global_batch_size}")
+        self._overflows = None in values.values() if values else self._overflows
+        return values
+
+    def _check_weights(self, weights: Mapping[str, Any]) -> None:
+        """Raise NonRetryableError if the last evaluation overflowed because weights are NaN or infinite."""
+        arrays = [np.asarray(getattr(array, "values", array)) for array in weights.values()] if self._overflows else []
+        if not all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f"):
+            raise NonRetryableError(f"at step {self._step} weights are NaN or infinite: lower --lr, now {self.options.lr}")
+
     def save(self, collectives: Collectives, groups: Groups) -> None:
         """Write a checkpoint of the last logged updates, after all ranks have compared what they hold.
 
         Every rank calls this; rank 0 writes. Raises RetryableError if an array's bits are not the same on all ranks, so
-        that no checkpoint holds them, and Stopped if a rank was asked to stop.
+        that no checkpoint holds them, NonRetryableError as `_check_weights`, and Stopped if a rank was asked to stop.
         """
+        self._check_weights(groups[self.eval_group])
         self.monitor.check_replicas(collectives.all_gather, groups, self._step)
         if self._metrics:
             checkpoint.save(self.options.run_dir, self.app, self._step, groups, *self.checkpoint_state(self._metrics))
@@ -345,10 +374,11 @@ class Run:
     ) -> None:
         """Check that all ranks hold the same weights, and write them on rank 0.
 
-        ``extra_groups``, such as "ema", become model-ema.safetensors. Raises as `save` and `log_metrics` do.
+        ``extra_groups``, such as "ema", become model-ema.safetensors. Raises as `save`.
         """
         self._bar.close()
-        self.monitor.check_losses({"test loss": evaluation.get("test_loss", 0.0)}, self._step)
+        evaluation = self._check_evaluation(evaluation)
+        self._check_weights(weights)
         seconds = time.monotonic() - self._begun
         samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.last_step)
         digest, best = self._write_final_weights(collectives, weights, extra_groups or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -458,9 +459,9 @@ CADENCES: list[tuple[list[str], list[int], list[int], list[int]]] = [  # options
     (["--log-every=100", "--checkpoint-every=3"], [3, 4, 6, 8, 9, 12], [4, 8, 12], [3, 4, 6, 8, 9, 12]),
     (["--log-every=100", "--checkpoint-every=100"], [4, 8, 12], [4, 8, 12], [4, 8, 12]),
     (["--log-every=100", "--checkpoint-every=1"], list(range(1, 13)), [4, 8, 12], list(range(1, 13))),
-    (["--log-every=100", "--checkpoint-every=0", "--max-steps=6"], [4, 6], [4], [4, 6]),
+    (["--log-every=100", "--checkpoint-every=0", "--max-steps=6"], [4, 6], [4, 6], [4, 6]),
     (["--log-every=100", "--checkpoint-every=0", "--max-steps=8"], [4, 8], [4, 8], [4, 8]),
-    (["--log-every=2", "--checkpoint-every=3", "--max-steps=5"], [2, 3, 4, 5], [4], [3, 4, 5]),
+    (["--log-every=2", "--checkpoint-every=3", "--max-steps=5"], [2, 3, 4, 5], [4, 5], [3, 4, 5]),
     (["--log-every=1", "--checkpoint-every=0", "--max-steps=99", "--epochs=1"], [1, 2, 3, 4], [4], [4]),
     (
         ["--log-every=100", "--checkpoint-every=0", "--evaluate-every=3"],
@@ -735,6 +736,56 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
     assert not (run_dir / "result.json").exists()
     assert not (run_dir / "model.safetensors").exists()
     assert "RESULT" not in console.out.getvalue()
+
+
+@pytest.mark.parametrize("options", [["--keep-best"], ["--max-steps=6"]])
+def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
+    run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """Batch normalization may do that, a flipped bit does not. Training and its weights are those of any run."""
+    last = 6 if "--max-steps=6" in options else STEPS
+    all_done(job(2, its(tmp_path / "undisturbed", *options)))
+    evaluate = threads.evaluate
+
+    def overflow(model: Model, *others: Any) -> dict[str, Any]:
+        young = int(model.groups["model"]["updates"]) < 12
+        return {**evaluate(model, *others), **({"test_loss": math.inf} if young else {})}
+
+    monkeypatch.setattr(threads, "evaluate", overflow)
+    for rank in job(2, its(run_dir, *options)):
+        assert str(rank.error) == f"at step 4 the test loss is inf: lower --lr, now 1.0, {ONCE}"
+    assert checkpoints(run_dir) == ["step-00000002"]
+    monkeypatch.setenv("SAMESTEP_RESTARTS", "1")
+    for rank in all_done(job(2, its(run_dir, *options))):
+        assert rank.eval_metrics["test_loss"] is (None if last == 6 else rank.eval_metrics["test_loss"])
+    words = "running statistics of batch normalization: lower --lr, now 1.0, or raise --global-batch-size, now 6"
+    (line, _) = console.warnings()  # of two ranks
+    assert line == f"warning: at step 4 the test loss is inf, reported as null: activations overflow with the {words}"
+    tested = {line["step"]: line["test_loss"] is None for line in steps_of(run_dir) if "test_loss" in line}
+    assert tested == ({4: True, 6: True} if last == 6 else {4: True, 8: True, 12: False})
+    result, expected = result_of(run_dir), result_of(tmp_path / "undisturbed")
+    assert (result["test_loss"] is None) == (last == 6)
+    assert [result[name] for name in ("weights_sha256", "test_accuracy", "train_loss")] == [
+        expected[name] for name in ("weights_sha256", "test_accuracy", "train_loss")
+    ]
+    assert "Infinity" not in (run_dir / "metrics.jsonl").read_text() + (run_dir / "result.json").read_text()
+    all_done(job(2, its(run_dir, *options)))  # it evaluates again, which needs no proof
+
+
+def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike the statistics of batch normalization they do not mend themselves."""
+
+    def after_update(rank: int, done: int, model: Model) -> None:
+        if done == 6:
+            model.groups["model"]["w"][...] = np.nan
+
+    for start, kind in enumerate([RetryableError, NonRetryableError]):
+        monkeypatch.setenv("SAMESTEP_RESTARTS", str(start))
+        for rank in job(2, its(run_dir, "--max-steps=6"), Faults(after_update=after_update)):
+            assert type(rank.error) is kind, rank.error
+    assert str(rank.error) == "at step 6 weights are NaN or infinite: lower --lr, now 1.0"
+    assert checkpoints(run_dir)[-1] == "step-00000004"
+    assert not (run_dir / "result.json").exists()
 
 
 # --- who holds the others up ------------------------------------------------------------------------------------------
