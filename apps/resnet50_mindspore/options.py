@@ -111,9 +111,17 @@ def check_start(options: Options, dataset: str, start: int) -> None:
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if the options do not suit so many ranks on a machine. For the launch script."""
+    """Raise ConfigError if the options do not suit so many ranks, on a machine (the launch script asks) or in all.
+
+    The last layers have a pixel for each 32 x 32 of an image. Batch normalization divides by the number of values - 1.
+    """
     if options.parallel == "auto" and ranks == 1:
         raise ConfigError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
+    size, pixels = options.global_batch_size, options.image_size
+    if size <= ranks and pixels <= 32 and not (options.freeze_bn or options.evaluate_only):
+        problem = f"--global-batch-size {size} leaves each of {ranks} ranks one image of {pixels} x {pixels}, one pixel in"
+        problem += " the last layers, whose variance batch normalization cannot estimate"
+        raise ConfigError(f"{problem}: give more than {ranks}, or --image-size above 32, or --freeze-bn")
 
 
 def table_variable(environ: Mapping[str, str]) -> str | None:

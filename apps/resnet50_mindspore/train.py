@@ -27,7 +27,7 @@ from data import Split, load, rows_per_rank, train_loops
 from highlevel import fit
 from mindspore import Tensor, nn
 from model import Forward, ResNet, build_loss, build_model
-from options import check_steps, parse
+from options import check_ranks, check_steps, parse
 from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
@@ -152,6 +152,7 @@ def main() -> None:
     world = env.detect(os.environ)
     if world.role == "scheduler":
         distributed.serve(options)  # does not return
+    check_ranks(options, world.world_size)
     run = Run(Path(__file__).resolve().parent.name, options, world, Watchdog(), datasets.resolve)
     distributed.monitor = run.monitor
     distributed.choose_device(options.device)

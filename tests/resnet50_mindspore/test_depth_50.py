@@ -86,3 +86,12 @@ def test_it_is_torchvisions_resnet50(harness: Harness, undisturbed: Callable[...
     assert max(told["off"].values()) < 0.1, told["off"]
     last = {name: off for name, off in told["off"].items() if name.startswith("fc.") or "running" in name}
     assert max(last.values()) < 1e-3, last
+
+
+def test_weights_that_explode_in_the_first_step_overflow_in_the_evaluation_alone(harness: Harness) -> None:
+    """As torchvision's do: with the weights of this run its logits are 2e39 in float64, and NaN in float32."""
+    options = ["--dataset=synthetic-cifar10", "--global-batch-size=4", "--lr=0.05", "--max-steps=1"]
+    outcome = harness.run(1, *options)
+    result = harness.checked(outcome, 1)
+    assert (result["steps"], result["restarts"], result["test_loss"]) == (1, 1, None)
+    assert sum(line.startswith("warning: at step 1 the test loss is nan") for line in outcome.stderr.splitlines()) == 1

@@ -694,6 +694,7 @@ def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
             {},
             "leaves none of 1024 samples",
         ),
+        (["--global-batch-size=2"], {}, "leaves each of 2 ranks one image of 32 x 32, one pixel in the last layers"),
         ([], {"MS_COMPILER_CACHE_ENABLE": "1"}, "leaves the running statistics as they are: unset it"),
         ([], {"RANK_TABLE_FILE": "/some/rank_table.json"}, "RANK_TABLE_FILE=/some/rank_table.json is for Ascend"),
         ([], {"MINDSPORE_HCCL_CONFIG_PATH": "/a.json"}, "MINDSPORE_HCCL_CONFIG_PATH=/a.json is for Ascend"),
