@@ -320,7 +320,9 @@ class Run:
             if is_of_update:
                 with contextlib.suppress(NonRetryableError):
                     self.monitor.check_losses({"test loss": loss}, self._step)
-            text = f"at step {self._step} the test loss is {loss}, reported as null: activations overflow with the running"
+            text = (
+                f"at step {self._step} the test loss is {loss}, reported as null: activations overflow with the running"
+            )
             text += f" statistics of batch normalization: lower --lr, now {options.lr}, or raise --global-batch-size"
             log.warning(f"{text}, now {options.global_batch_size}")
         self._overflows = None in values.values() if values else self._overflows
@@ -330,7 +332,9 @@ class Run:
         """Raise NonRetryableError if the last evaluation overflowed because weights are NaN or infinite."""
         arrays = [np.asarray(getattr(array, "values", array)) for array in weights.values()] if self._overflows else []
         if not all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f"):
-            raise NonRetryableError(f"at step {self._step} weights are NaN or infinite: lower --lr, now {self.options.lr}")
+            raise NonRetryableError(
+                f"at step {self._step} weights are NaN or infinite: lower --lr, now {self.options.lr}"
+            )
 
     def save(self, collectives: Collectives, groups: Groups) -> None:
         """Write a checkpoint of the last logged updates, after all ranks have compared what they hold.

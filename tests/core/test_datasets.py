@@ -109,7 +109,7 @@ DAMAGE = {
     "no dimensions": (b"\0\0\x08\0", "not an IDX file of unsigned bytes"),
     "header cut": (GOOD[:10], "truncated in its header"),
     "truncated": (GOOD[:-5], r"truncated, 5 bytes are missing for shape \[3, 4\]"),
-    "trailing": (GOOD + b"xy", r"2 bytes too many for shape \[3, 4\]"),
+    "trailing": (GOOD + b"xy", r"it has more bytes than shape \[3, 4\]"),
     "huge dimension": (GOOD[:4] + b"\xff" * 8 + GOOD[12:], "truncated, 18446744065119617013 bytes"),
     "impossible shape": (b"\0\0\x08\x03" + bytes(4) + b"\xff" * 8, "impossible shape"),
     "200 dimensions": (b"\0\0\x08\xc8" + b"\0\0\0\x01" * 200 + b"x", "impossible shape"),
@@ -117,7 +117,7 @@ DAMAGE = {
     "gzip crc": (PACKED[:-8] + bytes([PACKED[-8] ^ 1]) + PACKED[-7:], "gzip: CRC"),
     "gzip body": (PACKED[:10] + b"\xff" * 6 + PACKED[16:], "gzip: "),
     "gzip trailing": (PACKED + b"junk", "gzip: "),
-    "gzip of too much": (gzip.compress(GOOD + b"x"), "1 bytes too many"),
+    "gzip of too much": (gzip.compress(GOOD + b"x"), "it has more bytes than shape"),
 }
 
 
@@ -431,6 +431,15 @@ def test_wrong_checksum_is_an_error_and_not_kept(tmp_path: Path, server: Server)
     assert cached() == [f"{FILES[0]}.gz"]
 
 
+def test_a_mirror_that_sends_too_much_is_not_listened_to(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "MAX_BYTES", 2**17)
+    (tmp_path / "www" / f"{FILES[0]}.gz").write_bytes(bytes(2**20))
+    with pytest.raises(ConfigError, match=f"{server.url}{FILES[0]}.gz failed: it has more than 131072 bytes"):
+        resolve("mnist", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("trouble", "message"), [("truncated", "it broke off"), ("stalled", "it broke off.*timed out")]
 )
@@ -548,7 +557,7 @@ def test_cifar_is_read_from_local_files(place: str, tmp_path: Path, small_cifar:
     [
         (lambda content: content[:-1], "truncated, 1 bytes are missing for 2 images"),
         (lambda content: content[:3073], "truncated, 3073 bytes are missing"),
-        (lambda content: content + b"x", "1 bytes too many"),
+        (lambda content: content + b"x", "it has more bytes than 2 images"),
         (lambda content: b"", "truncated, 6146 bytes"),
         (lambda content: b"\x0a" + content[1:], "label 10, expected 0 to 9"),
     ],

@@ -28,8 +28,9 @@ def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
     Raises:
         ConfigError: the file, which is named, cannot be read or is damaged.
     """
-    data, size = files.read(path), 1 + 3 * CIFAR_SIDE**2
-    files.check_size(path, len(data) - records * size, f"{records} images")
+    size = 1 + 3 * CIFAR_SIDE**2
+    with files.opened(path) as file:
+        data = files.read_rest(file, path, records * size, f"{records} images")
     rows = np.frombuffer(data, np.uint8).reshape(records, size)
     if rows[:, 0].max() > 9:
         raise files.damaged(path, f"label {rows[:, 0].max()}, expected 0 to 9")

@@ -18,11 +18,12 @@ A launch script calls `resolve` once, before it starts a rank, so that a rank's 
 
 from __future__ import annotations
 
-import gzip
+import contextlib
 import hashlib
 import math
 import os
-import zlib
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,11 +85,15 @@ def load(name: str, data_dir: Path) -> Dataset:
     return _read(_find(name, data_dir, fallback=False))
 
 
-def read_idx(path: Path) -> NDArray[np.uint8]:
+def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -> NDArray[np.uint8]:
     """Read an IDX file of unsigned bytes, plain or gzipped; its content, not its name, shows which.
 
     Format: 0, 0, 8 (the code of uint8), number of dimensions; then each dimension as a big-endian uint32; then the
     values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
+
+    Args:
+        path: the file.
+        check: returns what is wrong with the shape in the header, or "", before the values are read.
 
     Returns:
         A writable uint8 array of the shape in the file.
@@ -96,21 +101,19 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     Raises:
         ConfigError: the file, which is named, cannot be read or is damaged.
     """
-    data = files.read(path)
+    with files.opened(path) as file:
+        start = file.read(4)
+        if len(start) < 4 or start[:3] != b"\0\0\x08" or start[3] == 0:
+            raise damaged(path, f"not an IDX file of unsigned bytes, it starts with {start.hex() or 'nothing'}")
+        sizes = file.read(4 * start[3])
+        if len(sizes) < 4 * start[3]:
+            raise damaged(path, "truncated in its header")
+        shape = [int(size) for size in np.frombuffer(sizes, ">u4")]
+        if problem := check(shape):
+            raise damaged(path, f"shape {shape}, {problem}")
+        data = files.read_rest(file, path, math.prod(shape), f"shape {shape}")
     try:
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)  # checks gzip's CRC-32 and length
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise damaged(path, f"gzip: {error}") from None
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != 8 or data[3] == 0:
-        raise damaged(path, f"not an IDX file of unsigned bytes, it starts with {data[:4].hex() or 'nothing'}")
-    start = 4 + 4 * data[3]
-    if len(data) < start:
-        raise damaged(path, "truncated in its header")
-    shape = [int(size) for size in np.frombuffer(data, ">u4", data[3], 4)]
-    files.check_size(path, len(data) - start - math.prod(shape), f"shape {shape}")
-    try:
-        return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
+        return np.frombuffer(data, np.uint8).reshape(shape)
     except ValueError:  # more dimensions than NumPy has, or sizes beside a 0 that it cannot count
         raise damaged(path, f"impossible shape {shape}") from None
 
@@ -128,18 +131,18 @@ def _read(found: DatasetInfo) -> Dataset:
 
 
 def _read_idx_files(folder: Path) -> list[NDArray[np.uint8]]:
-    arrays: list[NDArray[np.uint8]] = []
-    for images_file, labels_file in (FILES[:2], FILES[2:]):
-        images_path, labels_path = _path(folder, images_file), _path(folder, labels_file)
-        images, labels = read_idx(images_path), read_idx(labels_path)
-        if images.ndim != 3 or images.shape[1:] != (28, 28) or not len(images):
-            raise damaged(images_path, f"shape {list(images.shape)}, expected [n, 28, 28] with n >= 1")
-        if labels.shape != images.shape[:1]:
-            raise damaged(labels_path, f"shape {list(labels.shape)}, but {images_path.name} has {len(images)} images")
-        if labels.max() > 9:
-            raise damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
-        arrays += [images, labels]
-    return arrays
+    return [*_read_split(folder, *FILES[:2]), *_read_split(folder, *FILES[2:])]
+
+
+def _read_split(folder: Path, images_file: str, labels_file: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    images_path, labels_path = _path(folder, images_file), _path(folder, labels_file)
+    expected = "expected [n, 28, 28] with n >= 1"
+    images = read_idx(images_path, lambda shape: "" if shape[1:] == [28, 28] and shape[0] else expected)
+    count = f"but {images_path.name} has {len(images)} images"
+    labels = read_idx(labels_path, lambda shape: "" if shape == [len(images)] else count)
+    if labels.max() > 9:
+        raise damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
+    return images, labels
 
 
 def _path(folder: Path, file: str) -> Path:
@@ -151,8 +154,13 @@ def _path(folder: Path, file: str) -> Path:
 def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
     if name not in NAMES:
         raise ConfigError(f"unknown dataset {name!r}; choose from {', '.join(NAMES)}")
-    if os.path.exists(data_dir) and not os.path.isdir(data_dir):
-        raise ConfigError(f"the data folder {data_dir} is not a folder; name one, or one that does not exist yet")
+    try:
+        if not stat.S_ISDIR(os.stat(data_dir).st_mode):
+            raise ConfigError(f"the data folder {data_dir} is not a folder; name one, or one that does not exist yet")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"cannot look into the data folder {data_dir}: {error.strerror}; name another one") from None
     if name == "mnist-5k":
         return DatasetInfo(name, EMBEDDED)
     if name == "synthetic-cifar10":
@@ -215,9 +223,24 @@ def cache_folder(name: str) -> Path:
     roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
     temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
     caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
-    caches += [] if temporary.exists() and temporary.stat().st_uid != os.getuid() else [temporary]
+    caches += [temporary] if _is_own(temporary) else []
     if not caches:
         raise ConfigError(f"no home folder to keep data in, and {temporary} is someone else's: set XDG_CACHE_HOME")
     full = (cache for cache in caches if os.path.isdir(cache / name) and not missing(cache / name, name))
     writable = (cache for cache in caches if os.access(next(filter(os.path.exists, (cache, *cache.parents))), os.W_OK))
-    return (next(full, None) or next(writable, caches[0])) / name
+    cache = next(full, None) or next(writable, caches[0])
+    if cache == temporary:  # made here, before anyone else makes it
+        with contextlib.suppress(OSError):
+            os.mkdir(temporary, 0o700)
+        if not _is_own(temporary):
+            raise ConfigError(f"{temporary} is someone else's: set XDG_CACHE_HOME")
+    return cache / name
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder in a place that others write to is missing or this user's, and no link."""
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH

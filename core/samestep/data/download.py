@@ -10,14 +10,16 @@ import fcntl
 import hashlib
 import http.client
 import io
+import math
 import os
 import random
 import sys
 import tarfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -27,6 +29,8 @@ from samestep.data import files
 from samestep.data.files import CIFAR_ARCHIVE, CIFAR_FILES, CIFAR_SIDE, MNIST_FILES
 
 TIMEOUT = 5.0  # seconds, for each connection and each read
+LOCK_TIMEOUT = 900.0  # seconds that another process may take
+MAX_BYTES = 200_000_000  # of a file; the largest, CIFAR-10's archive, has 170 MB
 
 # Tried in turn. Plain http is safe here: what arrives must have the SHA-256 below.
 MIRRORS = {
@@ -142,6 +146,8 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
             while chunk := response.read(1 << 16):
                 content += chunk
                 bar.update(len(chunk))
+                if len(content) > MAX_BYTES:
+                    raise _BrokenDownloadError(f"it has more than {MAX_BYTES} bytes")
         except (OSError, http.client.HTTPException) as error:
             raise _BrokenDownloadError(f"it broke off after {len(content)} bytes ({error})") from None
     if total is not None and len(content) < total:
@@ -154,20 +160,35 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
 @contextlib.contextmanager
 def _locked(name: str, folder: Path) -> Iterator[None]:
     """Let one process at a time fill a folder of the cache; one that had to wait finds the work done."""
+    path = folder / ".lock"
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "wb")
+        # Another user can neither lock it, nor have a link's target made or a FIFO waited for.
+        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "rb", 0)
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that puts {name} in {folder}", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: files are written atomically, so at worst each is fetched twice
+        _wait_for(lock, path, name)
         for stale in folder.glob("*.part"):  # of a process that was killed: it would hold the lock if it were alive
-            stale.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                stale.unlink()
         yield
+
+
+def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
+    """Lock a file. Raises ConfigError if another process holds the lock for too long."""
+    deadline = math.inf
+    while time.monotonic() < deadline:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if deadline == math.inf:
+                notice = f"waiting up to {LOCK_TIMEOUT:g} s for another process that puts {name} in {path.parent}"
+                print(notice, file=sys.stderr, flush=True)
+                deadline = time.monotonic() + LOCK_TIMEOUT
+        except OSError:
+            return None  # a file system without locks: files are written atomically, so at worst each is fetched twice
+        time.sleep(0.2)
+    remedy = "end it, or set XDG_CACHE_HOME elsewhere"
+    raise ConfigError(f"another process has held {path} for {LOCK_TIMEOUT:g} s; {remedy}")
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -175,7 +196,7 @@ def _write(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     with _writing(path.parent):
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -191,4 +212,6 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "make room there, or set XDG_CACHE_HOME elsewhere"
-        raise ConfigError(f"cannot write the data cache {folder}: {error.strerror}; {remedy}") from None
+        raise ConfigError(
+            f"cannot write the data cache {error.filename or folder}: {error.strerror}; {remedy}"
+        ) from None

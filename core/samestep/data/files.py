@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import os
+import stat
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from samestep import ConfigError
 
@@ -31,6 +36,8 @@ CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_RECORDS = {"cifar10": (10_000,) * 6, "synthetic-cifar10": (205, 205, 205, 205, 204, 256)}
 CIFAR_SIDE = 32  # pixels
 
+_CHUNK = 1 << 20  # bytes
+
 
 def names(dataset: str) -> tuple[str, ...]:
     """Return the names of a dataset's files, without .gz."""
@@ -53,21 +60,40 @@ def missing(folder: Path, dataset: str) -> list[str]:
     return [file for file in names(dataset) if file not in present and f"{file}{packed}" not in present]
 
 
-def read(path: Path) -> bytes:
-    """Return a file's content. Raises ConfigError, with the file's name, if it cannot be read."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a regular file, to read what it holds or, if it is gzipped, what is packed in it.
+
+    Raises ConfigError, with the file's name, if it cannot be opened, or read while the context is open.
+    """
     try:
-        return path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # without waiting for a FIFO's writer
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(None, "it is not a regular file")
+            is_packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            yield gzip.GzipFile(fileobj=file) if is_packed else file  # type: ignore[misc]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # of the CRC-32 and length, too
+        raise damaged(path, f"gzip: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; put a good file in its place") from None
+
+
+def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearray:
+    """Return the ``size`` bytes that are left in a file of ``path``, of which no more than one byte more is read.
+
+    Raises ConfigError, with ``expected``, which describes them, if there are fewer or more.
+    """
+    content = bytearray()
+    while len(content) <= size and (chunk := file.read(min(_CHUNK, size + 1 - len(content)))):
+        content += chunk
+    if len(content) != size:
+        missing_bytes = size - len(content)
+        trouble = f"truncated, {missing_bytes} bytes are missing for" if missing_bytes > 0 else "it has more bytes than"
+        raise damaged(path, f"{trouble} {expected}")
+    return content
 
 
 def damaged(path: Path, trouble: str) -> ConfigError:
     """Return the error for a damaged file."""
     return ConfigError(f"{path} is damaged ({trouble}); delete it or put a good one in its place")
-
-
-def check_size(path: Path, excess: int, expected: str) -> None:
-    """Raise ConfigError if a file has ``excess`` bytes more than ``expected``; a negative number: fewer."""
-    if excess:
-        trouble = f"truncated, {-excess} bytes are missing" if excess < 0 else f"{excess} bytes too many"
-        raise damaged(path, f"{trouble} for {expected}")
