@@ -119,11 +119,11 @@ def check_ranks(options: Options, ranks: int) -> None:
         raise ConfigError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
     size, pixels = options.global_batch_size, options.image_size
     if size <= ranks and pixels <= 32 and not (options.freeze_bn or options.evaluate_only):
-        problem = (
-            f"--global-batch-size {size} leaves each of {ranks} ranks one image of {pixels} x {pixels}, one pixel in"
+        raise ConfigError(
+            f"--global-batch-size {size} leaves each of {ranks} ranks one image of {pixels} x {pixels}, one pixel in "
+            f"the last layers, whose variance batch normalization cannot estimate: give more than {ranks}, or "
+            "--image-size above 32, or --freeze-bn"
         )
-        problem += " the last layers, whose variance batch normalization cannot estimate"
-        raise ConfigError(f"{problem}: give more than {ranks}, or --image-size above 32, or --freeze-bn")
 
 
 def table_variable(environ: Mapping[str, str]) -> str | None:

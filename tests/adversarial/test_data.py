@@ -77,7 +77,7 @@ def bomb(start: bytes) -> bytes:
     return gzip.compress(start) + 400 * gzip.compress(bytes(2**20), 1)
 
 
-BAD_FILES = {
+BAD_FILES: dict[str, tuple[str, bytes | int, str]] = {
     "a bomb of images": (f"{IMAGES}.gz", bomb(header(3, 28, 28)), "it has more bytes than shape [3, 28, 28]"),
     "a bomb of labels": (f"{LABELS}.gz", bomb(header(3)), "it has more bytes than shape [3]"),
     "a bomb that its header announces": (f"{LABELS}.gz", bomb(header(400 * 2**20)), "but train-images-idx3-ubyte has"),

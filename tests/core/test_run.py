@@ -756,8 +756,8 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
         assert str(rank.error) == f"at step 4 the test loss is inf: lower --lr, now 1.0, {ONCE}"
     assert checkpoints(run_dir) == ["step-00000002"]
     monkeypatch.setenv("SAMESTEP_RESTARTS", "1")
-    for rank in all_done(job(2, its(run_dir, *options))):
-        assert rank.eval_metrics["test_loss"] is (None if last == 6 else rank.eval_metrics["test_loss"])
+    for run in all_done(job(2, its(run_dir, *options))):
+        assert (run.eval_metrics["test_loss"] is None) == (last == 6)
     words = "running statistics of batch normalization: lower --lr, now 1.0, or raise --global-batch-size, now 6"
     (line, _) = console.warnings()  # of two ranks
     assert line == f"warning: at step 4 the test loss is inf, reported as null: activations overflow with the {words}"

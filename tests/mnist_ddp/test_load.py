@@ -1,0 +1,178 @@
+"""Six jobs at once, while their ranks, launchers and launch scripts are killed and stopped at random, for 5 minutes.
+
+Variables change a run: LOAD_SECONDS, LOAD_JOBS, and LOAD_SEED, which a failure prints with all that was done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, Harness, metrics
+from processes import environments
+
+SECONDS = int(os.environ.get("LOAD_SECONDS", "300"))  # of disturbance
+JOBS = int(os.environ.get("LOAD_JOBS", "6"))
+AFTERWARDS = 240.0  # seconds that what is left may then take; with the undisturbed runs all takes less than 15 minutes
+INTERVAL = 15.0 / JOBS  # seconds between two actions, so that each job is hit every 15 s
+STOPPED = 20.0  # seconds at most, to SIGCONT
+STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # by ranks: about what 2 cores do in that time
+OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--checkpoint-every=100", "--quiet"]
+
+
+@dataclass
+class Load:
+    """A job, whose launch script a scheduler starts again until it ends well."""
+
+    harness: Harness
+    name: str
+    ranks: int
+    process: subprocess.Popen[bytes] | None = None
+    codes: list[int] = field(default_factory=list)  # of the launch scripts that ended
+
+    @property
+    def run_dir(self) -> Path:
+        return self.harness.folder / self.name
+
+    @property
+    def output(self) -> Path:
+        return self.harness.folder / f"{self.name}.txt"
+
+    def start(self) -> None:
+        command = ["bash", str(ROOT / "scripts" / "run_mnist_ddp.sh"), str(self.ranks), f"--run-dir={self.run_dir}"]
+        command += [*OPTIONS, f"--max-steps={STEPS[self.ranks]}", "--timeout=10", "--max-restarts=1000"]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, f"--device={self.harness.device}"],
+                cwd=self.harness.folder,
+                env=self.harness.environ(LOAD_JOB=self.name),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def is_done(self) -> bool:
+        """Return whether the job ended well; start it again if its launch script ended otherwise."""
+        code = self.process.poll() if self.process else None
+        if code is None or (self.codes and self.codes[-1] == 0):
+            return code is not None
+        self.codes.append(code)
+        if code != 0:
+            self.start()
+        return code == 0
+
+    def victims(self) -> dict[str, list[int]]:
+        """Return the processes of the job by what they are. Those of an earlier script may be among them."""
+        found: dict[str, list[int]] = {}
+        for pid, environ in environments().items():
+            if environ.get("SAMESTEP_TEST") == self.harness.mark and environ.get("LOAD_JOB") == self.name:
+                kind = "rank" if "LOCAL_RANK" in environ else "launcher" if "SAMESTEP_LAUNCHER" in environ else "script"
+                if kind != "script" or (self.process and pid == self.process.pid):  # not what a script asks its machine
+                    found.setdefault(kind, []).append(pid)
+        return found
+
+
+@dataclass
+class Disturbance:
+    """Kill and stop processes of the harness's mark at random, and note each action."""
+
+    harness: Harness
+    chance: random.Random
+    begun: float = field(default_factory=time.monotonic)
+    actions: list[str] = field(default_factory=list)
+    stopped: dict[int, float] = field(default_factory=dict)  # when each process that was stopped is continued
+
+    def note(self, text: str) -> None:
+        self.actions.append(f"{time.monotonic() - self.begun:7.2f} {text}")
+        with (self.harness.folder / "actions.txt").open("a") as file:
+            file.write(f"{self.actions[-1]}\n")
+
+    def send(self, number: signal.Signals, pid: int, what: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            self.note(f"{number.name} to {what} (pid {pid})")
+
+    def disturb(self, load: Load) -> None:
+        victims = load.victims()
+        kinds = [kind for kind in ("rank", "rank", "launcher", "script") if kind in victims]
+        if not kinds:
+            return
+        kind = self.chance.choice(kinds)
+        pid = self.chance.choice(sorted(victims[kind]))
+        number = self.chance.choice([signal.SIGKILL, signal.SIGSTOP])
+        if number == signal.SIGSTOP:
+            self.stopped.setdefault(pid, time.monotonic() + self.chance.uniform(0.5, STOPPED))
+        self.send(number, pid, f"{kind} of {load.name}")
+
+    def release(self, now: float) -> None:
+        for pid in [pid for pid, end in self.stopped.items() if end <= now]:
+            del self.stopped[pid]
+            if pid in self.harness.left_running():  # its number may be another's by now
+                self.send(signal.SIGCONT, pid, "what was stopped")
+
+
+@contextlib.contextmanager
+def nothing_left(harness: Harness) -> Iterator[None]:
+    """End, after a failure, what was started."""
+    try:
+        yield
+    except BaseException:
+        for _ in range(3):  # a launcher may start another while this looks for it
+            for pid in harness.left_running():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        raise
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undisturbed_runs(
+    harness: Harness, table: list[str]
+) -> None:
+    references: dict[int, dict[str, Any]] = {
+        n: harness.train(n, *OPTIONS, f"--max-steps={STEPS[n]}", run_dir=harness.folder / f"undisturbed-{n}")
+        for n in STEPS
+    }
+    seed = int(os.environ.get("LOAD_SEED") or random.SystemRandom().randrange(2**32))
+    disturbance = Disturbance(harness, random.Random(seed))
+    loads = [Load(harness, f"job-{i}", 1 + i % 2) for i in range(JOBS)]
+    with nothing_left(harness):
+        disturbance.note(f"LOAD_SEED={seed} LOAD_SECONDS={SECONDS} LOAD_JOBS={JOBS}")
+        for load in loads:
+            load.start()
+        now, following = disturbance.begun, disturbance.begun
+        while running := [load for load in loads if not load.is_done()]:
+            now = time.monotonic()
+            told = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])
+            assert now < disturbance.begun + SECONDS + AFTERWARDS, f"{running} do not end:\n{told}"
+            assert not any(2 in load.codes for load in loads), f"no mistake of the caller's:\n{told}"
+            if following <= now < disturbance.begun + SECONDS:
+                disturbance.disturb(disturbance.chance.choice(running))
+                following = now + disturbance.chance.uniform(0.5, 1.5) * INTERVAL
+            disturbance.release(now)
+            time.sleep(0.1)
+    good = sum(is_the_same(load, references[load.ranks]) for load in loads)
+    told = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])
+    assert good == JOBS, told
+    counts = (
+        f"{len(disturbance.actions) - 1} actions in {SECONDS} s, seed {seed}, {now - disturbance.begun:.0f} s in all"
+    )
+    table.append(f"| mnist_ddp | 1, 2 | {JOBS} jobs at once, SIGKILL and SIGSTOP: {counts} | {JOBS} | {good} |")
+
+
+def is_the_same(load: Load, reference: dict[str, Any]) -> bool:
+    """Return whether a job ended with the weights of the undisturbed run, and each step is once in its metrics."""
+    last = load.output.read_text().rstrip("\n").rpartition("\n")[2]
+    steps, expected = ([line["step"] for line in metrics(path)] for path in (load.run_dir, Path(reference["run_dir"])))
+    return f'"weights_sha256": "{reference["weights_sha256"]}"' in last and steps == expected
