@@ -14,7 +14,7 @@ from scratch_project import CORE, REPOSITORY
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 FOLDER = CORE / "samestep" / "launch"
 MODULES = ["__init__", "__main__", "app", "cli", "environments", "job", "launchers", "migration", "preflight"]
-MODULES += ["supervise", "trackers"]
+MODULES += ["supervise", "trackers", "user_folder"]
 
 FIRST_STAGE = """
 import importlib.util, sys
@@ -28,7 +28,7 @@ for name in apps:
     module = app._app_options(Path(root), name)
     module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
 own = {name for name in sys.modules if name.partition(".")[0] == "samestep"}
-modules = ("app", "environments", "job", "migration", "supervise", "trackers")
+modules = ("app", "environments", "job", "migration", "supervise", "trackers", "user_folder")
 launch = {"samestep.launch", *(f"samestep.launch.{name}" for name in modules)}
 apps_use = {"samestep.torch", "samestep.torch.options"}  # of the standard library, too
 needs = {"samestep", "samestep.recovery", "samestep.recovery.events", "samestep.options", "samestep.untrusted"}

@@ -221,7 +221,8 @@ def cache_folder(name: str) -> Path:
     cache. The XDG base directory specification demands that a relative path is ignored.
     """
     roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
-    temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
+    base = os.environ.get("SAMESTEP_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # a job's own TMPDIR ends with it
+    temporary = Path(base, f"samestep-{os.getuid()}")
     caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
     caches += [temporary] if _is_own(temporary) else []
     if not caches:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import math
+import os
 import re
 import shutil
 import sys
@@ -19,9 +20,9 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from samestep import ConfigError, NonRetryableError
-from samestep.launch import supervise
-from samestep.launch.supervise import print_stderr, read_text
+from samestep import ConfigError, NonRetryableError, untrusted
+from samestep.launch import supervise, user_folder
+from samestep.launch.supervise import print_stderr
 from samestep.launch.trackers import TrackerProcess
 from samestep.options import Options
 from samestep.recovery import events
@@ -35,6 +36,8 @@ MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir") 
 RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep: code that must be the same
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
+# Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
+LOG_FILE = re.compile(r"\.?(alive|events|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
             f"{count} machines, but MASTER_PORT is not set: choose a free port of machine 0, the same on all"
         )
     port = parse_integer(name, text, least=1, most=65535) if text else None
-    if port and rank == 0 and not supervise.port_is_free(port):
+    if port and rank == 0 and not user_folder.port_is_free(port):
         raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
     return Nodes(count, rank, addr, port)
 
@@ -270,11 +273,12 @@ def _resolve(job: Job) -> dict[str, Any]:
 
 
 def _check_log(job: Job) -> None:
-    """Raise ConfigError if this machine cannot write to the run dir, before any machine starts anything."""
-    try:
-        (job.options.run_dir / "log" / "launcher.log").open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {job.options.run_dir}: {error.strerror}: name another place") from None
+    """Raise ConfigError if something is in the way in the run dir's log folder, before any machine starts anything."""
+    logs = job.options.run_dir / "log"
+    supervise.open_log(logs / "launcher.log").close()
+    for path in sorted(logs.iterdir()):
+        if LOG_FILE.fullmatch(path.name) and (path.is_symlink() or not path.is_file()):
+            raise ConfigError(f"{untrusted.printable(str(path))} is not a regular file: remove it")
 
 
 def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]]) -> Rendezvous:
@@ -368,6 +372,8 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
     """Start the launcher, and again after failures; return the job's exit code."""
     max_restarts = getattr(job.options, "max_restarts", 0)
     resolve = functools.cache(lambda: _resolve(job))  # at the first start
+    if job.nodes.count == 1:
+        user_folder.check_loopback()
     history: list[Outcome] = []
     while True:
         rendezvous = _preflight(job, replace(node, after=state.name), resolve) if node else None
@@ -407,33 +413,42 @@ def attempt(
         resolved = ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
     if job.nodes.rank == 0:  # machines may share the run dir
         for name in ("no-restart", "stalled", "stack-0.txt"):  # of an earlier start
-            (logs / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (logs / name).unlink()
     address = rendezvous.address if rendezvous else None
     environ = supervise.environment(state.name, job.nproc, job.nodes.count, number, run_dir, address)
     hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
     grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
+    # Ranks on other hosts, which horovodrun or mpirun starts from here, have neither this folder nor these files.
+    is_local = not os.environ.get("HOROVOD_HOSTS")
+    timeout = getattr(job.options, "timeout", math.inf), getattr(job.options, "first_step_timeout", 0.0)
+    must_start = job.trains and job.has_heartbeats and is_local
+    watch = supervise.HeartbeatWatch(state.name, logs, *timeout, must_start)
+    tmpdir = user_folder.job_tmpdir(is_local)
     try:
-        with supervise.reserved_port(job.nodes.master_port) as port:
+        with user_folder.reserved_port(job.nodes.master_port) as port, tmpdir as variables:
             arguments = [f"--run-dir={run_dir}", *resolved]
             command = job.command(sys.executable, port, logs, *arguments, met=rendezvous)
             prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
             graces = grace, startup_grace if job.has_heartbeats else grace
-            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, not job.has_heartbeats)
+            environ |= variables
+            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, not job.has_heartbeats, watch)
     finally:
         state.verdict = _verdict(logs, state.name)
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
-    complete = not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").exists())
+    complete = not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").is_file())
     if code == 0 and complete:
         return Outcome(0)
     from samestep.recovery import hang_diagnosis  # not before something has failed
 
     beats = list(supervise.heartbeats(state.name, logs))
-    stepped = any(beat.get("updates", 0) > 0 for beat in beats) if beats or job.has_heartbeats else None
+    stepped = any(beat["updates"] > 0 for beat in beats) if beats or job.has_heartbeats else None
     crashes = hang_diagnosis.crashes(logs, state.name, job.program.parent)
     return Outcome(code, complete, state.verdict, stepped, crashes)
 
 
 def _verdict(logs: Path, job: str) -> int | None:
     """Return the exit code that a rank of this start left because a restart cannot help; None if there is none."""
-    verdict = json.loads(read_text(logs / "no-restart") or "{}")
-    return int(verdict["code"]) if "code" in verdict and verdict.get("job") in (None, job) else None
+    verdict = untrusted.read_object(logs / "no-restart")
+    is_code = untrusted.integer(1, 255)(verdict.get("code"))
+    return int(verdict["code"]) if is_code and verdict.get("job") in (None, job) else None

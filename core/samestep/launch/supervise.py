@@ -8,27 +8,44 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
-import json
 import os
-import random
 import re
 import shlex
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from samestep import ConfigError, untrusted
+from samestep.recovery import events
+
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
 REPEATED = 1.0  # a signal within these seconds repeats the first, except Ctrl-C: Slurm signals all processes of a step
 POLL_SECONDS = 0.25  # between checks whether a watchdog has reported a stalled rank
+HEARTBEAT_SECONDS = 1.0  # between checks whether the ranks' heartbeats have changed, which they do as often
+DIAGNOSIS_SECONDS = 10.0  # beyond --timeout: a watchdog that can report a hang does it first, and knows more
+START_SECONDS = 60.0  # that ranks have at least for their first heartbeat, because imports take long
+PAUSE_SECONDS = 5.0  # without a check after which this process itself was stopped, or its machine slept
+HEARTBEAT = {
+    "host": untrusted.text(255),
+    "pid": untrusted.integer(0, 2**31),
+    "rank": untrusted.integer(0, 2**31),
+    "step": untrusted.integer(0, 2**63),
+    "updates": untrusted.integer(0, 2**63),
+}
+# What ranks report when another one has ended: gloo's, NCCL's and Horovod's words.
+LOST_CONNECTION = re.compile(
+    rb"error: rank \d+: .*(connection (was )?(closed|reset)|broken pipe|remote process|has been shut down)",
+    re.IGNORECASE,
+)
 
 
 class Stopped(BaseException):
@@ -79,7 +96,7 @@ def environment(
         SAMESTEP_RESTARTS=str(attempt),
         SAMESTEP_RUN_DIR=str(run_dir),
     )
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, _processors() // nproc))
     # Some launchers call `python` by name, which must be this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     # The requested number: a rank that finds another one has lost others. Each machine may have another N.
@@ -99,6 +116,7 @@ def run_once(
     line_prefix: str = "",
     stop_hint: str = "",
     show_all: bool = False,
+    watch: HeartbeatWatch | None = None,
 ) -> int:
     """Run the launcher once; return its exit code when all of the job's processes have ended.
 
@@ -112,12 +130,14 @@ def run_once(
         stop_hint: follows "stopping (SIGTERM)" on the console.
         show_all: whether the console shows all of stderr, and not only one-line messages, until a rank writes a
             heartbeat: programs with a watchdog keep their output in log files.
+        watch: finds ranks that cannot report a hang themselves.
 
     Raises:
         Stopped: a signal arrived, and all of the job's processes have ended.
+        ConfigError: launcher.log cannot be written.
     """
-    job, log_file = environ["SAMESTEP_JOB"], logs / "launcher.log"
-    with log_file.open("ab") as log:
+    job, log = environ["SAMESTEP_JOB"], open_log(logs / "launcher.log")
+    with contextlib.suppress(OSError):  # a full disk must not end the job
         log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
     # The launcher's stderr goes through this pipe. Ranks whose launcher keeps their output in files open the pipe too,
     # and this process's stdout. Such a launcher (its command names the logs' folder) then repeats those files on its
@@ -125,7 +145,7 @@ def run_once(
     messages, errors = os.pipe()
     keeps_files = any(str(logs) in word for word in command) and _can_be_opened(1)
     shows = (lambda: not any(heartbeats(job, logs))) if show_all else bool
-    forward = (os.fdopen(messages, "rb"), log_file, line_prefix, shows)
+    forward = (os.fdopen(messages, "rb"), log, line_prefix, shows)
     forwarder = threading.Thread(target=forward_stderr, args=forward, daemon=True)
     forwarder.start()
     process = None
@@ -139,7 +159,7 @@ def run_once(
             stderr=errors,
             start_new_session=True,
         )
-        code = _wait(process, job, logs / "stalled")
+        code = _wait(process, job, logs, watch)
         if -code in STOPS:  # someone stopped the launcher: its ranks must still save
             _stop_ranks(job, process, -code, logs, grace, startup_grace)
     except Stopped as stopped:
@@ -158,7 +178,7 @@ def run_once(
     return code
 
 
-def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
+def _wait(process: subprocess.Popen[bytes], job: str, logs: Path, watch: HeartbeatWatch | None) -> int:
     """Wait until the launcher has ended; return its exit code.
 
     A watchdog reports a stalled rank on the console and by the file ``stalled``. The job is then killed here, because
@@ -170,21 +190,110 @@ def _wait(process: subprocess.Popen[bytes], job: str, stalled: Path) -> int:
         waiter.join(POLL_SECONDS)
         if not waiter.is_alive():
             return process.wait()
-        if job in (read_text(stalled) or ""):  # machines may share the run dir: of this start
+        # Machines may share the run dir: this start's alone counts.
+        is_stalled = untrusted.read_object(logs / "stalled").get("job") == job
+        if is_stalled or (watch and watch.finds_hang()):
             _kill(_processes_of(job), signal.SIGKILL)
 
 
-def forward_stderr(stream: IO[bytes], log_file: Path, line_prefix: str, shows: Callable[[], bool]) -> None:
-    """Copy the stderr of launcher and ranks to the log. The console gets one-line messages, and others if it shows."""
+class HeartbeatWatch:
+    """Find a hang that no watchdog can report: all ranks, or the only one, are stopped, or none has come to life.
+
+    A thread of each rank writes ``alive-<r>`` every second, also while the rank waits: only a stopped process does not
+    change the file. This machine's ranks count alone, by when this process saw their files change.
+    """
+
+    def __init__(self, job: str, logs: Path, timeout: float, first_step_timeout: float, must_start: bool) -> None:
+        """Take the job's timeouts in seconds, and whether its ranks must write heartbeats."""
+        self._job, self._logs, self._timeout, self._first_step_timeout = job, logs, timeout, first_step_timeout
+        self._must_start, self._is_done = must_start, False
+        self._changes: dict[Path, tuple[object, float]] = {}  # a file's state, and when it was first seen
+        self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
+        self._elsewhere: set[Path] = set()
+        self._begun = self._checked = time.monotonic()
+
+    def finds_hang(self) -> bool:
+        """Return whether there is such a hang, which is reported when it is found."""
+        now = time.monotonic()
+        if now - self._checked < HEARTBEAT_SECONDS or self._is_done:
+            return False
+        if now - self._checked > PAUSE_SECONDS:
+            self._begun, self._changes = now, {path: (state, now) for path, (state, _) in self._changes.items()}
+        self._checked = now
+        self._read(now)
+        fields = self._hang(now)
+        if fields:
+            self._is_done = True
+            print_stderr(f"error: {fields['text']}")
+            events.append_event(self._logs, events.HANG, source="launcher", **fields)
+        return self._is_done
+
+    def _read(self, now: float) -> None:
+        for path in set(self._logs.glob("alive-*")) - self._elsewhere:
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                state = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if self._changes.get(path, (None,))[0] == state:
+                    continue
+                self._changes[path] = state, now
+                if beat := _heartbeat(path, self._job):
+                    here = beat["host"] == socket.gethostname()
+                    self._ranks.update({path: beat} if here else {})
+                    self._elsewhere.update(() if here else (path,))
+
+    def _hang(self, now: float) -> dict[str, Any]:
+        limit = max(self._timeout, self._first_step_timeout, START_SECONDS)
+        if self._must_start and not (self._ranks or self._elsewhere) and now - self._begun > limit:
+            return {"text": f"no rank has written a heartbeat within {limit:g} s: see {self._logs}/launcher.log"}
+        for path, beat in self._ranks.items():
+            rank, changed = beat["rank"], self._changes[path][1]
+            before_first = self._first_step_timeout if not beat["updates"] else 0.0
+            if now - changed <= (before_first or self._timeout) + DIAGNOSIS_SECONDS:
+                continue
+            # A rank that has ended, or is about to, has removed its stacks.
+            if beat["pid"] in _processes_of(self._job) and (self._logs / f"stack-{rank}.txt").exists():
+                name = f"rank {rank} ({untrusted.printable(beat['host'])}, pid {beat['pid']})"
+                text = f"{name} has written no heartbeat for {now - changed:.0f} s, last alive at step {beat['step']}"
+                return {
+                    "rank": rank,
+                    "step": beat["step"],
+                    "text": f"{text}: its process is stopped, frozen or blocked",
+                }
+            self._changes[path] = self._changes[path][0], now
+        return {}
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open a log file to append to, unbuffered. Raises ConfigError if it is not a regular file or cannot be written."""
+    try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO's open would wait
+        file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path}: {error.strerror}: name another place with --run-dir") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError(f"cannot write to {path}: it is not a regular file: remove it")
+    return file
+
+
+def forward_stderr(stream: IO[bytes], log: IO[bytes], line_prefix: str, shows: Callable[[], bool]) -> None:
+    """Copy the stderr of launcher and ranks to the log. The console gets one-line messages, and others if it shows.
+
+    Once a rank has reported an error, those of the others that have lost their connection to it stay in the log.
+    """
     prefix = re.compile(line_prefix.encode())
-    shown = set()
-    with stream, log_file.open("ab", buffering=0) as log:
+    shown: set[bytes] = set()
+    has_error = False
+    with stream, log:
         for line in stream:
             with contextlib.suppress(OSError):
                 log.write(line)
             match = prefix.match(line)
             line = line[match.end() :] if match else line
             is_message = line.startswith((b"error: ", b"warning: "))
+            if has_error and LOST_CONNECTION.match(line):
+                continue
+            has_error = has_error or line.startswith(b"error: ")
             if line not in shown if is_message else shows():  # a message once, if all ranks report it
                 shown.update([line] if is_message else [])
                 print_stderr(line.decode(errors="replace").rstrip())
@@ -241,17 +350,22 @@ def _stop_ranks(
 
 def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
     """Yield the heartbeats that the job's ranks have written to ``logs``; damaged ones are left out."""
-    for path in logs.glob("alive-*"):
-        with contextlib.suppress(OSError, ValueError):
-            heartbeat = json.loads(path.read_text())
-            if isinstance(heartbeat, dict) and heartbeat.get("job") == job:
-                yield heartbeat
+    yield from filter(None, (_heartbeat(path, job) for path in logs.glob("alive-*")))
+
+
+def _heartbeat(path: Path, job: str) -> dict[str, Any]:
+    """Return a heartbeat of this job; {} for another job's, and for anything that no rank writes."""
+    beat = {"host": "", "pid": 0, "rank": 0, "step": 0, "updates": 0, **untrusted.read_object(path)}
+    with contextlib.suppress(ValueError):
+        untrusted.check(beat, HEARTBEAT)
+        return beat if beat.get("job") == job else {}
+    return {}
 
 
 def _ranks_of(job: str, logs: Path) -> list[int]:
     """Return the process ids of the job's ranks on this machine, by their heartbeats."""
     here, host = _processes_of(job), socket.gethostname()
-    return [beat["pid"] for beat in heartbeats(job, logs) if beat.get("host") == host and beat.get("pid") in here]
+    return [beat["pid"] for beat in heartbeats(job, logs) if beat["host"] == host and beat["pid"] in here]
 
 
 def _processes_of(job: str) -> list[int]:
@@ -295,35 +409,6 @@ def _kill(processes: Sequence[int], number: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
-
-
-@contextlib.contextmanager
-def reserved_port(given: int | None) -> Iterator[int]:
-    """Yield ``given``, or a free port, which a lock keeps from other jobs of this program until the context ends."""
-    if given:
-        yield given
-        return
-    # One byte of a common file is locked for each port; the kernel frees it with the process. These ports are below
-    # those that a kernel gives to connections, so none is taken before the launcher listens on it.
-    with Path(tempfile.gettempdir(), f"samestep-ports-{os.getuid()}.lock").open("ab") as locks:
-        while True:
-            port = random.randrange(20_000, 32_768)
-            with contextlib.suppress(BlockingIOError, PermissionError):
-                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-                if port_is_free(port):
-                    break
-        yield port
-
-
-def port_is_free(port: int) -> bool:
-    """Return whether this machine can listen on the port, on all of its addresses."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 def _interface(address: str | None) -> str | None:

@@ -64,6 +64,9 @@ def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> 
 def write_json(folder: Path, name: str, values: dict[str, Any], writer: int) -> None:
     """Write a file of ``folder`` atomically. ``writer`` is the rank that writes it; errors are ignored."""
     temporary = folder / f".{name}.{writer}.tmp"
-    with contextlib.suppress(OSError):  # a full disk must not stop the training; the checkpoint will report it
+    try:
         temporary.write_text(json.dumps(values))
         temporary.replace(folder / name)
+    except OSError:  # a full disk must not stop the training; the checkpoint will report it
+        with contextlib.suppress(OSError):
+            os.utime(folder / name)  # the launch script takes a heartbeat that does not change for a stopped rank

@@ -1,0 +1,177 @@
+"""Use a folder of this user alone for what jobs share on a machine: the locks of ports, and temporary files.
+
+Other users may write to /tmp too. A folder that they made, or could write to, is not used. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import random
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from samestep import NonRetryableError
+from samestep.launch.supervise import block_signals, print_stderr
+
+BASE = Path("/tmp")  # whatever the environment says, because all jobs of a user must find the same locks
+PORTS = range(20_000, 32_768)  # below those that a kernel gives to connections: none is taken before a launcher listens
+PORT_TRIES = 1000
+MAX_TMPDIR = 60  # bytes: frameworks make Unix sockets there, whose paths have at most 107
+
+
+def user_folder(base: Path) -> Path | None:
+    """Return ``base/samestep-<uid>``, made if it is missing; None if it is not this user's alone."""
+    folder = base / f"samestep-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            folder.chmod(0o700)  # a cache of datasets was made with the user's umask
+            return folder
+    return None
+
+
+# --- ports -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reserved_port(given: int | None) -> Iterator[int]:
+    """Yield ``given``, or a free port, which a lock keeps from the user's other jobs until the context ends.
+
+    Raises NonRetryableError if no port is free.
+    """
+    if given:
+        yield given
+        return
+    locks = _open_locks()
+    try:
+        free = (port for port in random.sample(PORTS, PORT_TRIES) if _lock_port(locks, port) and port_is_free(port))
+        port = next(free, None)
+        if port is None:
+            ports = f"{PORT_TRIES} of the ports from {PORTS.start} to {PORTS.stop - 1}"
+            raise NonRetryableError(f"no port is free: {ports} are in use: set MASTER_PORT to a free port")
+        yield port
+    finally:
+        if locks is not None:
+            os.close(locks)
+
+
+def _open_locks() -> int | None:
+    """Return the file of which one byte is locked for each port in use; None, with a warning, if there is none."""
+    folder = user_folder(BASE)
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            locks = os.open(folder / "ports.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            status = os.fstat(locks)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                return locks
+            os.close(locks)
+    _warn_once()
+    return None
+
+
+@functools.cache
+def _warn_once() -> None:
+    folder = BASE / f"samestep-{os.getuid()}"
+    reason = "it must be a folder of yours, and ports.lock in it a file of yours"
+    remedy = "jobs that start at the same moment may choose the same port: remove it"
+    print_stderr(f"warning: cannot use {folder} ({reason}); {remedy}")
+
+
+def _lock_port(locks: int | None, port: int) -> bool:
+    if locks is not None:
+        try:
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # the kernel frees it with the process
+        except OSError:
+            return False
+    return True
+
+
+def port_is_free(port: int) -> bool:
+    """Return whether this machine can listen on the port, on all of its addresses."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def check_loopback(address: str = "127.0.0.1") -> None:
+    """Raise NonRetryableError if a connection from this machine to itself fails: ranks of one machine need it."""
+    try:
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            listener.listen()
+            socket.create_connection(listener.getsockname(), timeout=5.0).close()
+    except OSError as error:
+        remedy = "bring the loopback interface up (ip link set lo up), with IPv4"
+        raise NonRetryableError(
+            f"this machine cannot connect to {address}: {error.strerror or error}: {remedy}"
+        ) from None
+
+
+# --- temporary files ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
+    """Yield variables that give a job a TMPDIR of its own, which goes with it.
+
+    They are {} if it cannot be made, or if not all ranks that this launcher starts are on this machine.
+
+    Launchers and ranks that are killed leave files there. If the launch script itself is killed, the next one removes
+    the folder: a lock on it tells whether its owner lives.
+    """
+    base = Path(os.environ.get("TMPDIR") or BASE)
+    is_short = base.is_absolute() and len(os.fsencode(base)) <= MAX_TMPDIR
+    parent = user_folder(base) if is_local and is_short else None
+    variables: dict[str, str] = {}
+    folder = lock = None
+    try:
+        with contextlib.suppress(OSError):
+            if parent is not None:
+                _remove_leftovers(parent)
+                folder = tempfile.mkdtemp(prefix="job-", dir=parent)
+                lock = _lock(folder)
+                # Caches must outlive the job: the datasets' of a user without a home, and torch.compile's.
+                caches = {"SAMESTEP_TMPDIR": base, "TORCHINDUCTOR_CACHE_DIR": parent / "torchinductor"}
+                variables = {name: os.environ.get(name) or str(path) for name, path in caches.items()}
+                variables["TMPDIR"] = folder
+        yield variables
+    finally:
+        with block_signals():
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the folders of launch scripts that were killed."""
+    for folder in parent.glob("job-*"):
+        with contextlib.suppress(OSError):
+            lock = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: str | Path) -> int:
+    """Return a descriptor that locks a folder. Raises OSError if another process has locked or removed it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(folder)  # or it was removed between the two calls
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
