@@ -134,7 +134,10 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     optimizer = build_optimizer(options, model)
     average = ema.Average(model, options.ema) if options.ema else None
     eval_model, run.eval_group = (average.model, "ema") if average else (model, "model")
-    run.restore(distributed, lambda groups: ema.load(model, optimizer, average, groups))  # collective: rank 0 reads
+    groups = ("model", "optimizer", *(["ema"] if average else []))
+    run.restore(
+        distributed, lambda given: ema.load(model, optimizer, average, given), groups
+    )  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, bounded_float, bounded_int
+from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
 
 COMMANDS = {
     "primitives": "every collective: values before and after, checked against its definition, and timed over sizes",
@@ -72,7 +72,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices = "auto: a GPU if every rank has its own"
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
         limit = f"seconds that any one collective may take; then an error names it {DEFAULT}"
-        add("--timeout", type=bounded_float(0.0, above=True), default=60.0, metavar="T", help=limit)
+        add("--timeout", type=seconds, default=60.0, metavar="T", help=limit)
         add("--quiet", action="store_true", help="no tables on the console")
     for name in ("primitives", "aggregate", "straggler", "launchers"):
         # `python -m torch.distributed.launch` puts it before a program's own arguments, and sets LOCAL_RANK as well.
@@ -86,7 +86,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add = commands["predict"].add_argument_group("what is predicted").add_argument
     compute = f"seconds of computation in a simulated step {DEFAULT}"
     add("--compute", type=bounded_float(0.0), default=0.3, metavar="S", help=compute)
-    add("--seed", type=bounded_int(0), default=1, help=f"of the simulation {DEFAULT}")
+    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=f"of the simulation {DEFAULT}")
     add = commands["report"].add_argument_group("the report").add_argument
     add("--markdown", action="store_true", help="also the tables as Markdown, on the console and in report.md")
     return parser
@@ -98,7 +98,7 @@ def _add_primitives(parser: argparse.ArgumentParser) -> None:
     operators = f"operators of all_reduce, reduce and reduce_scatter: {', '.join(OPERATORS)} (default: all)"
     add("--ops", type=_names(OPERATORS), default=OPERATORS, metavar="A,B", help=operators)
     largest = f"bytes of the largest tensor; the smallest has 1 KiB {DEFAULT}"
-    add("--max-bytes", type=bounded_int(1), default=QuickDefault(2**26, 2**22), metavar="B", help=largest)
+    add("--max-bytes", type=bounded_int(1, 2**40), default=QuickDefault(2**26, 2**22), metavar="B", help=largest)
     calls = QuickDefault(None, 8, _timed_calls())
     add("--repeats", type=bounded_int(1), default=calls, metavar="R", help=f"timed calls of each size {DEFAULT}")
     add("--no-timing", action="store_true", help="only values and checks")
@@ -116,7 +116,9 @@ def _add_aggregate(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=_integers(1), metavar="A,B", help=ranks)
     rounds = f"interleaved rounds of one large reduction {DEFAULT}"
     add("--rounds", type=bounded_int(1), default=10, metavar="R", help=rounds)
-    add("--bytes", type=bounded_int(8), default=2**25, metavar="B", help=f"size of the large reduction {DEFAULT}")
+    add(
+        "--bytes", type=bounded_int(8, 2**40), default=2**25, metavar="B", help=f"size of the large reduction {DEFAULT}"
+    )
     add = _add_training(parser)
     epochs = f"passes over its 4,000 digits {DEFAULT}"
     add("--epochs", type=bounded_int(1), default=QuickDefault(5, 1), metavar="E", help=epochs)
@@ -143,7 +145,12 @@ def _add_training(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     dropout = f"dropout probability {DEFAULT}"
     add("--dropout", type=bounded_float(0.0, below=1.0), default=0.5, metavar="P", help=dropout)
     add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
-    add("--seed", type=bounded_int(0), default=1, help=f"decides initial weights, order of samples, dropout {DEFAULT}")
+    add(
+        "--seed",
+        type=bounded_int(0, 2**63 - 1),
+        default=1,
+        help=f"decides initial weights, order of samples, dropout {DEFAULT}",
+    )
     return add
 
 

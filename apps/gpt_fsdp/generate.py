@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=bounded_int(0), default=400, metavar="B", help=f"bytes to write {default}")
     temperature = f"randomness of the draws; 0 takes the most likely byte {default}"
     parser.add_argument("--temperature", type=bounded_float(0.0), default=0.8, metavar="T", help=temperature)
-    parser.add_argument("--seed", type=bounded_int(0), default=1, help=f"seed of the draws {default}")
+    parser.add_argument("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=f"seed of the draws {default}")
     options = parser.parse_args()
     if not options.text:
         raise ConfigError("--text is empty: give at least one byte")

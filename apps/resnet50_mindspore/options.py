@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, bounded_float, bounded_int
+from samestep.options import Options, Parser, add_common, bounded_float, bounded_int, seconds
 
 # msrun numbers the ranks of a machine from NODE_RANK * N.
 LAUNCHER = {"equal_ranks": True}
@@ -50,7 +50,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     text = "updates per loop, which on Ascend runs on the device; divides an epoch and every interval (default: 1)"
     add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
     text = "like --timeout, until the first step, which is compiled, is done (default: 300, on Ascend 1800)"
-    add("--first-step-timeout", type=bounded_float(0.0, above=True), metavar="T", help=text)
+    add("--first-step-timeout", type=seconds, metavar="T", help=text)
     text = "data: shards of the batch (default); auto: MindSpore cuts the operators (experimental, only on Ascend)"
     add("--parallel", choices=("data", "auto"), default="data", help=text)
     return parser

@@ -99,7 +99,10 @@ def train(run: Run, options: Options) -> None:
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, world, groups))  # collective: rank 0 reads
+    groups = ("model", "optimizer", "buffers")
+    run.restore(
+        distributed, lambda given: weights.load(model, optimizer, world, given), groups
+    )  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir)
     n, size = len(train_set.labels), options.global_batch_size
     check_steps(options, n, run.first_step)  # as the launch script, if any, did

@@ -19,18 +19,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from samestep import ConfigError, NonRetryableError
+from samestep import ConfigError, NonRetryableError, untrusted
 
 Arrays = dict[str, NDArray[Any]]
 FORMAT = 1
@@ -38,7 +38,20 @@ _MANIFEST = "manifest.json"
 _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _pending: Future[None] | None = None  # of the checkpoint that is being written
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
-_FILE_NAME = re.compile(r"[a-z_]+(-\d{5,})?\.safetensors")
+_FILE_NAME = re.compile(r"[a-z_]+(-[0-9]{5,})?\.safetensors")
+_MAX_MANIFEST = 2**27  # bytes; a sharded one names each rank's part of each array
+_STEP, _NUMBER, _TEXT = untrusted.integer(0, 2**62), untrusted.number(), untrusted.text(1000)
+_FILE = {"size": untrusted.integer(0, 2**62), "sha256": untrusted.text(64)}
+_MAPPING = untrusted.mapping(lambda value: True, 10**6)
+_BODY = {"app": _TEXT, "step": _STEP, "state": _MAPPING, "arithmetic": _MAPPING, "files": _MAPPING, "pieces": _MAPPING}
+# Of the state, what a run relies on.
+_STATE: dict[str, untrusted.Check] = {
+    **dict.fromkeys(("requested_dataset", "dataset_fingerprint", "threads"), untrusted.optional(_TEXT)),
+    **dict.fromkeys(("epoch_loss_sum", "epoch_correct"), _NUMBER),
+    "train_loss": untrusted.optional(_NUMBER),
+    "seconds": untrusted.number(0, 1e15),
+    "best": lambda value: untrusted.mapping(_NUMBER)(value) and _STEP(value.get("step")),
+}
 
 
 class CorruptCheckpoint(Exception):
@@ -73,6 +86,9 @@ class Checkpoint:
         except (KeyError, SafetensorError, ValueError, TypeError) as error:
             raise NonRetryableError(f"checkpoint {self.folder}: {group}.safetensors cannot be read: {error}") from error
 
+
+GroupNames = Iterable[str]  # such as "model" and "optimizer"
+Reader = Optional[Callable[..., Checkpoint]]  # takes the place of `read`
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +127,7 @@ def save(
     body = {"format": FORMAT, "app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
 
     def write() -> None:
-        with writing(folder):
+        with writing(f"checkpoint {folder}", temporary_of(folder)):
             clear(run_dir)
             temporary_of(folder).mkdir(parents=True)
             files = {name: write_file(temporary_of(folder) / name, content) for name, content in contents.items()}
@@ -163,18 +179,19 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the context into a NonRetryableError, and delete what is half-written of ``folder``."""
+def writing(what: object, temporary: Path | None = None) -> Iterator[None]:
+    """Turn an OSError of the context into a NonRetryableError, and delete the half-written ``temporary``."""
     try:
         yield
     except OSError as error:
-        shutil.rmtree(temporary_of(folder), ignore_errors=True)
-        raise NonRetryableError(f"cannot write checkpoint {folder}: {os_error_message(error)}") from error
+        with contextlib.suppress(OSError):
+            delete(temporary) if temporary else None
+        raise NonRetryableError(f"cannot write {what}: {os_error_message(error)}") from error
 
 
 def write_file(path: Path, content: bytes) -> dict[str, Any]:
     """Write a file, sync it, and return its entry in a manifest: size and SHA-256. Raises OSError."""
-    with path.open("wb") as file:
+    with untrusted.create(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -205,7 +222,15 @@ def clear(run_dir: Path) -> None:
     """Delete what a killed process left half-written or half-deleted. Raises OSError."""
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
-            shutil.rmtree(run_dir / "checkpoints" / entry)
+            delete(run_dir / "checkpoints" / entry)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder, or what has its place; a link is not followed. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -222,13 +247,13 @@ def temporary_of(folder: Path) -> Path:
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first; half-written ones have other names."""
+    """Return the checkpoints' folders, newest first; half-written ones have other names. Raises ConfigError."""
     found = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
     return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
 def newest(
-    run_dir: Path, warn: Callable[[str], None], verify: bool = True, reader: Callable[..., Checkpoint] | None = None
+    run_dir: Path, warn: Callable[[str], None], verify: bool = True, reader: Reader = None, groups: GroupNames = ()
 ) -> Checkpoint | None:
     """Return the newest good checkpoint, or None if the run dir has none at all.
 
@@ -237,6 +262,8 @@ def newest(
         warn: gets one line for each corrupt checkpoint that is newer.
         verify: False judges by manifests alone.
         reader: takes the place of `read`, such as one that shares the work among ranks.
+        groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
+            group from its initial values.
 
     Raises:
         NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
@@ -247,6 +274,8 @@ def newest(
     for folder in folders(run_dir):
         try:
             found = (reader or read)(folder, verify)
+            if missing := sorted({*groups} - {*found.contents}):
+                raise CorruptCheckpoint(f"{_MANIFEST} lacks the group {missing[0]}")
         except UnsupportedFormat as error:  # an older one would repeat its steps, and rename it
             text = f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
             raise ConfigError(text) from error
@@ -273,36 +302,39 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
             raise kind(problem)
 
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        body, digest = manifest["manifest"], manifest["sha256"]
-        require(digest == _sha256(_canonical(body)), f"{_MANIFEST} does not match its own checksum")
-        version = f"{_MANIFEST} has format {body['format']!r}, this program reads {FORMAT}"
-        require(body["format"] == FORMAT, version, UnsupportedFormat)
-        contents = {}
-        for name, entry in body["files"].items():
+        require((folder / _MANIFEST).stat().st_size <= _MAX_MANIFEST, f"{_MANIFEST} is too large")
+        manifest = untrusted.parse_object(untrusted.read_bytes(folder / _MANIFEST))
+        untrusted.check(manifest, {"manifest": _MAPPING})
+        body = {"pieces": {}, **manifest["manifest"]}
+        digest = _sha256(_canonical(manifest["manifest"]))
+        require(manifest.get("sha256") == digest, f"{_MANIFEST} does not match its own checksum")
+        version = f"{_MANIFEST} has format {body.get('format')!r:.60}, this program reads {FORMAT}"
+        require(body.get("format") == FORMAT, version, UnsupportedFormat)
+        untrusted.check(body, _BODY)
+        state, files, contents = body["state"], body["files"], {}
+        untrusted.check(state, {name: is_valid for name, is_valid in _STATE.items() if name in state})
+        require(folder.name == f"step-{body['step']:08d}", f"{_MANIFEST} is of step {body['step']}")
+        for name, entry in files.items():
             # A manifest must not lead out of its folder.
-            require(_FILE_NAME.fullmatch(name), f"{_MANIFEST} names the file {name!r}")
+            require(_FILE_NAME.fullmatch(name) and _MAPPING(entry), f"{_MANIFEST} names the file {name[:60]!r}")
+            untrusted.check(entry, _FILE)
             size = (folder / name).stat().st_size
-            require(size == entry["size"], f"{name} has {size} bytes, not {entry['size']!r}")
+            require(size == entry["size"], f"{name} has {size} bytes, not {entry['size']}")
             if verify:
-                content = (folder / name).read_bytes()
+                content = untrusted.read_bytes(folder / name)
                 require(_sha256(content) == entry["sha256"], f"{name} does not match its checksum")
                 contents[name.removesuffix(".safetensors")] = content
-        state, invariants = body["state"], body["arithmetic"]
-        require(folder.name == f"step-{body['step']:08d}", f"{_MANIFEST} is of step {body['step']}")
-        require(isinstance(state, dict) and isinstance(invariants, dict), f"{_MANIFEST} lacks its state")
-        files, pieces = body["files"], body.get("pieces", {})
-        return Checkpoint(folder, str(body["app"]), body["step"], state, invariants, contents, files, pieces)
+        return Checkpoint(folder, body["app"], body["step"], state, body["arithmetic"], contents, files, body["pieces"])
     except OSError as error:
         raise CorruptCheckpoint(os_error_message(error)) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{_MANIFEST} is not what was written ({type(error).__name__})") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{_MANIFEST} is not what was written ({error})") from error
 
 
 def quarantine(folder: Path, why: str) -> None:
     """Rename a checkpoint to "damaged-..." or "unequal-...", so that it is kept but no longer counted."""
     kept = folder.with_name(f"{why}-{folder.name}")
-    shutil.rmtree(kept, ignore_errors=True)
+    delete(kept)
     folder.rename(kept)
 
 
@@ -328,16 +360,14 @@ def digest_line(name: str, array: Any) -> bytes:
 def save_weights(path: Path, weights: Arrays) -> None:
     """Write a safetensors file atomically, after the last checkpoint. Raises NonRetryableError."""
     finish()
-    try:
+    with writing(path):
         write_atomic(path, serialize(weights))
-    except OSError as error:
-        raise NonRetryableError(f"cannot write {path}: {os_error_message(error)}") from error
 
 
 def load_weights(path: Path) -> Arrays:
     """Read a safetensors file of weights. Raises ConfigError if it is missing or not one."""
     try:
-        return safetensors.numpy.load(path.read_bytes())
+        return safetensors.numpy.load(untrusted.read_bytes(path))
     except OSError as error:
         raise ConfigError(f"--init-from {path}: {os_error_message(error)}") from error
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
@@ -361,8 +391,10 @@ def state_dict_diff(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str 
 def _entries(run_dir: Path) -> list[str]:
     try:
         return os.listdir(run_dir / "checkpoints")
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"cannot use --run-dir {run_dir}: {os_error_message(error)}") from error
 
 
 def _sha256(content: bytes) -> str:
@@ -378,4 +410,5 @@ def os_error_message(error: OSError) -> str:
     """Return what went wrong, and where; for a full disk also the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
-    return f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    problem = error.strerror or str(error)
+    return f"{problem}: {error.filename}" if error.filename else problem

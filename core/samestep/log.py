@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import signal
 import socket
@@ -22,15 +21,20 @@ from typing import IO, Any, NoReturn
 
 from tqdm import tqdm
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint
+from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, untrusted
 from samestep.env import launch_script
 from samestep.monitor import Monitor
 from samestep.stop import Stopped
+
+for _name in ("stdin", "stdout", "stderr"):  # the next file that is opened would get a closed one's number
+    if getattr(sys, _name) is None:
+        setattr(sys, _name, open(os.devnull, "r+", errors="backslashreplace"))
 
 # Module state, because the file descriptors that it describes are process state.
 _console: IO[str] = sys.stdout
 _console_errors: IO[str] = sys.stderr
 _folder: Path | None = None
+_file: Path | None = None  # once this process writes to it
 _rank = 0
 _quiet = False
 _bar: tqdm[Any] | None = None
@@ -43,34 +47,35 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
     errors as events, and describes crashes of other ranks.
     """
-    global _console, _console_errors, _folder, _rank, _quiet, _monitor
+    global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
         return
     _rank, _quiet, _folder, _monitor = rank, quiet, run_dir.resolve() / "log", monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
-    _console = os.fdopen(_open_launch_script_file(1, 1), "w", buffering=1)
-    errors = os.environ.get("SAMESTEP_ERRORS")
-    _console_errors = os.fdopen(_open_launch_script_file(errors, 2), "w", buffering=1)
-    _folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(_folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    _console = _open_launch_script_file(1, 1)
+    _console_errors = _open_launch_script_file(os.environ.get("SAMESTEP_ERRORS"), 2)
+    path = _folder / f"rank-{rank}.log"
+    with checkpoint.writing(path):
+        _folder.mkdir(parents=True, exist_ok=True)
+        file = untrusted.open_regular(path, os.O_WRONLY | os.O_APPEND)
     if isinstance(sys.stdout, io.TextIOWrapper):  # printed text must not stay in a buffer when the process ends
         sys.stdout.reconfigure(line_buffering=True)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    _file = path
     _to_file(f"rank {rank} on {socket.gethostname()}, pid {os.getpid()}: {' '.join(sys.argv)}")
 
 
-def _open_launch_script_file(descriptor: int | str | None, fallback: int) -> int:
-    """Open the launch script's file ``descriptor``, or duplicate this process's ``fallback`` if that is impossible."""
-    try:
-        path = f"/proc/{launch_script(os.environ)}/fd/{descriptor}"
+def _open_launch_script_file(number: int | str | None, fallback: int) -> IO[str]:
+    """Open the launch script's file of this number, or this process's ``fallback`` if that is impossible."""
+    descriptor = None
+    with contextlib.suppress(OSError):  # no launch script, another machine, or not Linux
+        path = f"/proc/{launch_script(os.environ)}/fd/{number}"
         if not os.path.samestat(os.stat(path), os.fstat(fallback)):
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-    except OSError:  # no launch script, another machine, or not Linux
-        pass
-    return os.dup(fallback)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+    return os.fdopen(descriptor or os.dup(fallback), "w", buffering=1, errors="backslashreplace")
 
 
 def info(text: str) -> None:
@@ -135,7 +140,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
     except Exception as problem:
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        where = f"; more in {_folder / f'rank-{_rank}.log'}" if _folder else ""
+        where = f"; more in {_file}" if _file else ""
         summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
         error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
         with contextlib.suppress(OSError):
@@ -175,12 +180,8 @@ def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any)
 def no_restart(code: int) -> None:
     """Write ``log/no-restart``: a restart cannot help, and the launch script must exit with ``code``."""
     if _folder:
-        temporary = _folder / f".no-restart.{_rank}.tmp"  # all ranks may fail at once
-        try:
-            temporary.write_text(json.dumps({"code": code, "job": os.environ.get("SAMESTEP_JOB")}))
-            temporary.replace(_folder / "no-restart")
-        except OSError as problem:
-            _to_file(f"warning: {problem}")
+        values = {"code": code, "job": os.environ.get("SAMESTEP_JOB")}
+        untrusted.write_json(_folder, "no-restart", values, _rank)
 
 
 def progress(total: int, done: int) -> tqdm[Any]:
@@ -198,7 +199,7 @@ def result(text: str) -> None:
 
 
 def _to_file(text: str) -> None:
-    if _folder:
+    if _file:
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is being reported
             print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr, flush=True)
 
@@ -207,5 +208,5 @@ def _to_console(stream: IO[str], text: str) -> None:
     with contextlib.suppress(OSError):  # the console may be gone (`| head` has ended); the log file has the line
         if _bar is not None and not _bar.disable:
             _bar.clear()
-        stream.write(text + "\n")  # one write, so that the lines of several ranks do not mix
+        stream.write(untrusted.printable(text) + "\n")  # one write, so that the lines of several ranks do not mix
         stream.flush()

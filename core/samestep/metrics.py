@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from samestep import NonRetryableError, checkpoint, log
+from samestep import checkpoint, log, untrusted
 from samestep.env import World
 from samestep.options import Options, as_json
 
@@ -30,27 +30,27 @@ class Metrics:
 
     def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
-        lines = self._lines_before(resumed_from) if resumed_from is not None else []
-        lines.append(json.dumps({"resumed": {"step": resumed_from, **header}} if lines else dict(header)))
-        checkpoint.write_atomic(self._path, ("\n".join(lines) + "\n").encode())
-        self._file = self._path.open("a", buffering=1)
+        with checkpoint.writing(self._path):
+            lines = self._lines_before(resumed_from) if resumed_from is not None else []
+            lines.append(json.dumps({"resumed": {"step": resumed_from, **header}} if lines else dict(header)).encode())
+            checkpoint.write_atomic(self._path, b"\n".join(lines) + b"\n")
+            self._file = self._path.open("a", buffering=1)
 
-    def _lines_before(self, resumed_from: int) -> list[str]:
+    def _lines_before(self, resumed_from: int) -> list[bytes]:
+        """Return the header and the lines of at most ``resumed_from`` updates, without those that are not of a run."""
         lines = []
-        text = self._path.read_text(errors="replace") if self._path.exists() else ""
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError, AttributeError, TypeError):  # cut off by a kill, or not a line of ours
-                values = json.loads(line)
-                if max(values.get("step", 0), values.get("resumed", {}).get("step", 0)) <= resumed_from:
-                    lines.append(line)
+        is_before = untrusted.integer(0, resumed_from)
+        for line in untrusted.read_bytes(self._path).splitlines() if self._path.exists() else ():
+            with contextlib.suppress(ValueError, TypeError, AttributeError):  # cut off, or of no run
+                values = untrusted.parse_object(line if len(line) <= untrusted.MAX_BYTES else "")
+                untrusted.check(values.get("resumed", {"step": 0, **values}), {"step": is_before})
+                lines.append(line)
         return lines
 
     def write(self, **values: Any) -> None:
         """Append one line; the file has it when this returns. Raises NonRetryableError if the disk is full."""
-        try:
+        with checkpoint.writing(self._path):
             self._file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise NonRetryableError(f"cannot write {self._path}: {error.strerror}") from error
 
     def sync(self) -> None:
         """Make the lines survive a crash of the machine. A checkpoint relies on them, so call this before it."""
@@ -72,7 +72,8 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
     fields = {name: getattr(options, name) for name in options.RESULT_FIELDS}
     text = json.dumps({**job, "restarts": restarts, **fields, **values, "run_dir": str(options.run_dir)})
     name = "evaluation.json" if options.evaluate_only else "result.json"
-    checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
+    with checkpoint.writing(options.run_dir / name):
+        checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
     log.result(text)
 
 
@@ -104,7 +105,8 @@ class BestEvaluation:
         Raises NonRetryableError if the disk is full.
         """
         path = run_dir / "model-best.safetensors"
-        path.unlink(missing_ok=True)  # from an earlier end of this run
+        with checkpoint.writing(path):
+            path.unlink(missing_ok=True)  # from an earlier end of this run
         if self.step is None:
             log.warning("no model-best.safetensors: nothing was evaluated while there was --keep-best")
             return {}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NoReturn
@@ -69,6 +69,10 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(argv, Options())
         options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
         options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
+        for name, value in vars(options).items():
+            if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are no text
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
         if unknown:
             parsers = [self, *self.commands().values()]
             known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
@@ -86,30 +90,35 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
-def bounded_int(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type for integers in [minimum, 2**63)."""
+def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return an argparse type for integers in [minimum, maximum]."""
 
     def convert(text: str) -> int:
         with contextlib.suppress(ValueError):
-            if minimum <= int(text) < 2**63:
+            if minimum <= int(text) <= maximum:
                 return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a whole number from {minimum} to {maximum}")
 
     return convert
 
 
-def bounded_float(minimum: float, below: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """Return an argparse type for finite numbers in [minimum, below), or in (minimum, below) if ``above``."""
+def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> Callable[[str], float]:
+    """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above``.
+
+    Larger numbers than the default limit do not fit into float32.
+    """
     least = f"{'above' if above else 'of at least'} {minimum:g}"
-    limit = f" and less than {below:g}" if below < math.inf else ""
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
             if minimum <= float(text) < below and not (above and float(text) == minimum):
                 return float(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number {least}{limit}")
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a finite number {least} and less than {below:g}")
 
     return convert
+
+
+seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; larger values overflow clocks
 
 
 def add_common(
@@ -135,15 +144,16 @@ def add_common(
         resolve: finds the app's own datasets; takes, returns and raises what `samestep.data.datasets.resolve` does.
     """
     parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
-    default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_float(0.0, above=True)
+    default, count = "(default: %(default)s)", bounded_int(0)
 
     add = parser.add_argument_group("training (the same steps at any world size)").add_argument
     add("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
     add("--max-steps", type=count, metavar="S", help="last step, counted from the start of training (default: none)")
     size = f"samples per step, over all ranks {default}"
     add("--global-batch-size", type=bounded_int(1), default=global_batch_size, metavar="B", help=size)
-    add("--lr", type=positive, help=f"learning rate (default: {lr})")
-    add("--seed", type=count, default=1, help=f"seed of initial weights, sample order and dropout {default}")
+    add("--lr", type=bounded_float(0.0, above=True), help=f"learning rate (default: {lr})")
+    seed = f"seed of initial weights, sample order and dropout {default}"
+    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=seed)
     add("--init-from", type=Path, metavar="FILE", help="start from these weights: the model.safetensors of any run")
 
     add = parser.add_argument_group("data").add_argument
@@ -171,9 +181,9 @@ def add_common(
     add("--device", choices=devices, default="auto", help=f"auto: a GPU if each rank can use one {default}")
     add("--max-restarts", type=count, default=3, metavar="R", help=f"number of times to restart a failed job {default}")
     limit = f"seconds a job may go without progress, before it ends {default}"
-    add("--timeout", type=positive, default=timeout or 300.0, metavar="T", help=limit)
+    add("--timeout", type=seconds, default=timeout or 300.0, metavar="T", help=limit)
     limit = f"seconds a job may take to stop after a signal, before it is killed {default}"
-    add("--grace", type=positive, default=grace or 30.0, metavar="T", help=limit)
+    add("--grace", type=seconds, default=grace or 30.0, metavar="T", help=limit)
     factor = f"report a rank X times slower than the others' median (higher on unequal machines); 0 disables {default}"
     add("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
     add("--track", metavar="NAMES", help="trackers to write to, separated by commas: tensorboard, mlflow, wandb")

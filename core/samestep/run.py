@@ -15,7 +15,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsFloat
@@ -35,7 +35,8 @@ from samestep.step_timer import PHASES, StepTimer
 if TYPE_CHECKING:
     from samestep.metrics import BestEvaluation, Metrics
 
-Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: "model", "optimizer", and what else the app has
+Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: those of GROUPS, and what else the app has
+GROUPS = ("model", "optimizer")
 SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
 
 
@@ -154,12 +155,19 @@ class Run:
 
     # --- where to start ------------------------------------------------------------------------------------------
 
-    def restore(self, collectives: Collectives, load: Callable[[Groups], None]) -> None:
+    def restore(self, collectives: Collectives, load: Callable[[Groups], None], groups: Sequence[str] = GROUPS) -> None:
         """Resolve run dir, dataset and checkpoint or --init-from on rank 0; load the same bytes on all ranks.
 
-        ``load`` puts arrays into model and optimizer and raises ValueError if they do not fit. --init-from gives
-        "model" alone. A new run does not call it. Raises ConfigError or NonRetryableError on rank 0, which reports the
-        reason, and RemoteRankError on all others.
+        Args:
+            collectives: the app's functions by which ranks communicate.
+            load: puts arrays into model and optimizer and raises ValueError if they do not fit. --init-from gives
+                "model" alone. A new run does not call it.
+            groups: names of the groups that the app passes to `save`. A checkpoint without one of them counts as
+                corrupt. --evaluate-only needs "model" and `eval_group` alone.
+
+        Raises:
+            ConfigError, NonRetryableError: on rank 0, which reports the reason.
+            RemoteRankError: on all other ranks.
         """
         self.monitor.last_collective = getattr(collectives, "last_collective", None)
         message: dict[str, Any] = {}
@@ -169,7 +177,8 @@ class Run:
             try:
                 from samestep import rundir  # the other ranks do not need it
 
-                message, contents = rundir.open_run(self.app, self.options, not self.world.restart_count, load)
+                fresh = not self.world.restart_count
+                message, contents = rundir.open_run(self.app, self.options, fresh, load, self._required(groups))
             except (ConfigError, NonRetryableError) as error:
                 problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
         message = json.loads(collectives.broadcast(json.dumps(message).encode()))  # JSON, as pickle is never loaded
@@ -181,6 +190,9 @@ class Run:
         if contents and self.world.rank != 0:
             load({group: safetensors.numpy.load(content) for group, content in contents.items()})
         self._apply_restored(message)
+
+    def _required(self, groups: Iterable[str]) -> set[str]:
+        return {"model", self.eval_group} if self.options.evaluate_only else {*groups}
 
     def _apply_restored(self, message: Mapping[str, Any]) -> None:
         self.options.run_dir, self.options.dataset = Path(message["run_dir"]), message["dataset"]
@@ -201,11 +213,15 @@ class Run:
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_loss: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
+        self._threads = os.environ.get("OMP_NUM_THREADS", "")[:100] or None  # it decides how a framework's sums round
         self._metrics: Metrics | None = None
         self._best: BestEvaluation | None = None
         if world.rank == 0 and not options.evaluate_only:
             from samestep import metrics  # the other ranks do not need it
 
+            if (before := self._state.get("threads", self._threads)) != self._threads:
+                change = f"was {before or 'unset'} before this resume and is {self._threads or 'unset'} now"
+                log.warning(f"OMP_NUM_THREADS {change}: sums may round differently; set it back for the same bits")
             header = metrics.header(self.app, options, world, metadata)
             self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
             self._best = metrics.BestEvaluation(self._state.get("best"))
@@ -362,7 +378,7 @@ class Run:
         metrics.sync()
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct}
-        state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun}
+        state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun, "threads": self._threads}
         options, best = self.options, self._best
         state |= {"best": best.state} if best and best.state else {}
         return state, resume_invariants(options), options.keep_checkpoints, best.step if best else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import socket
 import sys
 import time
@@ -18,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, log
-from samestep.checkpoint import Arrays, Checkpoint
+from samestep import ConfigError, NonRetryableError, checkpoint, log, untrusted
+from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
 
 # A run dir's .lock has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
@@ -45,7 +46,7 @@ class Resolved:
 
 
 def resolve(
-    app: str, options: Options, fresh: bool = True, verify: bool = True, reader: Callable[..., Checkpoint] | None = None
+    app: str, options: Options, fresh: bool = True, verify: bool = True, reader: Reader = None, groups: GroupNames = ()
 ) -> Resolved:
     """Decide run dir, dataset and checkpoint, and lock the run dir.
 
@@ -54,7 +55,7 @@ def resolve(
         options: the parsed options; their ``resolve_dataset`` finds a dataset, or is None to take it as it is.
         fresh: False in a process that a launcher restarted; --no-resume then no longer applies.
         verify: False judges checkpoints by their manifests, and neither renames nor warns: rank 0 will do so.
-        reader: passed on to `checkpoint.newest`.
+        reader, groups: passed on to `checkpoint.newest`.
 
     Raises:
         ConfigError: the run dir holds another run or other data.
@@ -65,7 +66,8 @@ def resolve(
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
     found = None
     if options.resume or not fresh:
-        found = checkpoint.newest(run_dir, lambda text: log.warning(text, "damage") if verify else None, verify, reader)
+        warn = (lambda text: log.warning(text, "damage")) if verify else lambda text: None
+        found = checkpoint.newest(run_dir, warn, verify, reader, groups)
     else:
         archive_previous_run(run_dir)
     dataset, requested = _resolve_data(app, options, found, verify)
@@ -92,13 +94,15 @@ def _resolve_data(app: str, options: Options, found: Checkpoint | None, verify: 
 
 
 def open_run(
-    app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None]
+    app: str, options: Options, fresh: bool, load: Callable[[Mapping[str, Arrays]], None], required: GroupNames
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the message to all ranks and the files of arrays, which are loaded here: rank 0's part of `Run.restore`.
 
+    A checkpoint without the ``required`` groups counts as corrupt.
+
     Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
     """
-    resolved = resolve(app, options, fresh)
+    resolved = resolve(app, options, fresh, groups=required)
     found, init_from = resolved.checkpoint, options.init_from
     contents: dict[str, bytes] = {}
     groups: Mapping[str, Arrays] = {}
@@ -173,7 +177,7 @@ def _check_same_data(found: Checkpoint, dataset: Any, warn: bool) -> None:
 
 def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
     """Make and lock the run dir; return its absolute path and the lock. Raises ConfigError if that is impossible."""
-    run_dir = run_dir.resolve()
+    run_dir = Path(os.path.realpath(run_dir))  # Path.resolve() raises RuntimeError for a loop of links
     make_folder(run_dir / "log")
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
     for byte in (WRITER_BYTE,) if "SAMESTEP_LAUNCHER" in os.environ else (LAUNCHER_BYTE, WRITER_BYTE):
@@ -245,27 +249,35 @@ class Lock:
         """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
         self._run_dir, self._who = run_dir, who
         try:
-            self._descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            # A user who can read a file can lock it, too.
+            self._descriptor = untrusted.open_regular(run_dir / ".lock", os.O_RDWR, 0o600)
         except OSError as error:
-            raise ConfigError(f"cannot use --run-dir {run_dir}: {error.strerror}") from error
+            raise ConfigError(f"cannot use --run-dir {run_dir}: {checkpoint.os_error_message(error)}") from error
 
     def acquire(self, byte: int, wait: float | None = None) -> None:
         """Lock a byte, within ``wait`` seconds (default: LOCK_SECONDS). Raises ConfigError that names the holder."""
         wait = LOCK_SECONDS if wait is None else wait
-        deadline, warned = time.monotonic() + wait, False
-        while not self._try(byte):
-            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another job"
-            if time.monotonic() > deadline:
-                remedy = "wait for it, stop it, or choose another --run-dir"
-                raise ConfigError(f"--run-dir {self._run_dir} is in use by {holder}: {remedy}")
-            if not warned:
-                log.warning(f"{self._run_dir} is in use by {holder}; waiting up to {wait:.0f} s")
-                warned = True
-            time.sleep(0.2)
+        deadline = time.monotonic() + wait
+        if not self._try(byte):
+            in_use = f"{self._run_dir} is in use by {self._holder()}"
+            log.warning(f"{in_use}; waiting up to {wait:.0f} s")
+            while not self._try(byte):
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"--run-dir {in_use}: wait for it, stop it, or choose another --run-dir")
+                time.sleep(0.2)
         os.ftruncate(self._descriptor, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"{self._who} (host {socket.gethostname()}, pid {os.getpid()}, since {since})\n"
-        os.pwrite(self._descriptor, holder.encode(), 0)
+        os.pwrite(self._descriptor, holder.encode(errors="replace"), 0)
+
+    def _holder(self) -> str:
+        """Return the holder that the file names, or "another process": a user who can only read it can lock it, too."""
+        text = untrusted.printable(os.pread(self._descriptor, 200, 0).decode(errors="replace").strip())
+        host, pid = (re.findall(r"\(host (.+), pid ([0-9]{1,7}), since", text) or [("", "0")])[0]
+        is_gone = (
+            host in ("", socket.gethostname()) and os.path.exists("/proc/self") and not Path("/proc", pid).exists()
+        )
+        return "another process" if is_gone else text
 
     def _try(self, byte: int) -> bool:
         try:

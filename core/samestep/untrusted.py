@@ -1,27 +1,61 @@
-"""Read files and JSON that another program, another user or a crash may have written. Standard library only.
+"""Read files and JSON that another program, another user or a crash may have written, and write beside such files.
 
-Nothing here blocks on a FIFO, reads without a limit, or raises anything but OSError and ValueError.
+Nothing here blocks on a FIFO, follows a link to write, or raises anything but OSError and ValueError. Standard library
+only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
 MAX_BYTES = 2**20  # that are read of any file
 Check = Callable[[Any], bool]  # whether a JSON value is one of a kind
 
 
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a regular file; "" for anything else. Raises OSError if it cannot be read."""
+def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
+    """Return the first ``max_bytes`` (-1: all) of a regular file; b"" for anything else. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        return file.read(max_bytes).decode(errors="replace") if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+        return file.read(max_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a regular file; "" for anything else. Raises OSError if it cannot be read."""
+    return read_bytes(path, max_bytes).decode(errors="replace")
+
+
+def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
+    """Open or make a file to write; return its descriptor. Raises OSError for a link, a FIFO or a directory."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EEXIST, "not a regular file (remove it)", str(path))
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+
+
+def create(path: Path) -> IO[bytes]:
+    """Open a new file to write; a file or a link that has its place is deleted. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> None:
+    """Write a file of ``folder`` atomically. ``writer`` is the rank that writes it; errors are ignored."""
+    temporary = folder / f".{name}.{writer}.tmp"
+    try:
+        with create(temporary) as file:
+            file.write(json.dumps(values).encode())
+        temporary.replace(folder / name)
+    except OSError:  # a full disk must not stop the training; the checkpoint will report it
+        with contextlib.suppress(OSError):
+            os.utime(folder / name)  # the launch script takes a heartbeat that does not change for a stopped rank
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -52,6 +86,16 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Check]) -> None:
 def integer(low: int, high: int) -> Check:
     """Return a check for whole numbers in [low, high]; True and False are none."""
     return lambda value: type(value) is int and low <= value <= high
+
+
+def number(low: float = -sys.float_info.max, high: float = sys.float_info.max) -> Check:
+    """Return a check for numbers in [low, high]; NaN and infinity fail it."""
+    return lambda value: type(value) in (int, float) and low <= value <= high
+
+
+def optional(of: Check) -> Check:
+    """Return a check for null and values that pass the check ``of``."""
+    return lambda value: value is None or of(value)
 
 
 def text(length: int) -> Check:

@@ -789,7 +789,7 @@ def test_a_write_that_fails_is_told_and_costs_no_earlier_checkpoint(tmp_path: Pa
 
 def test_a_run_dir_that_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(NonRetryableError, match="cannot write checkpoint"):
+    with pytest.raises(ConfigError, match=r"cannot use --run-dir \S+: Not a directory: \S+/checkpoints"):
         save(tmp_path, 1)
 
 

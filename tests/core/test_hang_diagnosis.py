@@ -31,10 +31,8 @@ import ctypes, os, signal, sys, threading, time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from samestep import log
-from samestep import log
+from samestep import log, untrusted
 from samestep.env import World
-from samestep.metrics import Metrics
 from samestep.recovery import watchdog
 
 run_dir, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -55,11 +53,12 @@ def pipe():
         log.info("x" * 1000)  # stuck: pipe
 
 def disk():
-    os.mkfifo(run_dir / "metrics.jsonl")
-    Metrics(run_dir, {}, 0)  # stuck: disk
+    os.mkfifo(run_dir / "hangs")
+    (run_dir / "hangs").read_text()  # stuck: disk
 
 def heartbeats():
-    os.mkfifo(run_dir / "log" / f".alive-{rank}.{rank}.tmp")
+    os.mkfifo(run_dir / "hangs")
+    untrusted.create = lambda path: open(run_dir / "hangs", "wb")  # as on a disk that hangs
     time.sleep(600)  # stuck: heartbeats
 
 def loop():

@@ -48,6 +48,9 @@ NOT_REAL = ("", "x", "0", "-0.0", "-1", "nan", "-nan", "inf", "-inf", "1e400", "
     [
         *((option, value) for option in WHOLE for value in NOT_WHOLE),
         *((option, str(least - 1)) for option, least in WHOLE.items()),
+        *((option, str(2**31)) for option in WHOLE if option != "--seed"),
+        *(("--lr", value) for value in ("1e38", "1e308")),
+        *((option, value) for option in ("--timeout", "--grace") for value in ("1e7", "1e10", "1e300")),
         *((option, value) for option in REAL for value in NOT_REAL),
         *(("--dataset", value) for value in ("", "MNIST", "cifar10", "mnist,mnist-5k", "a\nb")),
         *(("--device", value) for value in ("", "tpu", "cuda:0", "gpu")),
@@ -131,7 +134,10 @@ def test_the_defaults() -> None:
     ("arguments", "name", "value"),
     [
         *(([option, str(least)], option[2:].replace("-", "_"), least) for option, least in WHOLE.items()),
-        *(([option, str(2**63 - 1)], option[2:].replace("-", "_"), 2**63 - 1) for option in WHOLE),
+        *(([option, str(2**31 - 1)], option[2:].replace("-", "_"), 2**31 - 1) for option in WHOLE),
+        (["--seed", str(2**63 - 1)], "seed", 2**63 - 1),
+        (["--lr=9.9e37"], "lr", 9.9e37),
+        (["--timeout=9999999"], "timeout", 9_999_999.0),
         (["--lr", "1e-300"], "lr", 1e-300),
         (["--lr=.5"], "lr", 0.5),
         (["--timeout", "0.5"], "timeout", 0.5),

@@ -342,6 +342,20 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(toy: Toy, damage
     assert (toy.run_dir / "checkpoints" / "damaged-step-00000012").is_dir()
 
 
+@pytest.mark.parametrize("lost", ["optimizer", "pieces"])
+def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str) -> None:
+    reference = toy.done(2)
+    folder = toy.run_dir / "checkpoints" / "step-00000012"
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    body["pieces"].pop("optimizer") if lost == "optimizer" else body.pop("pieces")
+    shutil.copytree(folder, checkpoint.temporary_of(folder))
+    checkpoint.commit(folder, body, 9, None)
+    ends = toy.job(2)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert "skipped; using step-00000010" in ends[0][2]
+    assert reference["weights_sha256"] in ends[0][1]
+
+
 def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy) -> None:
     """On any rank, before each thing that it does to checkpoints' files: what is there then is whole, and goes on."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]

@@ -31,9 +31,7 @@ from samestep import ConfigError, __version__
 from samestep.launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
-from samestep.options import Parser, bounded_float, bounded_int
-
-MAX_SECONDS = 1e7  # 115 days
+from samestep.options import Parser, bounded_int, seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,16 +69,16 @@ def build_parser() -> Parser:
         usage="samestep run [options] PROGRAM [ARGS...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, positive = run.add_argument, bounded_float(0.0, MAX_SECONDS, above=True)
+    add = run.add_argument
     add("-n", "--nproc", type=_nproc, default=1, metavar="N", help="ranks on this machine (default: 1)")
     without = "(default: torchrun if torch is installed, else none for -n 1)"
     add("--launcher", choices=LAUNCHERS, metavar="NAME", help=f"{', '.join(LAUNCHERS)} {without}")
     add("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/<program>/<UTC time>)")
     add("--max-restarts", type=bounded_int(0), default=3, metavar="R", help="restarts after failures (default: 3)")
     limit = "seconds without progress that end a start, if PROGRAM uses samestep.run.Run (default: 300)"
-    add("--timeout", type=positive, default=300.0, metavar="S", help=limit)
+    add("--timeout", type=seconds, default=300.0, metavar="S", help=limit)
     limit = "seconds from a signal to the end of all processes (default: 30)"
-    add("--grace", type=positive, default=30.0, metavar="S", help=limit)
+    add("--grace", type=seconds, default=30.0, metavar="S", help=limit)
     add("program", metavar="PROGRAM", help="a Python program; all that follows are its arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser

@@ -13,7 +13,6 @@ import re
 import shlex
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -266,14 +265,9 @@ class HeartbeatWatch:
 def open_log(path: Path) -> IO[bytes]:
     """Open a log file to append to, unbuffered. Raises ConfigError if it is not a regular file or cannot be written."""
     try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO's open would wait
-        file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+        return os.fdopen(untrusted.open_regular(path, os.O_WRONLY | os.O_APPEND, 0o666), "ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}: name another place with --run-dir") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ConfigError(f"cannot write to {path}: it is not a regular file: remove it")
-    return file
 
 
 def forward_stderr(stream: IO[bytes], log: IO[bytes], line_prefix: str, shows: Callable[[], bool]) -> None:

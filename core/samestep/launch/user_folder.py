@@ -21,7 +21,7 @@ from samestep import NonRetryableError
 from samestep.launch.supervise import block_signals, print_stderr
 
 BASE = Path("/tmp")  # whatever the environment says, because all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # below those that a kernel gives to connections: none is taken before a launcher listens
+PORTS = range(20_000, 32_768)  # below those of connections: none is taken before a launcher listens
 PORT_TRIES = 1000
 MAX_TMPDIR = 60  # bytes: frameworks make Unix sockets there, whose paths have at most 107
 

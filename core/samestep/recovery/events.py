@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from samestep.untrusted import open_regular
 
 FILE_NAME = "events.jsonl"
 START = "start"  # steps begin; fields: step, last_step, ranks
@@ -32,9 +33,5 @@ def append_event(folder: Path, kind: str, **fields: Any) -> None:
         **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
     """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
-    with contextlib.suppress(OSError), open(folder / FILE_NAME, "a", opener=_open) as file:
+    with contextlib.suppress(OSError), open(folder / FILE_NAME, "a", opener=open_regular) as file:
         file.write(f"{line}\n")  # one write, so that the lines of several ranks do not mix
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # what stands there must not be waited for

@@ -24,13 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from samestep.env import detect
-from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, stack, write_json
-from samestep.untrusted import read_object, read_text
+from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, stack
+from samestep.untrusted import check, integer, mapping, number, optional, read_object, read_text, text, write_json
 
 HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
 DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
 MAX_AGE = 15.0  # seconds after which a file of a job without a name is of another hang
-HEARTBEAT_FIELDS = {"step", "time", "rank", "pid", "host"}  # in each heartbeat and each hang-<r>.json
+_COUNT, _NAME = integer(0, 2**62), text(1000)
+_HEARTBEAT = {"step": _COUNT, "time": number(), "rank": _COUNT, "pid": integer(1, 2**31 - 1), "host": _NAME}
+HEARTBEAT_FIELDS = {*_HEARTBEAT}  # in each heartbeat and each hang-<r>.json
+_COLLECTIVE = {"name": _NAME, "number": integer(-1, 2**62), "pending": lambda value: isinstance(value, bool)}
+_OPTIONAL = {
+    "job": optional(_NAME),
+    "verdict": optional(text(10_000)),
+    "collective": optional(mapping(lambda value: True)),
+}
 _dump_lock = threading.RLock()  # both threads of a watchdog write their rank's file
 
 State = Mapping[str, Any]  # a rank's values, as in its files
@@ -47,9 +55,9 @@ def dump_state(folder: Path, state: State, **extra: Any) -> None:
 
 def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
     """Write this rank's file once, if another rank has found a hang and this rank has not."""
-    if _is_of_hang(read_object(folder / "hanging"), heartbeat):
+    if _is_of_hang(_read_rank(folder / "hanging"), heartbeat):
         with _dump_lock:
-            own = read_object(folder / f"hang-{heartbeat['rank']}.json")
+            own = _read_rank(folder / f"hang-{heartbeat['rank']}.json")
             if not (_is_of_hang(own, heartbeat) and own["pid"] == heartbeat["pid"]):
                 dump_state(folder, get_state())
 
@@ -107,16 +115,27 @@ class RankState:
         return f"{verb if self.is_current else 'last seen'} at {self.location or 'an unknown location'}"
 
 
+def _read_rank(path: Path) -> dict[str, Any]:
+    """Return the values in a rank's file; {} unless they are of the kinds that ranks write."""
+    values = read_object(path)
+    with contextlib.suppress(ValueError):
+        check(values, _HEARTBEAT)
+        check({**dict.fromkeys(_OPTIONAL), **values}, _OPTIONAL)
+        check(values.get("collective") or {"name": "", "number": 0, "pending": False}, _COLLECTIVE)
+        return values
+    return {}
+
+
 def read_state(folder: Path, rank: int, now: State) -> RankState | None:
     """Return what the files in ``folder`` show of a rank in the hang in which ``now`` is this rank's state.
 
     Return None if they show nothing.
     """
-    values = read_object(folder / f"hang-{rank}.json")
-    if values.keys() >= HEARTBEAT_FIELDS and _is_of_hang(values, now) and "written_by" not in values:
+    values = _read_rank(folder / f"hang-{rank}.json")
+    if _is_of_hang(values, now) and "written_by" not in values:
         return RankState(rank, values, True, _location(values))
-    values = read_object(folder / f"alive-{rank}")
-    if not values.keys() >= HEARTBEAT_FIELDS or values.get("job") != now["job"]:
+    values = _read_rank(folder / f"alive-{rank}")
+    if not values or values.get("job") != now["job"]:
         return None
     state = RankState(rank, values, False, _location(values), is_current=False)
     silence = _seconds_since_heartbeat(folder, rank, values, now)
@@ -132,7 +151,7 @@ def read_state(folder: Path, rank: int, now: State) -> RankState | None:
 
 def _location(values: State) -> CodeLocation | None:
     """Return the location in a heartbeat; None if it has none."""
-    with contextlib.suppress(TypeError, ValueError, KeyError):
+    with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
         file, line, function, *code = values["at"]
         return CodeLocation(str(file), int(line), str(function), *map(str, code)).with_code()
     return None
@@ -180,17 +199,16 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
         for line in read_text(path).splitlines():
             if line.startswith(("Thread ", "Current thread ")):
                 stacks.append([])
-            elif stacks and (call := re.fullmatch(r'  File "(.+)", line (\d+) in (.+)', line)):
+            elif stacks and (call := re.fullmatch(r'  File "(.+)", line ([0-9]{1,9}) in (.+)', line)):
                 stacks[-1].append(CodeLocation(call[1], int(call[2]), call[3]).with_code())
     return stacks[::-1]  # the thread that started first comes last in the file
 
 
 def _is_of_hang(values: State, now: State) -> bool:
-    """Return whether a file is of the current hang: a restarted job finds the files of the job before."""
-    if not {"job", "rank", "time", "pid"} <= values.keys():
+    """Return whether a file's values are of the current hang: a restarted job finds the files of the job before."""
+    if not values or values.get("job") != now["job"]:
         return False
-    is_recent = now["time"] - values["time"] < MAX_AGE or values.get("host") != now["host"]  # its clock may differ
-    return bool(values["job"] == now["job"] and is_recent)
+    return bool(now["time"] - values["time"] < MAX_AGE or values["host"] != now["host"])  # its clock may differ
 
 
 # --- what is known of a job ------------------------------------------------------------------------------------------
@@ -209,10 +227,10 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
     """
     texts = []
     for path in sorted(folder.glob("stack-*.txt")):
-        values = read_object(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
-        with contextlib.suppress(OSError, IndexError, KeyError):
-            error = re.match(r"Fatal Python error: (.+)", read_text(path))
-            if error and values["job"] == job:
+        values = _read_rank(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
+        with contextlib.suppress(OSError, IndexError):
+            error = re.match(r"Fatal Python error: (.{1,200})", read_text(path))
+            if error and values.get("job") == job:
                 name = RankState(values["rank"], values, False).name
                 texts.append(f"; {name} died ({error[1]}) at {own_location(read_stacks(path)[0], program)}")
     return "".join(texts)
@@ -220,9 +238,8 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
 
 def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
     """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes."""
-    heartbeats = [read_object(path) for path in folder.glob("alive-*")]
-    of_job = [values for values in heartbeats if values.keys() >= HEARTBEAT_FIELDS and values.get("job") == job]
-    here = [values for values in of_job if values["host"] == socket.gethostname()]
+    heartbeats = filter(None, (_read_rank(path) for path in folder.glob("alive-*")))
+    here = [values for values in heartbeats if (values.get("job"), values["host"]) == (job, socket.gethostname())]
     return len(here) >= count and not any("process" in _process_trouble(values, False) for values in here)
 
 
@@ -307,9 +324,9 @@ def explain(folder: Path, now: State, deadline: float) -> str:
             break
         time.sleep(0.05)
     diagnosis = diagnose([states[rank] for rank in sorted(states)], now["world_size"])
-    text = format_diagnosis(diagnosis, _silent_processes(now["job"]) if diagnosis.missing else {})
-    first = read_object(folder / f"hang-{read_object(folder / 'stalled').get('rank')}.json")
-    return str(first["verdict"]) if "verdict" in first and _is_of_hang(first, now) else text  # one line on the console
+    diagnosed = format_diagnosis(diagnosis, _silent_processes(now["job"]) if diagnosis.missing else {})
+    first = _read_rank(folder / f"hang-{read_object(folder / 'stalled').get('rank')}.json")
+    return (_is_of_hang(first, now) and first.get("verdict")) or diagnosed  # one line on the console
 
 
 def save_diagnosis(folder: Path, now: State, text: str) -> None:

@@ -1,9 +1,7 @@
-"""Read and write the files in ``<run-dir>/log`` that describe ranks, and the code locations in them."""
+"""Find out where in its code a rank is."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import linecache
 import os
 import re
@@ -12,9 +10,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MAX_CODE_LENGTH = 70  # characters of a line of code in a message
+MAX_SOURCE = 2**23  # bytes of a source file whose lines are shown: another program may have named the file
 
 _MAIN = getattr(sys.modules["__main__"], "__file__", None)
 PROGRAM = Path(_MAIN).absolute().parent if _MAIN else Path(os.devnull)
@@ -31,8 +30,9 @@ class CodeLocation(NamedTuple):
     code: str = ""
 
     def with_code(self) -> CodeLocation:
-        """Return the location with the text of its line; "" if the file cannot be read."""
-        return self._replace(code=self.code or linecache.getline(self.file, self.line).strip())
+        """Return the location with the text of its line; "" if the file cannot be read, or is no source file."""
+        is_source = self.file.endswith(".py") and os.path.isfile(self.file) and os.path.getsize(self.file) < MAX_SOURCE
+        return self._replace(code=self.code or (linecache.getline(self.file, self.line).strip() if is_source else ""))
 
     def __str__(self) -> str:
         code = re.sub(r"\s*#.*", "", self.code)
@@ -59,14 +59,3 @@ def is_in_collective(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> 
     inner = calls[: calls.index(own_location(calls, program))]
     files = [call.file.rpartition("-packages")[2] for call in inner if not call.file.startswith(_PACKAGE)]
     return any(_COLLECTIVES.search(file) for file in files)
-
-
-def write_json(folder: Path, name: str, values: dict[str, Any], writer: int) -> None:
-    """Write a file of ``folder`` atomically. ``writer`` is the rank that writes it; errors are ignored."""
-    temporary = folder / f".{name}.{writer}.tmp"
-    try:
-        temporary.write_text(json.dumps(values))
-        temporary.replace(folder / name)
-    except OSError:  # a full disk must not stop the training; the checkpoint will report it
-        with contextlib.suppress(OSError):
-            os.utime(folder / name)  # the launch script takes a heartbeat that does not change for a stopped rank

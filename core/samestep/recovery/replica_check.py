@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from samestep import NonRetryableError, RetryableError, checkpoint
 from samestep.env import World
 from samestep.options import Options
-from samestep.recovery.rank_files import write_json
-from samestep.untrusted import read_object
+from samestep.untrusted import integer, read_object, write_json
 
 _NOTE = "not-finite"  # in log/: the step at which a loss was NaN or infinite, and the number of that start of the job
 _RESTART = "a restart resumes from an earlier checkpoint"
@@ -80,7 +79,7 @@ def not_finite(name: str, value: float, step: int, options: Options, world: Worl
     text = f"at step {step} the {name} is {value}: lower --lr, now {options.lr}"
     logs = options.run_dir / "log"
     note = read_object(logs / _NOTE)
-    if note.get("step") == step and note.get("start", start) < start:
+    if note.get("step") == step and integer(0, start - 1)(note.get("start")):
         return NonRetryableError(f"{text}; the same happened in an earlier start")
     write_json(logs, _NOTE, {"step": step, "start": start}, world.rank)
     return RetryableError(f"{text}, unless a flipped bit caused it; {_RESTART}")

@@ -25,14 +25,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from samestep import log
+from samestep import NonRetryableError, log
 from samestep.env import World, launch_script
 from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.events import HANG, append_event
-from samestep.recovery.rank_files import is_in_collective, own_location, stack, write_json
+from samestep.recovery.rank_files import is_in_collective, own_location, stack
 from samestep.recovery.straggler import StragglerDetector
+from samestep.untrusted import open_regular, write_json
 
 _TICK = 1.0  # seconds
 _SILENT = 5.0  # seconds without a tick after which this process itself was stopped
@@ -68,10 +69,13 @@ class Watchdog(Monitor):
     def write_to(self, folder: Path) -> None:
         self.folder = folder if self.folder == _NO_FOLDER else self.folder
         with contextlib.suppress(OSError):
-            self._stacks = self._stacks or Path(self.folder, f"stack-{self._world.rank}.txt").open("a")
+            stacks = self.folder / f"stack-{self._world.rank}.txt"
+            self._stacks = self._stacks or open(stacks, "a", opener=open_regular)
             self._stacks.truncate(0)  # an earlier start's; opened for appending, as its writer keeps its position
             if not faulthandler.is_enabled():  # if a framework's C++ aborts, no line of Python can report it
                 faulthandler.enable(self._stacks)
+        if (heartbeat := self.folder / f"alive-{self._world.rank}").is_dir():  # the launch script reads it
+            raise NonRetryableError(f"{heartbeat} is a directory: remove it")
         self._write_heartbeat()
 
     def resume_at(self, step: int) -> None:

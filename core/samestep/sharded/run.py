@@ -7,13 +7,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
-from samestep.run import Collectives, Run
+from samestep.run import GROUPS, Collectives, Run
 from samestep.sharded import storage
 from samestep.sharded.tensors import ShardGroups, StoredGroups, TensorShard
 
@@ -29,7 +30,9 @@ class ShardedRun(Run):
     _current_checkpoint: Path | None = None  # it holds the ranks' weights
     _is_shared = False
 
-    def restore(self, collectives: Collectives, load: Callable[[StoredGroups], None]) -> None:  # type: ignore[override]
+    def restore(  # type: ignore[override]
+        self, collectives: Collectives, load: Callable[[StoredGroups], None], groups: Sequence[str] = GROUPS
+    ) -> None:
         """Resolve run dir, dataset and checkpoint or --init-from on rank 0; each rank loads the parts that it needs.
 
         All ranks verify a checkpoint's files, each its share, before any is used. Every rank calls ``load``, as that of
@@ -39,7 +42,7 @@ class ShardedRun(Run):
         problem: Exception | None = None
         if self.world.rank == 0:
             try:
-                message = self._resolve(collectives)
+                message = self._resolve(collectives, self._required(groups))
             except (ConfigError, NonRetryableError) as error:
                 problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
             collectives.broadcast(json.dumps(message).encode())
@@ -58,7 +61,7 @@ class ShardedRun(Run):
             raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # all ranks find the same
         self._apply_restored(message)
 
-    def _resolve(self, collectives: Collectives) -> dict[str, Any]:
+    def _resolve(self, collectives: Collectives, groups: Iterable[str]) -> dict[str, Any]:
         """Return rank 0's message to all ranks."""
         from samestep import rundir  # the other ranks do not need it
 
@@ -68,10 +71,10 @@ class ShardedRun(Run):
             damages = self._rpc_all(collectives, {"request": "verify", "folder": str(folder), "files": found.files})
             if damage := next(filter(None, damages), None):
                 raise CorruptCheckpoint(damage)
-            return found
+            return replace(found, contents=dict.fromkeys(found.pieces, b""))
 
         fresh = not self.world.restart_count
-        resolved = rundir.resolve(self.app, self.options, fresh=fresh, reader=reader)
+        resolved = rundir.resolve(self.app, self.options, fresh=fresh, reader=reader, groups=groups)
         self._check_shared(collectives, resolved.run_dir)
         with contextlib.suppress(OSError):  # the next save reports what is in its way
             checkpoint.clear(resolved.run_dir)

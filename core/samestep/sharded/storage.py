@@ -15,7 +15,6 @@ All ranks write into one folder: on one machine, or in a directory that all mach
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -27,11 +26,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
+from samestep import ConfigError, RemoteRankError, checkpoint, untrusted
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
 from samestep.run import Collectives
 from samestep.sharded import safetensors_layout, tensors
 from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
+
+_LENGTH = untrusted.integer(0, 2**48)  # of an array's axis
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ def save(
     manifest = {"format": checkpoint.FORMAT, "files": files, "pieces": pieces, **(body or {})}
 
     def commit() -> None:
-        with checkpoint.writing(folder):
+        with checkpoint.writing(f"checkpoint {folder}", checkpoint.temporary_of(folder)):
             checkpoint.commit(folder, manifest, keep, protected_step)
 
     checkpoint.submit(commit)
@@ -85,7 +86,7 @@ def write(
     # No rank returns, or deletes anything, before all have written.
     gathered = [json.loads(entry) for entry in all_gather_bytes(collectives, json.dumps(entries).encode())]
     if failed:
-        with checkpoint.writing(folder):
+        with checkpoint.writing(f"checkpoint {folder}", temporary):
             raise failed
     if not all(gathered):
         raise RemoteRankError(1)
@@ -172,10 +173,9 @@ def stored_groups(found: Checkpoint) -> StoredGroups:
     """Return the arrays of a sharded checkpoint. Raises CorruptCheckpoint if its manifest makes no sense."""
     try:
         return stored_in(found.folder, found.pieces, found.files)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(
-            f"manifest.json does not say where arrays are ({type(error).__name__}: {error})"
-        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problem = untrusted.printable(f"{type(error).__name__}: {error}")[:200]
+        raise CorruptCheckpoint(f"manifest.json does not say where arrays are ({problem})") from error
 
 
 def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any]) -> StoredGroups:
@@ -184,14 +184,21 @@ def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any])
     for group, arrays in groups.items():
         stored[group] = {}
         for name, entry in arrays.items():
+            shape, dtype = entry["shape"], np.dtype(str(entry["dtype"]))
+            if dtype.str[1:] not in safetensors_layout.DTYPES or not all(map(_LENGTH, shape)):
+                raise ValueError(f"{name} is {entry['dtype']} of shape {shape}")
             pieces = []
             for rank, offset, extent in entry["pieces"]:
-                if _file_name(group, rank) not in files or not len(offset) == len(extent) == len(entry["shape"]):
+                is_inside = len(offset) == len(extent) == len(shape) and all(
+                    _LENGTH(begin) and _LENGTH(size) and begin + size <= length
+                    for begin, size, length in zip(offset, extent, shape)
+                )
+                if _file_name(group, rank) not in files or not is_inside:
                     raise ValueError(f"a piece of {name} is {[rank, offset, extent]}")
                 pieces.append((folder / _file_name(group, rank), tuple(offset), tuple(extent)))
-            if sum(math.prod(extent) for *_, extent in pieces) != math.prod(entry["shape"]):
+            if sum(math.prod(extent) for *_, extent in pieces) != math.prod(shape):
                 raise ValueError(f"pieces of {name} are missing")
-            stored[group][name] = StoredTensor(name, np.dtype(entry["dtype"]), tuple(entry["shape"]), tuple(pieces))
+            stored[group][name] = StoredTensor(name, dtype, tuple(shape), tuple(pieces))
     return stored
 
 
@@ -200,6 +207,8 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
     dtypes = {code: np.dtype(name) for name, code in safetensors_layout.DTYPES.items()}
     stored = {}
     try:
+        if not untrusted.read_bytes(path, 1):  # to open a FIFO would block
+            raise ValueError("it is empty, or no file")
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 part = file.get_slice(name)
@@ -221,9 +230,9 @@ def consolidate(
     """
     digest = hashlib.sha256()
     begin, places = safetensors_layout.layout(arrays)
-    temporary = path.with_name(f".{path.name}.tmp") if path else Path(os.devnull)
-    try:
-        with temporary.open("wb") as file:
+    temporary = checkpoint.temporary_of(path) if path else None
+    with checkpoint.writing(path, temporary):
+        with untrusted.create(temporary) if temporary else open(os.devnull, "wb") as file:
             file.write(begin)
             for name in sorted(arrays):
                 digest.update(checkpoint.digest_line(name, arrays[name]))
@@ -233,13 +242,9 @@ def consolidate(
                     digest.update(content)
                     file.write(content)
                 tick()
-            if path:
+            if temporary:
                 file.flush()
                 os.fsync(file.fileno())
-        if path:
+        if temporary and path:
             temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink() if path else None
-        raise NonRetryableError(f"cannot write {path}: {checkpoint.os_error_message(error)}") from error
     return digest.hexdigest()
