@@ -23,12 +23,14 @@ on_every_node() {
     "scripts/run_$app.sh" "$SLURM_NTASKS_PER_NODE" --run-dir="$(run_dir "$app")" "$@"
 }
 
-# MASTER_ADDR and MASTER_PORT: where the ranks meet. A requeued job may have other nodes.
+# MASTER_ADDR and MASTER_PORT: where the ranks meet. A requeued job may have other nodes. SAMESTEP_SECRET, which srun hands
+# on in the environment, proves the nodes' scripts to each other.
 set_rendezvous() {
   local nodes
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol does not tell the nodes of this job"
   export MASTER_ADDR=${nodes%%$'\n'*}
   export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below the ports that systems give out
+  export SAMESTEP_SECRET=${SAMESTEP_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 }
 
 # Found again by a requeued job, which keeps its number.

@@ -30,7 +30,9 @@ def job_file(path: Path) -> dict[str, str]:
     return found
 
 
-def test_job_files_have_known_parameters_and_commands_that_are_taken() -> None:
+def test_job_files_have_known_parameters_and_commands_that_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch(mode=0o600)
+    (tmp_path / "secret").write_text("of all nodes")
     paths = sorted(DLC.glob("*.params"))
     assert paths
     port = free_port()
@@ -41,7 +43,8 @@ def test_job_files_have_known_parameters_and_commands_that_are_taken() -> None:
         for rank in range(int(job["workers"])):  # as DLC sets it
             sets = {"RANK": str(rank), "WORLD_SIZE": job["workers"], "NPROC_PER_NODE": job["worker_gpu"]}
             sets |= {"MASTER_ADDR": "dlc-master-0", "MASTER_PORT": port}
-            sets |= dict(pair.split("=") for pair in job["envs"].split(","))
+            sets |= dict(pair.split("=") for pair in job["envs"].replace("/mnt/runs", str(tmp_path)).split(","))
+            assert "SAMESTEP_SECRET_FILE" in sets
             done = subprocess.run(
                 [*shlex.split(job["command"].replace("/samestep", str(REPOSITORY))), "--dry-run"],
                 env={"PATH": os.environ["PATH"], "PYTHON": sys.executable, **sets},

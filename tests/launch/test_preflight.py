@@ -168,9 +168,8 @@ def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(preflight.preflight, node(0), "127.0.0.1", port, 20.0, dict, nothing)
         line = preflight.JsonConnection(connect(port))
-        line.send(asdict(node(1, nonce="one")))
-        assert line.receive(10) == {"here": True}
-        assert line.receive(10) == {"plan": {}}
+        assert line.introduce(asdict(node(1, nonce="one")), time.monotonic() + 10) == {"here": True}
+        assert line.receive() == {"plan": {}}
         line.close()
         assert str(host.exception(10)) == "machine 1 (beta) was lost before the start: see its messages there"
 
@@ -185,8 +184,7 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
             stranger.sendall(words)
         strangers[0].close()
         once = preflight.JsonConnection(connect(port))  # a machine that says who it is, and dies
-        once.send(asdict(node(1, 3, nonce="one")))
-        time.sleep(0.3)
+        assert once.introduce(asdict(node(1, 3, nonce="one")), time.monotonic() + 10) == {"here": True}
         once.close()
         again = pool.submit(preflight.preflight, node(1, 3), "127.0.0.1", port, 20.0, dict, nothing)
         met = preflight.preflight(node(2, 3), "127.0.0.1", port, 20.0, dict, nothing)
@@ -306,6 +304,7 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 def machines(project: ScratchProject, *each: tuple[str, ...], code: str, **environ: str) -> list[subprocess.Popen[str]]:
     """A launch script for each machine, with a run dir of its own unless its words name one."""
     several = {"NNODES": str(len(each)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environ}
+    several.setdefault("SAMESTEP_SECRET", "a secret of the tests")
     started = []
     for number, words in enumerate(each):
         words = words if any(word.startswith("--run-dir") for word in words) else (*words, f"--run-dir=run-{number}")
@@ -335,7 +334,7 @@ def test_the_machines_of_a_job_share_its_name_and_know_their_interface(project: 
 
 def test_the_second_machine_takes_the_run_dir_that_the_first_chose(project: ScratchProject) -> None:
     template = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist-5k"]
-    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "SAMESTEP_SECRET": "one"}
     both = [project.script("toy", *template, environ={**several, "NODE_RANK": str(number)}) for number in (0, 1)]
     assert [end_of(process).returncode for process in both] == [0, 0]
     assert len(list((project.work / "runs" / "toy").iterdir())) == 1
@@ -367,7 +366,7 @@ def test_other_data_on_the_second_machine_are_refused(project: ScratchProject) -
             (folder / f"{kind}-labels-idx1-ubyte").write_bytes(
                 b"\0\0\x08\x01" + count.to_bytes(4, "big") + bytes(count)
             )
-    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    several = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "SAMESTEP_SECRET": "one"}
     both = []
     for number, name in enumerate(("one", "other")):
         words = ["{python}", "-c", "pass", "{options}", "--", "1", "--dataset=mnist", f"--data-dir={name}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from harness import ROOT, Harness
@@ -17,6 +18,11 @@ def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[...
         line.split("=", 1) for line in (ROOT / "deploy" / "dlc" / "mnist_ddp.params").read_text().splitlines()
     )
     command = job_file["command"].replace("/samestep", str(ROOT)).replace("/mnt", str(harness.folder))
+    envs = dict(pair.split("=") for pair in job_file["envs"].replace("/mnt", str(harness.folder)).split(","))
+    secret = Path(envs["SAMESTEP_SECRET_FILE"])
+    secret.parent.mkdir(exist_ok=True)
+    secret.touch(mode=0o600)
+    secret.write_text("of both pods")
     pods = int(job_file["workers"])
     run_dir = harness.folder / "runs" / "mnist_ddp"
     port = free_port()
@@ -29,6 +35,7 @@ def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[...
             NPROC_PER_NODE=job_file["worker_gpu"],
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
+            SAMESTEP_SECRET_FILE=str(secret),
         )
         for rank in range(pods)
     ]

@@ -65,6 +65,8 @@ environment:
   NNODES, NODE_RANK     several machines: how many, and which one this is, from 0; run the script on each
   MASTER_ADDR, MASTER_PORT  several machines: an address of machine 0, and a free port there
                         (PET_* and, with NPROC_PER_NODE or N, RANK and WORLD_SIZE that count machines are understood)
+  SAMESTEP_SECRET       several machines: the same on all, so that no other program can stop the job; or
+                        SAMESTEP_SECRET_FILE, a file that holds it and that only you can read
 
 {stops}exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else
 """

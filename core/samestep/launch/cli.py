@@ -10,7 +10,7 @@ environment of PROGRAM:
   SAMESTEP_RESTARTS     how many starts there were before
   OMP_NUM_THREADS       threads of each rank (default: its share of the processors this job may use)
   and the launcher's RANK, WORLD_SIZE and so on. NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT describe several
-  machines; run the same command on each.
+  machines; run the same command on each. SAMESTEP_SECRET, or a file SAMESTEP_SECRET_FILE, proves them to each other.
 
 signals: TERM, USR1 and Ctrl-C stop the job; nothing is left running. A program that uses samestep.run.Run saves first.
 exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else

@@ -44,13 +44,15 @@ LOG_FILE = re.compile(r"\.?(alive|events|hang|hanging|launcher|no-restart|rank|s
 class Nodes:
     """The machines of a job: how many, the number of this one, and their rendezvous.
 
-    The rendezvous is None on one machine, and if a file of the app's launcher lists the machines.
+    The rendezvous is None on one machine, and if a file of the app's launcher lists the machines. ``secret`` proves the
+    machines to each other.
     """
 
     count: int
     rank: int
     master_addr: str | None
     master_port: int | None
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def need_preflight(self) -> bool:
@@ -71,6 +73,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     Raises:
         ConfigError: a variable is missing, malformed or out of range, or the port is in use.
     """
+    from samestep.launch.preflight import read_secret
 
     def first(*names: str) -> tuple[str, str]:
         return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
@@ -102,7 +105,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     port = parse_integer(name, text, least=1, most=65535) if text else None
     if port and rank == 0 and not user_folder.port_is_free(port):
         raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
-    return Nodes(count, rank, addr, port)
+    return Nodes(count, rank, addr, port, read_secret(environ) if count > 1 else b"")
 
 
 def parse_integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:
@@ -237,7 +240,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
 
             with contextlib.suppress(supervise.Stopped):
                 limit = SHORT if state.verdict is None else LONG  # without a verdict all machines see the failure
-                preflight.abort(replace(node, after=state.name), *job.nodes.place, reason, limit)
+                preflight.abort(replace(node, after=state.name), *job.nodes.place, reason, limit, job.nodes.secret)
         if trackers:
             trackers.finish(stopped=code > 128)
 
@@ -288,23 +291,26 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
     from samestep.launch import preflight
 
     def prepare(plan: Mapping[str, Any]) -> None:
+        if not {"run_dir", "job"} <= plan.keys():
+            raise ConfigError("machine 0 sent no run dir: check out the same commit on all machines")
         job.options.run_dir = Path(job.options.run_dir or plan["run_dir"]).resolve()
         rundir.make_folder(job.options.run_dir / "log")
         _check_log(job)
         if "dataset" in plan:
             resolve_dataset = job.options.resolve_dataset or datasets.resolve
             here = resolve_dataset(plan["dataset"], job.options.data_dir, fallback=False)
-            if here.fingerprint != plan["fingerprint"]:
+            if here.fingerprint != (there := plan.get("fingerprint")):
                 raise ConfigError(
                     f"its {here.name} in {here.folder.resolve()} is not machine 0's (SHA-256 "
-                    f"{str(here.fingerprint)[:12]}, there {str(plan['fingerprint'])[:12]}): put the same files there"
+                    f"{str(here.fingerprint)[:12]}, there {str(there)[:12]}): put the same files there"
                 )
 
     def plan() -> dict[str, Any]:
         return {**resolve(), "job": uuid.uuid4().hex}
 
     equal_ranks = job.settings.get("equal_ranks", False)
-    return preflight.preflight(node, *job.nodes.place, job.options.timeout, plan, prepare, equal_ranks)
+    secret = job.nodes.secret
+    return preflight.preflight(node, *job.nodes.place, job.options.timeout, plan, prepare, equal_ranks, secret)
 
 
 # --- starts and restarts -----------------------------------------------------------------------------------------

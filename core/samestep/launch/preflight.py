@@ -11,34 +11,85 @@ A machine that will not restart reports that by `abort`, because the others woul
 
 By these connections each machine also learns its own address among the others, to which its host name may not resolve.
 
-The protocol is one JSON object per line. It carries no secrets, nothing received is executed, and connections of other
-programs are ignored. This module uses the standard library alone.
+The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC by a key of both
+nonces and SAMESTEP_SECRET: it proves that the sender has the secret, and that nobody on the way has changed, repeated
+or reordered a line. The secret itself is never sent. Without a secret the HMAC proves nothing: any host that reaches
+MASTER_PORT can take part. Every message is checked when it arrives, nothing received is executed or printed unescaped,
+and connections of other programs are ignored. This module uses the standard library alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import json
+import os
 import queue
+import secrets
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from samestep import ConfigError, NonRetryableError
+from samestep import ConfigError, NonRetryableError, untrusted
 from samestep.launch.supervise import Stopped, print_stderr
 
-PROTOCOL = "samestep meeting 1"
+PROTOCOL = "samestep preflight 2"
 WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines
 RETRY = 0.5  # seconds between attempts to connect
 REPLY_TIMEOUT = 5.0  # seconds in which a launch script replies; what does not is another program
+ALIVE = 2.0  # seconds between messages by which a waiting machine 0 shows that it runs
 MAX_BYTES = 2**20  # of one line
+MAX_STRANGERS = 32  # connections beside the machines' that have not sent a valid message yet
+MAX_WARNINGS = 10  # of refused addresses
+MAX_PROBLEM = 2000  # characters of an error that another machine reports
+DIFFERENT_SECRETS = "the secrets differ: set the same SAMESTEP_SECRET on all machines"
+OTHER_VERSION = "the machines have different versions of Samestep: check out the same commit on all machines"
 Message = Mapping[str, Any]
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value can be a name or a path, which may have bytes that are no UTF-8, but can be printed."""
+    characters = value if isinstance(value, str) and len(value) <= 4096 else "\0"
+    return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in characters)
+
+
+def _is_option(value: Any, depth: int = 0) -> bool:
+    """Return whether a value is one of an option; nested deeper, it could not be compared."""
+    if isinstance(value, (list, dict)) and depth < 5:
+        return all(_is_option(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _by_name(of: untrusted.Check) -> untrusted.Check:
+    return lambda value: isinstance(value, dict) and all(_is_text(name) and of(value[name]) for name in value)
+
+
+_MANY = 2**20  # of machines and ranks: far more than any job has
+FIELDS: Mapping[str, untrusted.Check] = {  # of all messages
+    "protocol": untrusted.text(100),
+    "nonce": untrusted.text(100),
+    "app": _is_text,
+    "machine": untrusted.integer(0, _MANY),
+    "machines": untrusted.integer(1, _MANY),
+    "ranks": untrusted.integer(1, _MANY),
+    "options": _by_name(_is_option),
+    "files": _by_name(_is_text),
+    "versions": _by_name(_is_text),
+    "host": _is_text,
+    "after": untrusted.text(100),
+    "here": lambda value: value is True,
+    "plan": _by_name(_is_text),
+    "ready": lambda value: value is True,
+    "start": lambda value: isinstance(value, list) and all(map(untrusted.integer(1, _MANY), value)),
+    "problem": untrusted.text(MAX_BYTES),
+    "fatal": lambda value: value is None or isinstance(value, bool),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +107,6 @@ class NodeInfo:
         host: the host name.
         nonce: distinguishes two machines with one number from one that connects twice.
         after: the name of the start before this one, which failed; "" at the first start.
-        protocol: PROTOCOL.
     """
 
     app: str
@@ -69,7 +119,6 @@ class NodeInfo:
     host: str = ""
     nonce: str = ""
     after: str = ""
-    protocol: str = PROTOCOL
 
     @property
     def name(self) -> str:
@@ -131,6 +180,32 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str
     return next((name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)), "")
 
 
+def read_secret(environ: Mapping[str, str]) -> bytes:
+    """Return the secret of the job's machines, from SAMESTEP_SECRET or the file that SAMESTEP_SECRET_FILE names.
+
+    It is b"" if neither is set. Raises ConfigError if the file cannot be used.
+    """
+    path = environ.get("SAMESTEP_SECRET_FILE")
+    secret = os.fsencode(environ.get("SAMESTEP_SECRET", "")).strip()
+    if secret or not path:
+        return secret
+    shown = untrusted.printable(path)
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
+            mode, secret = os.fstat(file.fileno()).st_mode, file.read(MAX_BYTES).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"SAMESTEP_SECRET_FILE={shown}: {error.strerror}: name a file that holds the secret"
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(f"SAMESTEP_SECRET_FILE={shown} is open to other users: chmod 600 it")
+    if not secret:
+        raise ConfigError(
+            f"SAMESTEP_SECRET_FILE={shown} is empty: write a secret to it, such as that of `openssl rand -hex 32`"
+        )
+    return secret
+
+
 def preflight(
     node: NodeInfo,
     address: str,
@@ -139,6 +214,7 @@ def preflight(
     plan: Callable[[], Mapping[str, Any]],
     prepare: Callable[[Mapping[str, Any]], None],
     equal_ranks: bool = False,
+    secret: bytes = b"",
 ) -> Rendezvous:
     """Connect to the other machines of the job and return what all share.
 
@@ -150,23 +226,27 @@ def preflight(
         plan: called on machine 0 when all are connected.
         prepare: called on the others with the plan. What ``plan`` and ``prepare`` raise ends all machines.
         equal_ranks: whether all machines need as many ranks.
+        secret: proves the machines to each other; b"" if there is none.
 
     Raises:
         ConfigError: something does not fit; the same on all machines.
         NonRetryableError: a machine is missing or fails; the same on all machines.
     """
-    node, place = _with_host(node), Place(address, port, time.monotonic() + limit, limit)
+    node, place = _with_host(node), Place(address, port, time.monotonic() + limit, limit, secret)
     if node.machine == 0:
+        if not secret and not node.after:
+            risk = "any host that reaches MASTER_PORT can stop this job"
+            print_stderr(f"warning: SAMESTEP_SECRET is not set: {risk}: set the same secret on all machines")
         return _Host(node, place, equal_ranks).run(plan)
     return _join(node, place, prepare)
 
 
-def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float) -> None:
+def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:
     """Report to all machines of the job ``node.after`` that this one will not restart.
 
     It returns when each has received the message or reports the same of itself, and after ``limit`` seconds.
     """
-    node, place = _with_host(node), Place(address, port, time.monotonic() + limit, limit)
+    node, place = _with_host(node), Place(address, port, time.monotonic() + limit, limit, secret)
     abort_message = {**asdict(node), "problem": f"{node.name} {reason}", "fatal": True}
     with contextlib.suppress(OSError, ConfigError):
         if node.machine == 0:
@@ -175,9 +255,9 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float) ->
         while place.left > 0:  # machine 0's launcher may still listen there
             connection, _ = _connect(place)
             if connection:
-                connection.send(abort_message)
                 with contextlib.suppress(TimeoutError):
-                    if "problem" in connection.receive(REPLY_TIMEOUT):
+                    deadline = time.monotonic() + min(REPLY_TIMEOUT, place.left)
+                    if "problem" in connection.introduce(abort_message, deadline):
                         return
                 connection.close()
             time.sleep(RETRY)
@@ -186,16 +266,17 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float) ->
 def _send_to_all(node: NodeInfo, place: Place, message: Message) -> None:
     """Send a message to each machine that connects to machine 0."""
     informed: set[int] = set()
-    with _listen(place) as listener:
+    listener = _Listener(node, place)
+    try:
         while len(informed) < node.machines - 1 and place.left > 0:
-            listener.settimeout(place.left)
-            with contextlib.suppress(OSError):  # a TimeoutError too
-                connection = JsonConnection(listener.accept()[0])
-                hello = connection.receive(1.0)
-                if hello.get("protocol") == PROTOCOL and hello.get("after") == node.after:
+            with contextlib.suppress(queue.Empty):
+                connection, hello = listener.inbox.get(timeout=min(0.2, max(0.0, place.left)))
+                if hello.get("after") == node.after:
                     connection.send(message)
                     informed.add(hello.get("machine", 0))
                 connection.close()
+    finally:
+        listener.close()
 
 
 def _with_host(node: NodeInfo) -> NodeInfo:
@@ -210,6 +291,7 @@ class Place:
     port: int
     deadline: float
     limit: float
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def left(self) -> float:
@@ -222,9 +304,12 @@ class Place:
 class JsonConnection:
     """A connection that carries one JSON object per line. Raises OSError if the other end is gone already."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._reader: IO[bytes] = connection.makefile("rb")
+    def __init__(self, connection: socket.socket, secret: bytes = b"") -> None:
+        self._connection, self._secret = connection, secret
+        self._received = bytearray()
+        self._keys: tuple[bytes, bytes] | None = None  # of what this end sends, and the other one; None before nonces
+        self._counts = [0, 0]  # of lines, likewise
+        self._sending = threading.Lock()
         self.here, self.there = (_plain(each[0]) for each in (connection.getsockname(), connection.getpeername()))
         # A host without power or cable sends nothing more: keepalive detects it after 9 s.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -232,20 +317,103 @@ class JsonConnection:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # the other end's reply will be missing
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+    def introduce(self, message: Message, deadline: float) -> Message:
+        """Send the first message to machine 0 and return the reply; {} for another program.
 
-    def receive(self, seconds: float | None = None) -> Message:
-        """Return the next message; {} at the end, or if a line is none of a launch script. Raises TimeoutError."""
-        try:
-            self._connection.settimeout(seconds if seconds is None else max(0.01, seconds))
-            message = json.loads(self._reader.readline(MAX_BYTES) or "{}")
-        except TimeoutError:
-            raise
-        except (OSError, ValueError):
+        Raises:
+            TimeoutError: there is no reply before the deadline.
+            ConfigError: the other end has another secret.
+        """
+        nonce = self._send_nonce()
+        hello = self.receive(deadline)
+        if hello.get("protocol") != PROTOCOL:
             return {}
-        return message if isinstance(message, dict) else {}
+        self._set_keys(False, nonce, hello.get("nonce", ""))
+        self.send(message)
+        return self.receive(deadline)
+
+    def accept(self, deadline: float) -> Message:
+        """Return the first message of another machine; {} for another program.
+
+        Raises:
+            TimeoutError: there is none before the deadline.
+            ConfigError: the other end has another secret or another protocol.
+        """
+        hello = self.receive(deadline)
+        if hello.get("protocol") != PROTOCOL:
+            if "protocol" in hello:
+                raise ConfigError(OTHER_VERSION)
+            return {}
+        self._set_keys(True, self._send_nonce(), hello.get("nonce", ""))
+        return self.receive(deadline)
+
+    def refuse(self, problem: str) -> None:
+        """Send an error to an end that has not proved itself, without an HMAC, by which it could guess the secret."""
+        self._keys = None
+        self.send({"problem": problem})
+
+    def _send_nonce(self) -> str:
+        nonce = secrets.token_hex(16)
+        self.send({"protocol": PROTOCOL, "nonce": nonce})
+        return nonce
+
+    def _set_keys(self, is_host: bool, own: str, other: str) -> None:
+        nonces = [own, other] if is_host else [other, own]
+        keys = [hmac.digest(self._secret, json.dumps([end, *nonces]).encode(), "sha256") for end in ("host", "other")]
+        self._keys = (keys[0], keys[1]) if is_host else (keys[1], keys[0])
+
+    def _proof(self, end: int, line: bytes) -> bytes:
+        """Return what precedes a line: an HMAC of its number and content."""
+        if self._keys is None:
+            return b""
+        self._counts[end] += 1
+        return hmac.new(self._keys[end], b"%d " % self._counts[end] + line, "sha256").hexdigest().encode() + b" "
+
+    def send(self, message: Message) -> None:
+        with self._sending, contextlib.suppress(OSError):  # the other end's reply will be missing
+            line = json.dumps(message).encode()
+            self._connection.sendall(self._proof(0, line) + line + b"\n")
+
+    def receive(self, deadline: float = float("inf")) -> Message:
+        """Return the next message; {} at the end, or if a line is none of a launch script.
+
+        ``deadline`` is for the whole line, on the clock `time.monotonic`.
+
+        Raises:
+            TimeoutError: the line did not end before the deadline.
+            ConfigError: the line was sent without the secret.
+        """
+        line = self._read_line(deadline)
+        if line and self._keys:
+            proof, line = line[:65], line[65:]  # hexadecimal digits of SHA-256, and a space
+            if not hmac.compare_digest(proof, self._proof(1, line)):
+                raise ConfigError(DIFFERENT_SECRETS)
+        try:
+            message = untrusted.parse_object(line)
+            untrusted.check(message, {name: FIELDS[name] for name in message})
+        except (ValueError, KeyError):
+            return {}
+        return message
+
+    def _read_line(self, deadline: float) -> bytes:
+        """Return the next line; b"" at the end, or if it is too long. Raises TimeoutError."""
+        content = bytes(self._received)
+        while b"\n" not in content:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            try:
+                self._connection.settimeout(None if deadline == float("inf") else left)
+                content = self._connection.recv(2**16)
+            except TimeoutError:
+                raise
+            except OSError:
+                return b""
+            self._received += content
+            if not content or len(self._received) > MAX_BYTES:
+                return b""
+        line, _, self._received = self._received.partition(b"\n")
+        return bytes(line)
 
     @property
     def ended(self) -> bool:
@@ -260,31 +428,103 @@ class JsonConnection:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._reader.close()
         self._connection.close()
 
 
+class _Listener:
+    """Machine 0's listener. A thread for each connection puts the messages of machines into the queue ``inbox``.
+
+    A connection's first message there describes a machine, and its last is {}. Strangers have `REPLY_TIMEOUT` to send
+    such a message, and the oldest has to leave if there are many.
+    """
+
+    def __init__(self, node: NodeInfo, place: Place) -> None:
+        self.inbox: queue.Queue[tuple[JsonConnection, Message]] = queue.Queue()
+        self._node, self._secret = node, place.secret
+        self._strangers: list[JsonConnection] = []
+        self._refused: set[str] = set()
+        self._socket = _listen(place)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while self._socket.fileno() >= 0:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed, or no file descriptor is left
+                self._drop_strangers(0)
+                time.sleep(0.1)
+                continue
+            with contextlib.suppress(OSError, RuntimeError):  # the peer is gone already, or no thread is left
+                stranger = JsonConnection(connection, self._secret)
+                self._strangers.append(stranger)
+                self._drop_strangers(MAX_STRANGERS + self._node.machines)
+                threading.Thread(target=self._read, args=(stranger,), daemon=True).start()
+
+    def _drop_strangers(self, most: int) -> None:
+        while len(self._strangers) > most:
+            self._strangers.pop(0).close()
+
+    def _read(self, connection: JsonConnection) -> None:
+        message = self._first_message(connection)
+        if not message:
+            connection.close()
+            return
+        while message:
+            self.inbox.put((connection, message))
+            try:
+                message = connection.receive()
+            except ConfigError:  # not of the machine that has connected
+                break
+        self.inbox.put((connection, {}))
+
+    def _first_message(self, connection: JsonConnection) -> Message:
+        """Return the message that describes another machine; {} for a stranger."""
+        try:
+            message = connection.accept(time.monotonic() + REPLY_TIMEOUT)
+            node = _as_node(message)
+            return message if node and node.nonce != self._node.nonce else {}
+        except ConfigError as error:
+            connection.refuse(str(error))
+            self._warn(connection.there, str(error))
+        except TimeoutError:
+            pass
+        finally:
+            with contextlib.suppress(ValueError):  # it had to leave
+                self._strangers.remove(connection)
+        return {}
+
+    def _warn(self, address: str, reason: str) -> None:
+        if address not in self._refused and len(self._refused) < MAX_WARNINGS:
+            self._refused.add(address)
+            print_stderr(f"warning: {address} was refused at MASTER_PORT: {reason}")
+
+
 class _Host:
-    """Machine 0's part. A thread for each connection puts its messages into one queue."""
+    """Machine 0's part."""
 
     def __init__(self, node: NodeInfo, place: Place, equal_ranks: bool) -> None:
         self._node, self._place, self._equal_ranks = node, place, equal_ranks
-        self._inbox: queue.Queue[tuple[JsonConnection, Message]] = queue.Queue()
         self._peers: dict[int, tuple[NodeInfo, JsonConnection]] = {}  # by their machine's number
         self._over = threading.Event()
 
     def run(self, make_plan: Callable[[], Message]) -> Rendezvous:
-        listener = _listen(self._place)
-        for target, arguments in ((self._accept, (listener,)), (self._call_myself, ())):
-            threading.Thread(target=target, args=arguments, daemon=True).start()
+        listener = _Listener(self._node, self._place)
+        self._inbox = listener.inbox
+        for target in (self._call_myself, self._show_alive):
+            threading.Thread(target=target, daemon=True).start()
         try:
             self._wait_for("did not come", lambda message: True, self._place.deadline, may_reconnect=True)
-            _close(listener)  # before any launcher looks for ours
+            listener.close()  # before any launcher looks for ours
             with _named(self._node):
                 plan = make_plan()
             self._send(plan=plan)
             deadline = time.monotonic() + self._place.limit
-            self._wait_for("did not get ready", lambda message: message.get("ready") is True, deadline)
+            self._wait_for("did not get ready", lambda message: "ready" in message, deadline)
             ranks = [self._node.ranks] + [self._peers[number][0].ranks for number in sorted(self._peers)]
             self._send(start=ranks)
         except BaseException as error:
@@ -292,34 +532,24 @@ class _Host:
             raise
         finally:
             self._over.set()
-            _close(listener)
+            listener.close()
             self._close_peers()
         here = next(iter(self._peers.values()))[1].here
         return Rendezvous(tuple(ranks), here, here, plan)
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # closed
-                return
-            with contextlib.suppress(OSError):  # the peer is gone already
-                threading.Thread(target=self._read, args=(JsonConnection(connection),), daemon=True).start()
-
-    def _read(self, connection: JsonConnection) -> None:
-        message: Message = {"": ""}
-        while message:
-            message = connection.receive()
-            self._inbox.put((connection, message))
+    def _show_alive(self) -> None:
+        """Send something to the waiting machines, which else would end: a plan may take longer than they wait."""
+        while not self._over.wait(min(ALIVE, self._place.limit / 4)):
+            self._send(here=True)
 
     def _call_myself(self) -> None:
         """Connect to MASTER_ADDR: if another machine there takes itself for machine 0, both report the problem."""
         while not self._over.wait(RETRY):  # the other may start later, and names may resolve late
             connection, _ = _connect(self._place)
             if connection and not self._over.is_set():
-                connection.send(asdict(self._node))
-                with contextlib.suppress(TimeoutError):
-                    if "problem" in (reply := connection.receive(REPLY_TIMEOUT)):
+                with contextlib.suppress(TimeoutError, ConfigError):
+                    reply = connection.introduce(asdict(self._node), time.monotonic() + REPLY_TIMEOUT)
+                    if "problem" in reply:
                         self._inbox.put((connection, {**asdict(self._node), **reply}))
                 connection.close()
                 return
@@ -354,22 +584,12 @@ class _Host:
     def _identify(self, connection: JsonConnection, message: Message) -> int | None:
         """Return the number of the machine that sent a message; None for another program. Admits new machines."""
         number = next((number for number, (_, each) in self._peers.items() if each is connection), None)
-        aborts = message.get("protocol") == PROTOCOL and message.get("after") == self._node.after
-        if "problem" in message and (number is not None or aborts):
+        if "problem" in message and (number is not None or message.get("after") == self._node.after):
             connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # what an abort waits for
             raise _as_error(message)
-        if number is None and (node := self._validate(connection, message)):
+        if number is None and (node := _as_node(message)):
             number = self._admit(node, connection)
         return number
-
-    def _validate(self, connection: JsonConnection, message: Message) -> NodeInfo | None:
-        """Return the machine that a first message describes; None, and close, for another program or this machine."""
-        with contextlib.suppress(TypeError):
-            if message.get("protocol") == PROTOCOL and (node := NodeInfo(**message)).nonce != self._node.nonce:
-                return node
-        if message:
-            connection.close()
-        return None
 
     def _admit(self, node: NodeInfo, connection: JsonConnection) -> int:
         """Compare a new machine with the others and add it to the peers. Raises ConfigError, also on that machine."""
@@ -385,7 +605,8 @@ class _Host:
 
     def _close_peers(self) -> None:
         """Let the others close first, because the kernel keeps the port for a while on the side that does."""
-        leaving, deadline = {connection for _, connection in self._peers.values()}, time.monotonic() + 2.0
+        leaving = {connection for _, connection in self._peers.values() if not connection.ended}
+        deadline = time.monotonic() + 2.0
         while leaving and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 connection, message = self._inbox.get(timeout=0.1)
@@ -394,7 +615,7 @@ class _Host:
             connection.close()
 
     def _send(self, **values: Any) -> None:
-        for _, connection in self._peers.values():
+        for _, connection in list(self._peers.values()):
             connection.send(values)
 
     def _name(self, number: int) -> str:
@@ -414,11 +635,10 @@ def _join(node: NodeInfo, place: Place, prepare: Callable[[Message], None]) -> R
     while True:
         connection, trouble = _connect(place)
         if connection:
-            connection.send(asdict(node))
             try:
                 if rendezvous := _follow(node, place, connection, prepare):
                     return rendezvous
-                trouble = "what listens there ended the connection: it may be another program"
+                trouble = "what listens there ended the connection: it may be another program, or another version"
             except TimeoutError:
                 trouble = "what listens there does not answer: it may be another program"
             except BaseException as error:
@@ -440,27 +660,49 @@ def _follow(
     node: NodeInfo, place: Place, connection: JsonConnection, prepare: Callable[[Message], None]
 ) -> Rendezvous | None:
     """Follow machine 0; return None if the peer was not machine 0 or closed before all machines joined."""
-    greeting = _receive(connection, REPLY_TIMEOUT)
-    if "here" not in greeting or not (message := _receive(connection)):
+    reply = _check(connection.introduce(asdict(node), time.monotonic() + REPLY_TIMEOUT))
+    message = _wait_for_host(place, connection) if "here" in reply else {}
+    if "plan" not in message:
         return None
     with _named(node):
         prepare(message["plan"])
     connection.send({"ready": True})
-    if "start" not in (ready := _receive(connection)):
+    if "start" not in (ready := _wait_for_host(place, connection)):
         raise NonRetryableError(f"machine 0 at {place} was lost before the start: see its messages there")
     return Rendezvous(tuple(ready["start"]), connection.here, connection.there, message["plan"])
 
 
-def _receive(connection: JsonConnection, seconds: float | None = None) -> Message:
-    """Return machine 0's message; {} at its end. Raises the problem that machine 0 reports, and TimeoutError."""
-    message = connection.receive(seconds)
+def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
+    """Return machine 0's next message, but those by which it shows that it runs. Raises NonRetryableError."""
+    message: Message = {"here": True}
+    while "here" in message:
+        try:
+            message = _check(connection.receive(time.monotonic() + place.limit))
+        except TimeoutError:
+            silent = f"machine 0 at {place} has sent nothing for {place.limit:g} s"
+            raise NonRetryableError(f"{silent}: see whether its script still runs there") from None
+    return message
+
+
+def _check(message: Message) -> Message:
+    """Return a message of machine 0, {} at its end. Raises the problem that machine 0 reports."""
     if "problem" in message:
         raise _as_error(message)
     return message
 
 
 def _as_error(message: Message) -> ConfigError | NonRetryableError:
-    return (NonRetryableError if message.get("fatal") else ConfigError)(str(message["problem"]))
+    kind = NonRetryableError if message.get("fatal") else ConfigError
+    return kind(untrusted.printable(message["problem"])[:MAX_PROBLEM])
+
+
+def _as_node(message: Message) -> NodeInfo | None:
+    """Return the machine that a message describes; None if it describes none."""
+    names = {each.name for each in fields(NodeInfo)}
+    with contextlib.suppress(TypeError):  # a field is missing
+        node = NodeInfo(**{name: value for name, value in message.items() if name in names})
+        return node if node.machine < node.machines else None
+    return None
 
 
 @contextlib.contextmanager
@@ -481,7 +723,7 @@ def _problem_message(node: NodeInfo, error: BaseException) -> Message:
         problem = f"{node.name} was stopped by signal {error.number}"
     elif not isinstance(error, (ConfigError, NonRetryableError)):
         problem = f"{node.name}: {type(error).__name__}: {error}"
-    return {"problem": problem, "fatal": not isinstance(error, ConfigError)}
+    return {"problem": problem[:MAX_PROBLEM], "fatal": not isinstance(error, ConfigError)}
 
 
 def _connect(place: Place) -> tuple[JsonConnection | None, str]:
@@ -491,7 +733,7 @@ def _connect(place: Place) -> tuple[JsonConnection | None, str]:
         addresses = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
         addresses.sort(key=lambda each: each[0] != socket.AF_INET)  # some launchers understand no other address
         connection = socket.create_connection((str(addresses[0][4][0]), place.port), timeout=timeout)
-        return JsonConnection(connection), ""
+        return JsonConnection(connection, place.secret), ""
     except (socket.gaierror, UnicodeError) as error:  # a label that is empty, or too long
         return None, f"the name does not resolve ({getattr(error, 'strerror', None) or error})"
     except TimeoutError:
@@ -516,12 +758,6 @@ def _listen(place: Place) -> socket.socket:
                 reason = str(error.strerror).lower()
                 raise ConfigError(f"MASTER_PORT={place.port}: {reason} on this machine: choose another") from None
         time.sleep(RETRY)
-
-
-def _close(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-    listener.close()
 
 
 def _plain(address: str) -> str:

@@ -88,7 +88,7 @@ def environment(
         run_dir: the run's folder.
         address: this machine's address among the others; None on one machine.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "SAMESTEP_SECRET"))}
     environ.update(
         SAMESTEP_JOB=job,
         SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",

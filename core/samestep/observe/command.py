@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from samestep import ConfigError
 from samestep.options import Options, Parser
+from samestep.untrusted import printable
 
 
 def new_parser(name: str, manual: str | None) -> Parser:
@@ -19,12 +21,14 @@ def new_parser(name: str, manual: str | None) -> Parser:
 
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:
     """Run a program; return its exit code: 0, or 2 and one line on stderr for a mistake of the caller."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
     try:
         command(parser.parse(arguments))
         sys.stdout.flush()
-    except ConfigError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # `| head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (ConfigError, OSError) as problem:  # an OSError is of a RUN_DIR that cannot be looked into
+        print(printable(f"error: {problem}"), file=sys.stderr)
+        return 2
     return 0

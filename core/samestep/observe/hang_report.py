@@ -14,6 +14,7 @@ copy the other machines' run dirs here and name them all; the newest hang of eac
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -27,13 +28,49 @@ from samestep import ConfigError
 from samestep.observe import run_reader
 from samestep.observe.command import new_parser, run_command
 from samestep.options import Options
-from samestep.recovery.hang_diagnosis import HEARTBEAT_FIELDS, format_ranges, read_stacks
+from samestep.recovery.hang_diagnosis import format_ranges, read_stacks
+from samestep.untrusted import Check, check, integer, printable, text
 
 SAME_HANG_SECONDS = 60.0  # within which files are of one hang
 MIN_COLUMNS = 60  # that a stack needs
 MAX_LISTED = 4  # ranks at the same location that have a line each
 
 RankState = Mapping[str, Any]  # the values of a hang-<r>.json
+
+
+def _is_time(value: Any) -> bool:
+    seconds = run_reader.finite_number(value)
+    return seconds is not None and 0 <= seconds < run_reader.MAX_TIME
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == len(_CALL) and all(kind(each) for kind, each in zip(_CALL, value))
+
+
+def _is_thread(value: Any) -> bool:
+    return isinstance(value, dict) and _TEXT(value.get("name")) and _is_list(value.get("calls"), _is_call)
+
+
+def _is_list(value: Any, of: Check) -> bool:
+    return isinstance(value, list) and all(map(of, value))
+
+
+_TEXT, _COUNT, _RANKS = text(10_000), integer(0, 2**62), integer(0, 2**20)
+_CALL = (_TEXT, _COUNT, _TEXT, _TEXT)  # file, line, function, code
+_COLLECTIVE = {"name": _TEXT, "pending": lambda value: isinstance(value, bool)}
+_OPTIONAL: dict[str, Check] = {"collective": lambda value: not value or isinstance(value, dict), "waited": _is_time}
+_OPTIONAL |= {"trouble": _TEXT, "verdict": _TEXT}
+_HEARTBEAT: dict[str, Check] = {"rank": _RANKS, "pid": _COUNT, "step": _COUNT, "time": _is_time, "host": _TEXT}
+_HANG = {**_HEARTBEAT, "world_size": _RANKS, "threads": lambda value: _is_list(value, _is_thread)}
+
+
+def _is_state(values: RankState, required: Mapping[str, Check]) -> bool:
+    """Return whether values are of the kinds that a rank writes."""
+    with contextlib.suppress(ValueError):
+        check(values, {**required, **{name: kind for name, kind in _OPTIONAL.items() if name in values}})
+        check(values.get("collective") or {"name": "", "pending": False}, _COLLECTIVE)
+        return True
+    return False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,15 +83,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(options: Options) -> None:
     states = [state for run_dir in options.run_dirs for state in newest(run_dir)]
-    print("\n".join(report(states, options.threads, shutil.get_terminal_size((100, 24)).columns)))
+    lines = report(states, options.threads, shutil.get_terminal_size((100, 24)).columns)
+    print("\n".join(map(printable, lines)))
 
 
 def newest(run_dir: Path) -> list[RankState]:
     """Return the ranks' states at the newest hang in a run dir. Raises ConfigError if there is no folder or no hang."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give a run dir, the folder that holds log/")
-    required = {*HEARTBEAT_FIELDS, "threads", "world_size"}
-    states: list[RankState] = [state for state in run_reader.hangs(run_dir)[0] if required <= state.keys()]
+    states: list[RankState] = [state for state in run_reader.hangs(run_dir)[0] if _is_state(state, _HANG)]
     states = states or list(_blocked_ranks(run_dir / "log"))
     if not states:
         raise ConfigError(
@@ -70,7 +107,7 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
     for path in log.glob("stack-*.txt"):
         heartbeat, _ = run_reader.read_object(log / f"alive-{re.sub(r'[^0-9]', '', path.name)}")
         stacks = read_stacks(path)
-        if stacks and heartbeat.keys() >= HEARTBEAT_FIELDS:
+        if stacks and _is_state(heartbeat, _HEARTBEAT):
             threads = [{"name": str(i or "MainThread"), "calls": calls} for i, calls in enumerate(stacks)]
             yield {**heartbeat, "world_size": 0, "trouble": "its interpreter is held by C code", "threads": threads}
 

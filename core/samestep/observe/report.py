@@ -28,6 +28,7 @@ from samestep.observe.command import new_parser, run_command
 from samestep.observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline
 from samestep.observe.run_reader import Curve, RunData, finite_number, world_size_of
 from samestep.options import Options
+from samestep.untrusted import printable
 
 # This module decides what to show, as panels and tables. `report_page` turns them into HTML, with plots as SVG and
 # without a plotting library: so the page is light, and sharp at any width.
@@ -59,7 +60,7 @@ def _run(options: Options) -> None:
     _write(options.output, report_page.html_of(page).encode(), "-o")
     if options.png:
         _write(options.png, _draw(page), "--png")
-    print(f"{options.output}: {len(page.names)} run{'s' * (len(page.names) != 1)}")
+    print(f"{printable(str(options.output))}: {len(page.names)} run{'s' * (len(page.names) != 1)}")
 
 
 def _write(path: Path, content: bytes, option: str) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from samestep.observe.run_reader import RESTART, STRAGGLER, Event, RunData
 from samestep.recovery import events
+from samestep.untrusted import printable
 
 FOLDER = Path(__file__).with_name("page")
 HEIGHT = 240  # pixels of a plot; its width is the window's
@@ -89,8 +91,7 @@ class Page(NamedTuple):
 
 def text(value: object) -> str:
     """Escape text for any place in the page; control characters become replacement characters."""
-    shown = "".join(each if each.isprintable() or each in "\n\t" else "�" for each in str(value))
-    return html.escape(shown, quote=True)
+    return html.escape(re.sub(r"[^\n\t]+", lambda line: printable(line[0]), str(value)), quote=True)
 
 
 def width(run: int, count: int) -> float:

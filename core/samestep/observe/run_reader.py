@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import os
 import re
 import signal
 import stat
 import struct
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep import ConfigError, checkpoint
+from samestep import ConfigError, checkpoint, untrusted
 from samestep.recovery import events
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 
@@ -33,6 +31,10 @@ RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
 MAX_TIME = 2**36  # seconds since 1970: a later time is damaged
 BLOCK = 2**20  # bytes that are read at a time, and of the longest line
+MAX_BLOCKS = 2**11  # of a file that are read at a time
+MAX_CURVES = 500  # measurements of a run
+MAX_DEPTH = 50  # of JSON
+MAX_HOST = 255  # characters of a host's name
 
 # Kinds of events that no log file has: START of events.jsonl, from the second on; the stragglers of metrics.jsonl.
 RESTART, STRAGGLER = "restart", "straggler"
@@ -44,7 +46,7 @@ EVENT_PATTERNS = {
     events.SIGNAL: re.compile(r"stopped by [A-Z0-9]+"),
     events.FAILURE: re.compile(r"error: "),
 }
-_START_PATTERN = re.compile(r", (\d+) ranks on [^,]+, steps (\d+) to (\d+), run dir ")
+_START_PATTERN = re.compile(r", (\d{1,18}) ranks on [^,]+, steps (\d{1,18}) to (\d{1,18}), run dir ")
 _STEP_PATTERN = re.compile(r"\bstep (\d{1,18})\b")
 _TIMED_LINE = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d) (.*)", re.DOTALL)
 RankFiles = tuple[list[dict[str, Any]], list[str]]  # the objects in files of ranks, and the problems of other files
@@ -75,11 +77,16 @@ def get_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse(text: bytes) -> dict[str, Any] | None:
-    """Return an object of JSON; None for anything else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(text)
-        return values if isinstance(values, dict) else None
+    """Return an object of JSON; None for anything else, and for nesting that a program could not print."""
+    with contextlib.suppress(ValueError):
+        values = untrusted.parse_object(text)
+        return values if text.count(b"[") + text.count(b"{") < MAX_DEPTH or _is_flat(values, MAX_DEPTH) else None
     return None
+
+
+def _is_flat(value: Any, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_is_flat(each, depth - 1) for each in inner)
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
@@ -120,7 +127,7 @@ class FileTail:
         self._opened: Any = None
         self._identity, self._position = (0, 0), 0
 
-    def new_lines(self, on_new_file: Callable[[], object] = lambda: None, blocks: int = sys.maxsize) -> Iterator[bytes]:
+    def new_lines(self, on_new_file: Callable[[], object] = lambda: None, blocks: int = MAX_BLOCKS) -> Iterator[bytes]:
         """Yield the lines that were added since the last call, of at most so many blocks.
 
         If the file is another one, call ``on_new_file`` and start at its beginning. A line longer than BLOCK, which no
@@ -189,7 +196,7 @@ class MetricsReader:
         self.curves: dict[str, Curve] = {}
         self.stragglers: list[tuple[int, dict[str, Any]]] = []  # the step, and what was recorded
         self.step: int | None = None  # the last one
-        self._line_count = self._damaged_count = self._first_damaged = self._not_finite = 0
+        self._line_count = self._damaged_count = self._first_damaged = self._not_finite = self._surplus = 0
 
     def read(self) -> None:
         """Read what was added since the last call."""
@@ -213,6 +220,7 @@ class MetricsReader:
             (self._tail.rest, "its last line is cut off"),
             (self._damaged_count, f"damaged: {lines}: not a run's, or not in the order of steps"),
             (self._not_finite, f"{self._not_finite} values left out: not finite numbers"),
+            (self._surplus, f"{self._surplus} values left out: of more than {MAX_CURVES} measurements"),
             (not self.starts, "its header is missing: options, versions and ranks are unknown"),
             (self.step is None, "no step is recorded"),
         )
@@ -239,6 +247,9 @@ class MetricsReader:
             number = finite_number(value)
             if number is None:
                 self._not_finite += 1
+                continue
+            if name not in self.curves and len(self.curves) >= MAX_CURVES:
+                self._surplus += 1
                 continue
             curve = self.curves.setdefault(name, Curve())
             curve.steps.append(step)
@@ -278,7 +289,7 @@ def checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
                 except OSError as error:
                     problem = f"manifest.json: {_reason(error)}"
                 except checkpoint.CorruptCheckpoint as error:
-                    problem = str(error)
+                    problem = str(error)[:1000]
             with contextlib.suppress(OSError):  # it may be deleted at this moment
                 changed = folder.stat().st_mtime
                 size = sum(path.lstat().st_size for path in folder.iterdir())
@@ -306,7 +317,7 @@ def heartbeats(run_dir: Path) -> tuple[dict[int, Heartbeat], list[str]]:
     files, problems = _read_rank_files(run_dir, "alive-*", ("rank", "pid", "step", "time"), "a heartbeat")
     beats = {}
     for values in files:
-        rank, host, job = values["rank"], str(values.get("host", "")), str(values.get("job", ""))
+        rank, host, job = values["rank"], str(values.get("host", ""))[:MAX_HOST], str(values.get("job", ""))
         location = format_location(values.get("at"))
         beats[rank] = Heartbeat(rank, host, values["pid"], job, values["step"], values["time"], location)
     newest_beat = beats.get(0) or max(beats.values(), key=lambda beat: beat.time, default=None)

@@ -32,10 +32,12 @@ from samestep.observe import run_reader
 from samestep.observe.command import new_parser, run_command
 from samestep.observe.run_reader import RESTART, Curve, Heartbeat, State, finite_number
 from samestep.options import Options, bounded_float
+from samestep.untrusted import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 5.0  # without a heartbeat: the rank is stopped or dead, or its disk hangs
 GONE_SECONDS = 10.0  # that a run may be without a process while its launcher restarts it
+MAX_SECONDS = 1e9  # per step: more is damaged
 SPEED_LINES = 10  # of metrics.jsonl, from which the speed is computed
 RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
 TAIL_LINES = 6  # of log/launcher.log, if there is room
@@ -206,7 +208,9 @@ class View:
         rates = np.array(curve.values)[len(curve.values) - len(steps) :]
         if not batch_size or not len(steps) or (rates <= 0).any():
             return None
-        return float((steps * batch_size / rates).sum() / steps.sum())
+        with np.errstate(all="ignore"):
+            seconds = float((steps * batch_size / rates).sum() / steps.sum())
+        return seconds if 0 < seconds < MAX_SECONDS else None
 
     def _checkpoints(self) -> Iterator[str]:
         saved = run_reader.checkpoints(self.run_dir)
@@ -278,7 +282,7 @@ def sparkline(curve: Curve, width: int) -> str:
     first = np.arange(min(width, count)) * count // min(width, count)  # of each section
     with np.errstate(all="ignore"):  # sums may overflow
         means = np.add.reduceat(values, first) / np.diff(first, append=count)
-        levels = (len(BLOCKS) - 1) * (means - means.min()) / (np.ptp(means) or 1.0)
+        levels = (len(BLOCKS) - 1) * ((means - means.min()) / (np.ptp(means) or 1.0))
     return "".join(BLOCKS[level] for level in np.rint(np.nan_to_num(levels)).astype(int))
 
 
@@ -294,7 +298,7 @@ def duration(seconds: float) -> str:
 
 def _cut(line: str, columns: int) -> str:
     """Return what fits in one line of the terminal, without control characters, which a terminal would obey."""
-    line = "".join(each if each.isprintable() else "�" for each in line.expandtabs(4))
+    line = printable(line.expandtabs(4))
     return line if len(line) <= columns else f"{line[: columns - 1]}…"
 
 

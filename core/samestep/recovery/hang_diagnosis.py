@@ -386,7 +386,7 @@ def _missing_ranks(diagnosis: Diagnosis, processes: Mapping[int, int]) -> str:
 
 def format_ranges(ranks: Iterable[int]) -> str:
     """Return "0, 2-7" for 0, 2, 3, 4, 5, 6, 7."""
-    every = sorted(ranks)
-    firsts = [rank for rank in every if rank - 1 not in every]
-    lasts = [rank for rank in every if rank + 1 not in every]
+    every = set(ranks)
+    firsts = sorted(rank for rank in every if rank - 1 not in every)
+    lasts = sorted(rank for rank in every if rank + 1 not in every)
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts))
