@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,19 @@ def free_port(address: str = "127.0.0.1") -> str:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((address, port))
             return str(port)
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """The addresses on which these processes listen, as /proc/net/tcp and tcp6 write them: 0100007F is 127.0.0.1."""
+    addresses = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                addresses[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                found |= {addresses[link]} if (link := os.readlink(descriptor)) in addresses else set()
+    return found

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 from attempts import Attempt, check
-from samestep import NonRetryableError
+from samestep import NonRetryableError, untrusted
 from samestep.launch import job, supervise, user_folder
-from samestep.recovery import events, rank_files
+from samestep.recovery import events
 from scratch_project import LIMIT, ScratchProject, end_of, wait_for
 
 # A rank that core's own watchdog watches; ``alive`` waits for its first heartbeat.
@@ -119,7 +119,7 @@ def test_a_heartbeat_that_cannot_be_written_still_changes_its_file(tmp_path: Pat
     path.write_text("{}")
     (tmp_path / ".alive-0.0.tmp").mkdir()
     os.utime(path, (1, 1))
-    rank_files.write_json(tmp_path, "alive-0", {}, 0)
+    untrusted.write_json(tmp_path, "alive-0", {}, 0)
     assert path.stat().st_mtime > 1
 
 

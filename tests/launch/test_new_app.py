@@ -148,7 +148,7 @@ def test_a_copy_can_be_copied(tmp_path: Path) -> None:
     for name in ("mnist_ddp_big", "third_one", "fourth_one"):
         assert {path.name for path in (root / "tests" / name).iterdir()} - {"__pycache__"} == {
             *("app_spec.py", "device_paths.py", "hangs", "test_device.py", "test_hangs.py", f"test_{name}.py"),
-            *("test_phases.py", "test_seeing.py", "test_weights.py", "two_buckets.py"),
+            *("test_load.py", "test_phases.py", "test_seeing.py", "test_weights.py", "two_buckets.py"),
         }
     for path, text in content(root).items():
         if path.startswith(("apps/third_one", "tests/third_one", "scripts/run_third_one", "deploy/slurm/third_one")):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 OUTER_JOB = [f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()]
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep: code that must be the same
+TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep.torch.run"  # modules
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
@@ -155,7 +156,7 @@ class Job:
         """Return the launcher's command: the template with its blanks filled.
 
         A word is left out if one of its blanks has no value. {options} stands for the arguments and ``more``,
-        {arguments} for the arguments alone.
+        {arguments} for the arguments alone. On one machine, torchrun runs with its store on 127.0.0.1 alone.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
@@ -177,6 +178,8 @@ class Job:
         for word in self.template:
             if word in lists:
                 command += lists[word]
+            elif word == TORCHRUN and self.nodes.count == 1:
+                command.append(LOOPBACK_TORCHRUN)
             elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
                 command.append(word.format(**values))
         return command
