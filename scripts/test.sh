@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up tox on a bare Python and run the test matrix; arguments go to tox:  bash scripts/test.sh -e core
+# Set up tox on a bare Python and run the tests; arguments go to tox:  bash scripts/test.sh -e core
+# What a change needs, against origin's main branch or a REVISION:     bash scripts/test.sh --changed [REVISION]
 set -euo pipefail
 CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
 tox_version=4.67.13
@@ -21,5 +22,14 @@ if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$tox_version" ]; then
   "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "tox==$tox_version"
   echo "$tox_version" >"$venv/samestep-stamp"
+fi
+if [ "${1:-}" = --changed ]; then
+  environments=$("$venv/bin/python" tools/changed.py "${@:2}")
+  echo "the change needs: ${environments:-nothing}"
+  case $environments in
+  '') exit 0 ;;
+  ALL) set -- ;;
+  *) set -- -e "$environments" ;;
+  esac
 fi
 exec "$venv/bin/tox" run "$@"
