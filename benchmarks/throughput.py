@@ -116,7 +116,9 @@ def environment(app: str) -> str:
 
 
 def torchvision(python: str) -> Path:
-    """The folder that holds it."""
+    """The folder that holds it; LOOPS, which is on the path anyway, if this Python can import it."""
+    if subprocess.run([python, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
+        return LOOPS
     folder = ROOT / ".venvs" / "benchmark-torchvision"
     if not (folder / "ready").exists():
         print(f"making {folder}", file=sys.stderr)
@@ -190,7 +192,7 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
             script = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(n), f"--run-dir={folder / 'run'}"]
             steps = options.warm_up + options.steps
             those = [f"--dataset={row.dataset}", f"--data-dir={data}", f"--max-steps={steps}", "--checkpoint-every=0"]
-            run([*script, *those, f"--global-batch-size={row.batch}", "--device=cpu"], folder, n, python)
+            run([*script, *those, f"--global-batch-size={row.batch}", f"--device={options.device}"], folder, n, python)
             lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
             timed = [line for line in lines if line.get("step", 0) > options.warm_up]
             assert len(timed) == options.steps // WINDOW, timed
@@ -201,6 +203,7 @@ def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: 
         out = folder / "speed.json"
         arguments = [contestant, f"--data={data}", f"--batch={row.batch}", f"--out={out}", f"--workers={workers}"]
         arguments += [f"--task={row.dataset}", f"--warm-up={options.warm_up}", f"--steps={options.steps}"]
+        arguments += [f"--device={options.device}"]
         needed = [torchvision(python)] if contestant in LOADERS and row.torchvision else []
         run([python, *launcher, str(LOOPS / f"{loop}.py"), *arguments], folder, n, python, *needed)
         return float(json.loads(out.read_text()))
@@ -332,6 +335,8 @@ def main() -> None:
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="those of each app (default: %(default)s)")
+    device = "cuda: mnist_ddp's textbook, app and limit alone (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--attempts", type=int, default=3, help=f"at a spread below {SPREAD} (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=20, help="steps before those timed (default: %(default)s)")

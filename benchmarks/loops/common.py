@@ -23,6 +23,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, required=True, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, required=True, help="steps that are timed")
     parser.add_argument("--workers", type=int, default=0, help="of the DataLoader")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of mnist_ddp's loops, one rank on cuda"
+    )
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes samples a second")
     return parser.parse_args()
 
@@ -36,9 +39,12 @@ class Clock:
     def step(self) -> bool:
         """To be called after each step; true when it was the last one."""
         self.done += 1
+        last = self.options.warm_up + self.options.steps
+        if self.options.device == "cuda" and self.done in (self.options.warm_up, last):
+            _synchronize()
         if self.done == self.options.warm_up:
             self.begun = time.perf_counter()
-        if self.done < self.options.warm_up + self.options.steps:
+        if self.done < last:
             return False
         if self.rank == 0:
             seconds = time.perf_counter() - self.begun
@@ -48,6 +54,13 @@ class Clock:
             os.replace(partial, self.options.out)
         self.over = True
         return True
+
+
+def _synchronize() -> None:
+    """Wait until the GPU has done what was asked of it."""
+    import torch
+
+    torch.cuda.synchronize()
 
 
 @functools.cache  # what the library defined lasts as long as it does

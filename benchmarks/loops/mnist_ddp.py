@@ -33,11 +33,11 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     from train import build_optimizer
 
     its = parse([])
-    training, _ = load("mnist", options.data, torch.device("cpu"))
+    training, _ = load("mnist", options.data, torch.device(options.device))
     batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
     steps = range(common.RESIDENT)
     shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
-    model = build_model(its.model, its.dropout, torch.float32, its.seed)
+    model = build_model(its.model, its.dropout, torch.float32, its.seed).to(options.device)
     if plain:
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     optimizer = build_optimizer(its, model)
@@ -56,7 +56,7 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
 
 def main() -> None:
     options = common.arguments()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     limit(options, options.kind == "plain-limit")
     dist.barrier()
     sys.stdout.flush()

@@ -19,7 +19,7 @@ def textbook(options: argparse.Namespace) -> None:
     dataset = task.images(options.data)
     sampler: DistributedSampler[object] = DistributedSampler(dataset)
     loader = DataLoader(dataset, options.batch // dist.get_world_size(), sampler=sampler, num_workers=options.workers)
-    model = DistributedDataParallel(task.model())
+    model = DistributedDataParallel(task.model().to(options.device))
     optimizer = task.optimizer(model.parameters())
     clock = common.Clock(options, dist.get_rank())
     model.train()
@@ -27,7 +27,7 @@ def textbook(options: argparse.Namespace) -> None:
         sampler.set_epoch(epoch)
         for data, target in loader:
             optimizer.zero_grad()
-            loss = task.loss(model(data), target)
+            loss = task.loss(model(data.to(options.device)), target.to(options.device))
             loss.backward()
             optimizer.step()
             if clock.step():
@@ -36,7 +36,7 @@ def textbook(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = common.arguments()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     textbook(options)
     dist.barrier()
     sys.stdout.flush()
