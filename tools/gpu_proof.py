@@ -62,10 +62,17 @@ class Proof:
 
     def __init__(self, folder: Path, device: str, quick: bool, mnist: Path | None) -> None:
         self.folder, self.device, self.quick, self.mnist, self._count = folder, device, quick, mnist, 0
+        self._undisturbed: dict[str, str] = {}
 
     def new_run_dir(self) -> Path:
         self._count += 1
         return self.folder / f"run-{self._count}"
+
+    def undisturbed(self, app: str, options: Sequence[str]) -> str:
+        """Return the digest of the weights of a run that nothing happens to; an app always has the same options."""
+        if app not in self._undisturbed:
+            self._undisturbed[app] = result(self.run(app, *options))["weights_sha256"]
+        return self._undisturbed[app]
 
     @contextlib.contextmanager
     def start(self, app: str, run_dir: Path, options: Sequence[str], device: str) -> Iterator[subprocess.Popen[str]]:
@@ -142,7 +149,7 @@ def recovery(proof: Proof, app: str, number: int) -> dict[str, Any]:
     """Kill or stop a run in the middle, and compare its weights with those of an undisturbed run."""
     steps = 40
     options = [f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=10"]
-    undisturbed = result(proof.run(app, *options))["weights_sha256"]
+    undisturbed = proof.undisturbed(app, options)
     run_dir = proof.new_run_dir()
     with proof.start(app, run_dir, options, proof.device) as process:
         wait_for_step(process, run_dir, 15)

@@ -17,7 +17,7 @@ def quick(harness: Harness, name: str, *options: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.core_only  # the loops of the other apps' frameworks are for the soak
+@pytest.mark.soak  # tests/mnist_ddp/test_gpu_proof.py runs mnist_ddp's row
 def test_throughput(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     # Those that need no package beside the app's.

@@ -72,6 +72,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.soak  # the cell of the tutorial's loop takes the same way
 def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None:
     what = board["scoreboard"].cell(
         board["subjects"].SUBJECTS["mnist_ddp"], "rank-killed", tmp_path, None, tmp_path / "run"

@@ -133,21 +133,21 @@ def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
 
 def test_the_wheel_alone_runs_a_loop_with_a_run(installed: Path, folder: Path) -> None:
     """A killed rank costs a restart and no bit of the result; TERM saves the step, and nothing is left running."""
-    options = ("--epochs=40", "--checkpoint-every=100", "--max-steps=1500")
+    options = ("--epochs=40", "--checkpoint-every=50", "--max-steps=600")
     job = start(installed, folder, *options)
-    wait_for_step(job, folder, 100)
+    wait_for_step(job, folder, 50)
     os.kill(json.loads((folder / "run" / "log" / "alive-1").read_text())["pid"], signal.SIGKILL)
     out, errors = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, errors
     assert "starting it again (1 of 3)" in errors
     recovered = json.loads(out.splitlines()[-1].removeprefix("RESULT "))
-    assert (recovered["restarts"], recovered["steps"], recovered["world_size"]) == (1, 1500, 2)
-    assert recovered["resumed_from_step"] >= 100
+    assert (recovered["restarts"], recovered["steps"], recovered["world_size"]) == (1, 600, 2)
+    assert recovered["resumed_from_step"] >= 50
     assert recovered["test_accuracy"] > 0.85
 
     shutil.rmtree(folder / "run")
     job = start(installed, folder, *options)
-    wait_for_step(job, folder, 100)
+    wait_for_step(job, folder, 50)
     job.send_signal(signal.SIGTERM)
     out, errors = job.communicate(timeout=LIMIT)
     assert job.returncode == 143, errors
