@@ -70,6 +70,7 @@ RULES = [
     (".ci/run", ALL),
     (".github/*", "lint core"),
     (".importlinter", "lint"),
+    (".shellcheckrc", "lint"),
     ("mypy.ini", "lint"),
     ("ruff.toml", "lint"),
     (".pre-commit-config.yaml", "lint"),
