@@ -138,9 +138,8 @@ def losses(proof: Proof, app: str, options: Sequence[str], tolerance: float) -> 
     here = [line["loss"] for line in metrics(proof.run(app, *common, *options))]
     on_cpu = [each for each in options if each != "--compile"]
     there = [line["loss"] for line in metrics(proof.run(app, *common, *on_cpu, device="cpu"))]
-    assert len(here) == len(there) == steps, (here, there)
     difference = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there))
-    if difference > tolerance:
+    if not (len(here) == len(there) == steps and difference <= tolerance):
         raise RuntimeError(f"losses {here}, on the CPU {there}")
     return {"largest difference": difference, "tolerance": tolerance, "losses": here}
 
