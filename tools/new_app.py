@@ -148,7 +148,7 @@ class Copy:
         pins = [
             pin
             for pin in re.findall(r"^  ([\w-]+==\S+)$", lint[0], re.MULTILINE)
-            if not re.match("import-linter|shellcheck", pin)
+            if not re.match("check-jsonschema|import-linter|shellcheck", pin)
         ]
         head = self.fill("project_tox.txt", base=base[0], pins="\n  ".join(pins))
         return "\n\n".join([head.strip(), *map(self.environment, own), *locks]) + "\n"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from harness import ROOT, Harness
+from processes import listening
 from samestep.observe import run_reader
 from samestep.observe.run_reader import world_size_of
 
@@ -39,6 +40,7 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     assert re.search(r"^ranks +2 of 2 have heartbeats here$", live, re.MULTILINE)
     for rank in (0, 1):
         assert re.search(rf"^ +{rank}  {re.escape(os.uname().nodename)} +step \d+  ", live, re.MULTILINE)
+    assert listening(harness.left_running()) == {"0100007F"}  # on one machine: the store too
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
     after = said(harness, "samestep.observe.watch", job.run_dir)
