@@ -203,11 +203,12 @@ def test_an_attempt_ends_as_the_table_says(project: ScratchProject, attempt: Att
     check(project, attempt)
 
 
-CONTENTS: list[dict[str, object]] = [
-    *({"pid": value} for value in ("1", [1], {}, None, -1, 1.5, True)),
-    *({"host": value} for value in (5, ["a"], None, "x" * 300)),
-    *({name: value} for name in ("rank", "step", "updates") for value in ("1", [], None, -1, 1e3)),
-]
+WRONG: dict[str, list[object]] = {
+    "pid": ["1", [1], {}, None, -1, 1.5, True],
+    "host": [5, ["a"], None, "x" * 300],
+    **dict.fromkeys(("rank", "step", "updates"), ["1", [], None, -1, 1e3]),
+}
+CONTENTS = [{name: value} for name, values in WRONG.items() for value in values]
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=str)

@@ -10,7 +10,8 @@ import argparse
 import socket
 import sys
 
-from torch.distributed import TCPStore, run
+from torch import distributed as dist
+from torch.distributed import run
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -33,9 +34,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return the rendezvous of one machine, with its store on a socket that is bound here."""
     address, _, port = parameters.endpoint.rpartition(":")
     handler = LoopbackRendezvous(address, int(port), 0, 1, parameters.run_id, TIMEOUT)
-    listener = socket.create_server((address, int(port)))
-    settings = {"multi_tenant": True, "master_listen_fd": listener.detach()}
-    handler._store = TCPStore(address, int(port), 1, True, handler.timeout, **settings)
+    listener = socket.create_server((address, int(port))).detach()
+    where = address, int(port), 1, True, handler.timeout
+    handler._store = dist.TCPStore(*where, multi_tenant=True, master_listen_fd=listener)
     return handler
 
 
