@@ -86,10 +86,9 @@ def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield
         return
     shared = tmp_path_factory.getbasetemp().parent  # of all workers
-    with (shared / "gate.lock").open("w") as gate, (shared / "alone.lock").open("w") as lock:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone is not overtaken
+    with (shared / "alone.lock").open("w") as lock:
+        # A test that waits to be alone is overtaken: it comes last anyhow, and the other workers would be idle.
         fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone(tmp_path_factory.mktemp("commands") / "samestep")
 
 
-def test_it_runs(harness: Harness, repository: Path, command: str) -> None:
-    """Run it in the repository, with this Python's programs first in PATH."""
+def test_it_runs(harness: Harness, repository: Path, soak: bool, command: str) -> None:
+    """Run it in the repository, with this Python's programs first in PATH; 4 ranks are 2 but in a soak."""
+    command = command if soak else re.sub(r"(/run_\w+\.sh) 4\b", r"\1 2", command)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = harness.start_command(["bash", "-c", command], harness.folder / "run", repository, PATH=path)
     outcome = job.finish()

@@ -206,7 +206,7 @@ def test_an_attempt_ends_as_the_table_says(project: ScratchProject, attempt: Att
 WRONG: dict[str, list[object]] = {
     "pid": ["1", [1], {}, None, -1, 1.5, True],
     "host": [5, ["a"], None, "x" * 300],
-    **dict.fromkeys(("rank", "step", "updates"), ["1", [], None, -1, 1e3]),
+    **{name: ["1", [], None, -1, 1e3] for name in ("rank", "step", "updates")},
 }
 CONTENTS = [{name: value} for name, values in WRONG.items() for value in values]
 

@@ -27,7 +27,7 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
     curves, averages = [], []
     for n in (1, 2, 3, 4) if soak else (1, 3):
         run_dir = harness.folder / str(n)
-        steps = 50 if soak else 20
+        steps = 50 if soak else 14
         harness.train(n, *SMALL, *EVERYTHING, UNEVEN, "--dtype=float64", f"--max-steps={steps}", run_dir=run_dir)
         curves.append(losses(run_dir))
         averages.append(checkpoint.load_weights(run_dir / "model-ema.safetensors"))
@@ -45,12 +45,12 @@ MEMORY, LOADER = ("--input=memory",), ("--input=loader", "--workers=1")
     ("n", "autocast", "way"),
     [
         (2, "bfloat16", LOADER),
-        # tests/common kills one of these too, in the matrix
-        pytest.param(3, "none", MEMORY, marks=pytest.mark.soak),
-        pytest.param(2, "none", LOADER, marks=pytest.mark.soak),
-        pytest.param(3, "bfloat16", MEMORY, marks=pytest.mark.soak),
+        (3, "none", MEMORY),
+        (2, "none", LOADER),
+        (3, "bfloat16", MEMORY),
     ],
 )
+@pytest.mark.soak  # in the matrix tests/common kills a run with everything on and a loader
 def test_everything_on_survives_kills(
     harness: Harness, soak: bool, n: int, autocast: str, way: Sequence[str], table: list[str]
 ) -> None:
@@ -110,74 +110,80 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from data import load
-from samestep import checkpoint
+from model import build_model
+from options import parse
 from samestep.sharding import GlobalBatches
 from torch import nn
 
-STEPS, BATCH, SEED = 14, 93, 1
-kind, initial = "{kind}", "{initial}"
+BATCH, SEED = 93, 1
 torch.set_num_threads(1)
 training, test = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
 batches = GlobalBatches(len(training.labels), BATCH, SEED)
-layers, channels = [], 3
-for width in (32, 64, 128, 128):
-    layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.ReLU()]
-    channels = width
-model = nn.ModuleDict(dict(features=nn.Sequential(*layers), fc=nn.Linear(channels, 10))).double()
-arrays = checkpoint.load_weights(Path(initial))
-model.load_state_dict(dict((name, torch.from_numpy(array)) for name, array in arrays.items()))
-scores = lambda model, images: model["fc"](model["features"](images).mean((2, 3)))
-average = copy.deepcopy(model)
-weights = [each for each in model.parameters() if each.ndim > 1]
-others = [each for each in model.parameters() if each.ndim == 1]
-groups = [dict(params=weights, weight_decay=0.05), dict(params=others, weight_decay=0.0)]
-if kind == "adamw":
-    optimizer = torch.optim.AdamW(groups, lr=0.003)
-else:
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-losses = []
-for step in range(STEPS):
-    if kind == "adamw":  # three steps of warm-up, and half a cosine over what is left of two epochs of twelve
-        lr = 0.003 * ((step + 1) / 3 if step < 3 else 0.5 * (1 + math.cos(math.pi * (step - 3) / (24 - 3))))
-    else:  # a tenth after half, a hundredth after three quarters
-        lr = 0.1 * 0.1 ** ((step >= 12) + (step >= 18))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    images, labels = training.batch(batches.indices(step), torch.float64, (SEED, batches.epoch(step)))
-    loss = F.cross_entropy(scores(model, images), labels, label_smoothing=0.2)
-    optimizer.zero_grad()
-    loss.backward()
+initial = build_model(parse(["--dropout=0"]), torch.float64).state_dict()
+
+
+def train(kind, steps):
+    layers, channels = [], 3
+    for width in (32, 64, 128, 128):
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2)]
+        layers += [nn.BatchNorm2d(width), nn.ReLU()]
+        channels = width
+    model = nn.ModuleDict(dict(features=nn.Sequential(*layers), fc=nn.Linear(channels, 10))).double()
+    model.load_state_dict(initial)
+    scores = lambda model, images: model["fc"](model["features"](images).mean((2, 3)))
+    average = copy.deepcopy(model)
+    weights = [each for each in model.parameters() if each.ndim > 1]
+    others = [each for each in model.parameters() if each.ndim == 1]
+    groups = [dict(params=weights, weight_decay=0.05), dict(params=others, weight_decay=0.0)]
     if kind == "adamw":
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    losses.append(loss.item())
-    decay = min(0.8, (step + 1) / (step + 10))
-    for mine, theirs in zip(average.state_dict().values(), model.state_dict().values()):
-        mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
-evaluated = (average if kind == "adamw" else model).eval()
-with torch.no_grad():
-    images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
-    test_loss = F.cross_entropy(scores(evaluated, images), labels).item()
-total = [sum(each.abs().sum().item() for each in one.parameters()) for one in (model, average)]
-print(json.dumps(dict(losses=losses, test_loss=test_loss, weights=total)))
+        optimizer = torch.optim.AdamW(groups, lr=0.003)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    losses = []
+    for step in range(steps):
+        if kind == "adamw":  # three steps of warm-up, and half a cosine over what is left of two epochs of twelve
+            lr = 0.003 * ((step + 1) / 3 if step < 3 else 0.5 * (1 + math.cos(math.pi * (step - 3) / (24 - 3))))
+        else:  # a tenth after half of one epoch, a hundredth after three quarters
+            lr = 0.1 * 0.1 ** ((step >= 6) + (step >= 9))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        images, labels = training.batch(batches.indices(step), torch.float64, (SEED, batches.epoch(step)))
+        loss = F.cross_entropy(scores(model, images), labels, label_smoothing=0.2)
+        optimizer.zero_grad()
+        loss.backward()
+        if kind == "adamw":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+        decay = min(0.8, (step + 1) / (step + 10))
+        for mine, theirs in zip(average.state_dict().values(), model.state_dict().values()):
+            mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
+    evaluated = (average if kind == "adamw" else model).eval()
+    with torch.no_grad():
+        images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
+        test_loss = F.cross_entropy(scores(evaluated, images), labels).item()
+    total = [sum(each.abs().sum().item() for each in one.parameters()) for one in (model, average)]
+    return dict(losses=losses, test_loss=test_loss, weights=total)
+
+
+print(json.dumps(dict(adamw=train("adamw", 14), sgd=train("sgd", 8))))
 """
 
 
 KINDS = {
-    "adamw": ["--warmup-steps=3", "--clip-norm=0.5", "--ema=0.8", "--keep-best"],
-    "sgd": ["--schedule=step"],
+    "adamw": (3, ["--epochs=2", "--max-steps=14", "--warmup-steps=3", "--clip-norm=0.5", "--ema=0.8", "--keep-best"]),
+    "sgd": (1, ["--epochs=1", "--max-steps=8", "--schedule=step"]),
 }
 
 
 def test_the_steps_are_those_of_a_plain_loop(harness: Harness) -> None:
     """One process, torch's own batch normalisation, mean loss, two groups of weights, and the rate by its formula."""
-    options = ["--dataset=synthetic-cifar10", "--epochs=2", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
+    options = ["--dataset=synthetic-cifar10", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
     options += ["--label-smoothing=0.2", "--weight-decay=0.05"]
-    start = harness.train(1, *options, "--max-steps=0", run_dir=harness.folder / "start")
-    for kind, more in KINDS.items():
-        plain = told_by("cifar_ddp", PLAIN.format(kind=kind, initial=f"{start['run_dir']}/model.safetensors"))
-        run_dir = harness.folder / kind
-        result = harness.train(3, *options, f"--optimizer={kind}", *more, "--max-steps=14", run_dir=run_dir)
+    told = told_by("cifar_ddp", PLAIN)
+    for kind, (n, more) in KINDS.items():
+        plain, run_dir = told[kind], harness.folder / kind
+        result = harness.train(n, *options, f"--optimizer={kind}", *more, run_dir=run_dir)
         assert relative_difference(plain["losses"], losses(run_dir)) < 1e-9
         assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-9)
         names = ["model", "model-ema"] if kind == "adamw" else ["model"]

@@ -35,7 +35,8 @@ class App:
     dataset: str  # the embedded one
     test_examples: int
     # Options of a run of two epochs or more that takes seconds, with --log-every=1, and --checkpoint-every such that
-    # an epoch has two besides its end's.
+    # an epoch has two besides its end's. For an app without "kills" it also takes some seconds: one such
+    # run then serves more tests.
     small: Sequence[str]
     exact: Sequence[str]  # options under which losses are comparable to ``tolerance`` ...
     variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers

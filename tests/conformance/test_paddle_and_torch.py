@@ -20,7 +20,7 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
     """Start from PyTorch's weights; PyTorch then evaluates the trained weights as Paddle does."""
     options = [*EXACT, f"--optimizer={optimizer}", *OPTIMIZERS[optimizer]]
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
-    steps = 100 if soak else 50
+    steps = 100 if soak else 30
     options += [f"--init-from={start['run_dir']}/model.safetensors", f"--max-steps={steps}"]
     theirs = ddp.train(1, *options, *TORCH)
     expected = losses(ddp.folder / "run")

@@ -35,7 +35,7 @@ def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[s
 
     mnist_ddp's own curves are compared in tests/common, mnist_lightning's in the matrix in its own environment.
     """
-    batch, steps = (125, 100) if soak else (1333, 20)
+    batch, steps = (125, 100) if soak else (1333, 5)
 
     def curve(name: str, n: int) -> list[float]:
         run_dir = family[name].folder / str(n)

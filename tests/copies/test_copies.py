@@ -14,6 +14,8 @@ from repository import clone
 
 COPIES = [(app, alone) for app in APPS for alone in (False, True)]
 IN_MATRIX = [("mnist_lightning", True)]  # its own tests are the fastest
+# Of its tests the matrix collects all, and runs three: by the launch script, by plain Python, and one that must fail.
+SOME = ["-n", "2", "tests/my_copy", "-k", "each_test_image or plain_python or wrong_environment"]
 
 
 @pytest.mark.parametrize(
@@ -22,11 +24,12 @@ IN_MATRIX = [("mnist_lightning", True)]  # its own tests are the fastest
     ids=[f"{app} {'alone' if alone else 'in the repository'}" for app, alone in COPIES],
 )
 def test_the_tests_of_a_copy_pass(tmp_path: Path, app: str, alone: bool, soak: bool) -> None:
-    """Run tests/<app>; with --soak also lint and the common tests."""
+    """Run tests/<app>, or some of them; with --soak all, lint and the common tests."""
     root = clone(tmp_path / "samestep")
     place = [f"--out={tmp_path / 'my_copy'}"] if alone else []
     run(root, tmp_path / "copying", 120, "scripts/new_app.sh", "my_copy", f"--from={app}", *place)
-    words = ["-e", "lint,my_copy-cpu" if alone and soak else "my_copy-cpu", *([] if soak else ["--", "tests/my_copy"])]
+    own = SOME if (app, alone) in IN_MATRIX else ["tests/my_copy"]
+    words = ["-e", "lint,my_copy-cpu" if alone and soak else "my_copy-cpu", *([] if soak else ["--", *own])]
     run(tmp_path / "my_copy" if alone else root, tmp_path / "testing", 7200, "scripts/test.sh", *words)
 
 

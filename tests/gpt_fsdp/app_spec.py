@@ -11,7 +11,7 @@ SPEC = App(
     test_examples=6553,
     # 1,843 windows by 120: 16 steps an epoch.
     small=(
-        *(*TINY, "--epochs=3", "--global-batch-size=120", "--checkpoint-every=5", "--log-every=1"),
+        *(*TINY, "--epochs=6", "--global-batch-size=120", "--checkpoint-every=5", "--log-every=1"),
         *("--clip-norm=1", "--accumulate=2"),
     ),
     exact=(*TINY, "--dtype=float64", "--log-every=1", "--epochs=100"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from harness import ROOT, Harness, bare
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.soak
 def test_the_benchmark_of_a_step_still_runs(harness: Harness) -> None:
     """One round of a small model, whose numbers are of no meaning."""
     program = str(ROOT / "benchmarks" / "fsdp_step.py")

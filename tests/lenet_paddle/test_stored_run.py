@@ -12,7 +12,7 @@ STORED = Path(__file__).parent / "stored"
 STORED_OPTIONS = ["--dataset=mnist-5k", "--seed=3", "--log-every=1", "--global-batch-size=500", "--checkpoint-every=2"]
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_run_of_version_0_1_resumes_with_the_same_losses(harness: Harness, n: int) -> None:
     """``stored/version-0.1`` has what version 0.1 wrote with STORED_OPTIONS on 1 rank.
 

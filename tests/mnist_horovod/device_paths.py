@@ -6,9 +6,21 @@ PATHS = [
     # device, transport, by what it is started or which part, how it is shown, by what
     ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
     ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_one_process_by_plain_python"),
-    ("cpu", "MPI (Open MPI 5)", "horovodrun --mpi, bare mpirun", "run", f"{MPI}::test_the_losses_are_gloos"),
-    ("cpu", "MPI (MPICH 5)", "horovodrun --mpi, bare mpirun; opt-in", "run", f"{MPI}::test_the_losses_are_gloos"),
-    ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_hosts_reach_horovodrun"),
+    (
+        "cpu",
+        "MPI (Open MPI 5)",
+        "horovodrun --mpi, bare mpirun",
+        "run",
+        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on",
+    ),
+    (
+        "cpu",
+        "MPI (MPICH 5)",
+        "horovodrun --mpi, bare mpirun; opt-in",
+        "run",
+        f"{MPI}::test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on",
+    ),
+    ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_gradients_may_be_sent_in_half_precision"),
     (
         "cpu",
         "gloo, MPI",

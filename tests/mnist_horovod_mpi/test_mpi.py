@@ -44,18 +44,22 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def test_the_losses_are_gloos(harness: Harness, soak: bool) -> None:
-    """In float64, with a global batch that is no multiple of 2 or 3. One build has both transports."""
-    options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=40"]
-    for n in (2, 3) if soak else (3,):
+    """In float64, with a global batch that is no multiple of 2 or 3. One build has both transports.
+
+    In the matrix by mpirun; a test below compares its weights with horovodrun's.
+    """
+    steps = 40 if soak else 8
+    options = [*harness.app.exact, "--global-batch-size=125", f"--max-steps={steps}"]
+    for n in (2, 3) if soak else (2,):
         expected = harness.train(n, *options, run_dir=harness.folder / f"gloo-{n}")
         assert (expected["launcher"], expected["backend"]) == ("horovodrun", "gloo")
         curve = losses(harness.folder / f"gloo-{n}")
-        assert len(curve) == 40
+        assert len(curve) == steps
 
-        found = harness.train(n, *options, "--transport=mpi", run_dir=harness.folder / f"horovodrun-{n}")
-        assert found["launcher"] in ("openmpi", "mpich")
-        assert found["backend"] == "mpi"
-        assert relative_difference(curve, losses(harness.folder / f"horovodrun-{n}")) < 1e-9
+        if soak:
+            found = harness.train(n, *options, "--transport=mpi", run_dir=harness.folder / f"horovodrun-{n}")
+            assert found["backend"] == "mpi"
+            assert relative_difference(curve, losses(harness.folder / f"horovodrun-{n}")) < 1e-9
 
         run_dir = harness.folder / f"mpirun-{n}"
         harness.checked(by_mpirun(harness, n, *options, run_dir=run_dir).finish(), n)
@@ -63,12 +67,14 @@ def test_the_losses_are_gloos(harness: Harness, soak: bool) -> None:
         assert relative_difference(curve, losses(run_dir)) < 1e-9
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_killed_rank_changes_nothing(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:
     """By the launch script, which starts the job again."""
     expected = undisturbed(n, "--transport=mpi")
+    assert expected["launcher"] in ("openmpi", "mpich")
+    assert expected["backend"] == "mpi"
     for i in range(5 if soak else 1):
         job = harness.start(n, *harness.app.small, "--transport=mpi", run_dir=harness.folder / str(i))
         job.wait_for_step(8 + i)
@@ -82,14 +88,14 @@ def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     run_dir = harness.folder / "run"
-    job = by_mpirun(harness, 3, *harness.app.small, run_dir=run_dir)
+    job = by_mpirun(harness, 2, *harness.app.small, run_dir=run_dir)
     job.wait_for_step(8)
     os.kill(job.alive(1)["pid"], signal.SIGKILL)
     assert job.finish().code != 0
     harness.check_nothing_left()
-    result = harness.checked(by_mpirun(harness, 3, *harness.app.small, run_dir=run_dir).finish(), 3)
+    result = harness.checked(by_mpirun(harness, 2, *harness.app.small, run_dir=run_dir).finish(), 2)
     assert result["resumed_from_step"] >= 5
-    assert result["weights_sha256"] == undisturbed(3, "--transport=mpi")["weights_sha256"]
+    assert result["weights_sha256"] == undisturbed(2, "--transport=mpi")["weights_sha256"]
 
 
 def test_stopping_the_script_stops_mpirun_and_its_ranks(harness: Harness) -> None:
@@ -110,7 +116,7 @@ def test_ranks_end_when_mpirun_is_killed(harness: Harness) -> None:
 
 
 def test_the_installation_is_verified_again_and_again(harness: Harness, soak: bool) -> None:
-    for i in range(10 if soak else 2):
+    for i in range(10 if soak else 1):
         outcome = bare(harness, ["bash", VERIFY, str(2 + i % 2), "--transport=mpi"])
         assert outcome.code == 0, outcome
         rows = outcome.stdout.splitlines()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, Harness, bare, losses, metrics, told_by
+from harness import ROOT, Harness, bare, metrics, told_by
 from samestep import checkpoint
 from samestep.data import datasets
 
@@ -22,12 +22,27 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # --- Lightning's epochs and its validation -------------------------------------------------------------------------
 
 
-def test_each_test_image_counts_once(harness: Harness) -> None:
-    """At 3 ranks, of which none has a third of 1,000; here a plain pass over all of them judges the same weights."""
+def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(harness: Harness) -> None:
+    """At 3 ranks, of which none has a third of 1,000; here a plain pass over all of them judges the same weights.
+
+    The run dir has no pickle, and what the logger writes once; the console has no chatter.
+    """
     import torch
     import torch.nn.functional as F
 
-    result = harness.train(3, *SMALL)
+    options = ["--epochs=2", "--global-batch-size=1333", "--checkpoint-every=3", "--logger=tensorboard"]
+    outcome = harness.run(3, "--dataset=mnist-5k", *options)
+    result = harness.checked(outcome, 3)
+    assert len(list((harness.folder / "run").glob("log/lightning/version_0/events.*"))) == 1
+    files = [path for path in (harness.folder / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if path.suffix in (".ckpt", ".pt", ".pth", ".pkl")]
+    # A pickle starts with its protocol, torch's own files with a zip's signature.
+    assert not [path for path in files if path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")]
+    assert not [path.name for path in harness.folder.iterdir() if path.name != "run"], "Lightning's default folders"
+    lines = outcome.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["net", *["epoch"] * 2, "RESULT"]
+    assert outcome.stderr == ""
+
     weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")
     net = {name: torch.from_numpy(array).double() for name, array in weights.items()}
     data = datasets.load("mnist-5k", harness.folder)
@@ -42,15 +57,28 @@ def test_each_test_image_counts_once(harness: Harness) -> None:
 
 
 def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness) -> None:
-    """Lightning validates at the end of what it takes for an epoch; that one serves for the result."""
+    """Lightning validates at the end of what it takes for an epoch; that one serves for the result.
+
+    The CSV logger begins a new version at each start.
+    """
     options = ["--dataset=mnist-5k", "--global-batch-size=250", "--log-every=7"]  # 16 steps an epoch
     cut = harness.train(2, *options, "--max-steps=20")
     whole = harness.train(2, *options, "--max-steps=32")
-    tested = {line["step"]: "test_loss" in line for line in metrics(harness.folder / "run")}
+    lines = metrics(harness.folder / "run")
+    tested = {line["step"]: "test_loss" in line for line in lines}
     assert tested == {7: False, 14: False, 16: True, 20: False, 21: False, 28: False, 32: True}
     assert whole["resumed_from_step"] == 20
     assert (cut["test_examples"], cut["test_loss"] > whole["test_loss"]) == (1000, True)
-    assert whole["test_loss"] == metrics(harness.folder / "run")[-1]["test_loss"]
+    assert whole["test_loss"] == lines[-1]["test_loss"]
+
+    folder, steps, curve = harness.folder / "run" / "log" / "lightning", [], []
+    for version in ("version_0", "version_1"):
+        with (folder / version / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        steps.append([int(row["step"]) for row in rows])
+        curve += [float(row["loss"]) for row in rows]
+    assert steps == [[7, 14, 16, 20], [21, 28, 32]]
+    assert curve == [line["loss"] for line in lines]
 
 
 def test_lightning_counts_on_where_a_run_resumes(harness: Harness) -> None:
@@ -102,40 +130,6 @@ def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------
 
 
-def test_the_csv_logger_begins_a_new_version_at_each_start(harness: Harness) -> None:
-    harness.train(2, *SMALL)
-    harness.train(2, *SMALL, "--max-steps=9")
-    folder = harness.folder / "run" / "log" / "lightning"
-    steps, curve = [], []
-    for version in ("version_0", "version_1"):
-        with (folder / version / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        steps.append([int(row["step"]) for row in rows])
-        curve += [float(row["loss"]) for row in rows]
-    assert steps == [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    assert curve == losses(harness.folder / "run")
-
-
-def test_the_other_loggers(harness: Harness) -> None:
-    for logger, count in (("tensorboard", 1), ("none", 0)):
-        run_dir = harness.folder / logger
-        harness.train(2, *SMALL, f"--logger={logger}", run_dir=run_dir)
-        assert len(list(run_dir.glob("log/lightning/version_0/events.*"))) == count
-        assert (run_dir / "log" / "lightning").exists() == (count > 0)
-
-
-def test_the_run_dir_holds_no_pickle_and_the_console_no_chatter(harness: Harness) -> None:
-    outcome = harness.run(2, *harness.app.small)
-    files = [path for path in (harness.folder / "run").rglob("*") if path.is_file()]
-    assert not [path for path in files if path.suffix in (".ckpt", ".pt", ".pth", ".pkl")]
-    # A pickle starts with its protocol, torch's own files with a zip's signature.
-    assert not [path for path in files if path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05", b"PK")]
-    assert not [path.name for path in harness.folder.iterdir() if path.name != "run"], "Lightning's default folders"
-    lines = outcome.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["net", *["epoch"] * 3, "RESULT"]
-    assert outcome.stderr == ""
-
-
 def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
     command = [sys.executable, TRAIN, "--dataset=mnist-5k", "--epochs=1000", "--run-dir=run", "--log-every=1"]
     job = harness.start_command(command, harness.folder / "run")
@@ -151,8 +145,10 @@ def test_ctrl_c_of_a_single_process(harness: Harness) -> None:
 
 def test_one_process_by_plain_python(harness: Harness) -> None:
     """Lightning's own way with devices=N would start N - 1 children of itself."""
-    outcome = bare(harness, [sys.executable, TRAIN, *SMALL])
-    assert harness.checked(outcome, 1)["launcher"] == "none"
+    outcome = bare(harness, [sys.executable, TRAIN, *SMALL, "--logger=none"])
+    result = harness.checked(outcome, 1)
+    assert result["launcher"] == "none"
+    assert not (Path(result["run_dir"]) / "log" / "lightning").exists()
     assert outcome.stderr == ""
     assert len(outcome.stdout.splitlines()) == 2
 

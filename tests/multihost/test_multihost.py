@@ -99,7 +99,15 @@ def check_losses(harness: Harness, folder: Path) -> None:
 
 
 # cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would be in the way of Lightning's import.
-@pytest.mark.parametrize("app", [app for app in APPS if app not in ("mnist_horovod", "cifar_ddp")])
+# In the matrix mnist_ddp takes the steps of one host on three hosts, below.
+@pytest.mark.parametrize(
+    "app",
+    [
+        pytest.param(app, marks=[pytest.mark.soak] * (app == "mnist_ddp"))
+        for app in APPS
+        if app not in ("mnist_horovod", "cifar_ddp")
+    ],
+)
 def test_two_hosts_take_the_steps_of_one(app: str, of: Callable[[str], Harness], hosts: list[Host]) -> None:
     harness = of(app)
     finish(harness, start(harness, hosts[:2], (1, 1), *exact(harness)), 2)

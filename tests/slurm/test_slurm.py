@@ -113,19 +113,29 @@ def check_resumed(site: Site, app: str, job: str, expected: dict[str, Any]) -> N
     assert site.cluster.job(job)["Restarts"] == "1"
 
 
-def test_two_nodes_end_with_the_weights_of_one_machine(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
+def check_two_nodes(slurm: Site, app: str, launcher: str, job: str, expected: dict[str, Any]) -> None:
+    """The job ended with the weights of one machine, and each node's daemon has started a step of it."""
+    result = slurm.result(job)
+    assert result["launcher"] == launcher
+    assert result["run_dir"] == str(slurm.run_dir(app, job))
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert len(list((slurm.cluster.folder).glob("127.0.0.*.log"))) == 2
+    for log in slurm.cluster.folder.glob("127.0.0.*.log"):
+        assert f"launch task StepId={job}.0" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("app", "launcher"),
+    # In the matrix the preempted job shows the first.
+    [pytest.param("mnist_ddp", "torchrun", marks=pytest.mark.soak), ("mnist_horovod", "openmpi")],
+)
+def test_two_nodes_end_with_the_weights_of_one_machine(
+    slurm: Site, undisturbed: Callable[..., dict[str, Any]], app: str, launcher: str
+) -> None:
     """By a launch script on each node; Horovod by one, whose mpirun has Slurm start the ranks of both."""
-    expected = undisturbed(2)
-    for app, launcher in (("mnist_ddp", "torchrun"), ("mnist_horovod", "openmpi")):
-        job = slurm.train(app)
-        slurm.finish(job)
-        result = slurm.result(job)
-        assert result["launcher"] == launcher
-        assert result["run_dir"] == str(slurm.run_dir(app, job))
-        assert result["weights_sha256"] == expected["weights_sha256"]
-        assert len(list((slurm.cluster.folder).glob("127.0.0.*.log"))) == 2
-        for log in slurm.cluster.folder.glob("127.0.0.*.log"):  # each node's daemon has started a step of it
-            assert f"launch task StepId={job}.0" in log.read_text()
+    job = slurm.train(app, *LONGER)
+    slurm.finish(job)
+    check_two_nodes(slurm, app, launcher, job, undisturbed(2, *LONGER))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +158,7 @@ def test_a_preempted_job_goes_on_where_it_was(
     assert last_step(slurm.run_dir(app, job)) < expected["steps"]  # it made room
     slurm.finish(job)
     check_resumed(slurm, app, job, expected)
+    check_two_nodes(slurm, app, "torchrun" if app == "mnist_ddp" else "openmpi", job, expected)
 
 
 @pytest.mark.soak
