@@ -10,8 +10,7 @@ import argparse
 import socket
 import sys
 
-from torch import distributed as dist
-from torch.distributed import run
+from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -36,7 +35,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     handler = LoopbackRendezvous(address, int(port), 0, 1, parameters.run_id, TIMEOUT)
     listener = socket.create_server((address, int(port))).detach()
     where = address, int(port), 1, True, handler.timeout
-    handler._store = dist.TCPStore(*where, multi_tenant=True, master_listen_fd=listener)
+    handler._store = TCPStore(*where, multi_tenant=True, master_listen_fd=listener)
     return handler
 
 
