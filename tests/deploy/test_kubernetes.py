@@ -282,7 +282,7 @@ def environment(container: Manifest) -> dict[str, str]:
     assert [each["name"] for each in secrets] == ["SAMESTEP_SECRET"]
     reference = secrets[0]["valueFrom"]["secretKeyRef"]
     page = (REPOSITORY / "deploy" / "kubernetes" / "README.md").read_text()
-    assert f"kubectl create secret generic {reference['name']} --from-file={reference['key']}=/dev/stdin" in page
+    assert f"kubectl create secret generic {reference['name']} --from-file={reference['key']}=job.secret" in page
     return {each["name"]: each.get("value", "of the Secret") for each in container["env"]}
 
 
