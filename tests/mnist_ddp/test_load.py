@@ -24,7 +24,7 @@ SECONDS = int(os.environ.get("LOAD_SECONDS", "300"))  # of disturbance
 JOBS = int(os.environ.get("LOAD_JOBS", "6"))
 AFTERWARDS = 240.0  # seconds that what is left may then take; with the undisturbed runs all takes less than 15 minutes
 INTERVAL = 15.0 / JOBS  # seconds between two actions, so that each job is hit every 15 s
-STOPPED = 20.0  # seconds at most, to SIGCONT
+STOPPED = 20.0  # seconds at most until a stopped launcher or script continues
 STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # by ranks: about what 2 cores do in that time
 OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--checkpoint-every=100", "--quiet"]
 
@@ -111,7 +111,7 @@ class Disturbance:
         kind = self.chance.choice(kinds)
         pid = self.chance.choice(sorted(victims[kind]))
         number = self.chance.choice([signal.SIGKILL, signal.SIGSTOP])
-        if number == signal.SIGSTOP:
+        if number == signal.SIGSTOP and kind != "rank":  # a stopped rank is the launch script's to end
             self.stopped.setdefault(pid, time.monotonic() + self.chance.uniform(0.5, STOPPED))
         self.send(number, pid, f"{kind} of {load.name}")
 
