@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import ema
@@ -135,9 +136,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     average = ema.Average(model, options.ema) if options.ema else None
     eval_model, run.eval_group = (average.model, "ema") if average else (model, "model")
     groups = ("model", "optimizer", *(["ema"] if average else []))
-    run.restore(
-        distributed, lambda given: ema.load(model, optimizer, average, given), groups
-    )  # collective: rank 0 reads
+    run.restore(distributed, partial(ema.load, model, optimizer, average), groups)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,7 @@ def train(run: Run, options: Options) -> None:
     model.set_train(True)
     optimizer = build_optimizer(options, model)
     groups = ("model", "optimizer", "buffers")
-    run.restore(
-        distributed, lambda given: weights.load(model, optimizer, world, given), groups
-    )  # collective: rank 0 reads
+    run.restore(distributed, partial(weights.load, model, optimizer, world), groups)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir)
     n, size = len(train_set.labels), options.global_batch_size
     check_steps(options, n, run.first_step)  # as the launch script, if any, did
