@@ -48,7 +48,8 @@ class Load:
         return self.harness.folder / f"{self.name}.txt"
 
     def start(self) -> None:
-        command = ["bash", str(ROOT / "scripts" / "run_mnist_ddp.sh"), str(self.ranks), f"--run-dir={self.run_dir}"]
+        script = str(ROOT / "scripts" / f"run_{self.harness.app.name}.sh")
+        command = ["bash", script, str(self.ranks), f"--run-dir={self.run_dir}"]
         command += [*OPTIONS, f"--max-steps={STEPS[self.ranks]}", "--timeout=10", "--max-restarts=1000"]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
@@ -168,7 +169,9 @@ def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undi
     counts = (
         f"{len(disturbance.actions) - 1} actions in {SECONDS} s, seed {seed}, {now - disturbance.begun:.0f} s in all"
     )
-    table.append(f"| mnist_ddp | 1, 2 | {JOBS} jobs at once, SIGKILL and SIGSTOP: {counts} | {JOBS} | {good} |")
+    table.append(
+        f"| {harness.app.name} | 1, 2 | {JOBS} jobs at once, SIGKILL and SIGSTOP: {counts} | {JOBS} | {good} |"
+    )
 
 
 def is_the_same(load: Load, reference: dict[str, Any]) -> bool:
