@@ -87,7 +87,8 @@ class Copy:
         return any(re.search(name_pattern(other), text) for other in others)
 
     def _is_about_more(self, text: str) -> bool:
-        return self.names_another_app(text) or re.search(r'"(benchmarks|deploy|docs|stored)"', text) is not None
+        of_repository = r'"(benchmarks|deploy|docs|stored)"|ROOT / "tools"'
+        return self.names_another_app(text) or re.search(of_repository, text) is not None
 
     def files(self) -> dict[str, str]:
         """Return the files of the copy by their new paths, with the new name in them."""
