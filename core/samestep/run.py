@@ -253,7 +253,7 @@ class Run:
         every = options.log_every, options.evaluate_every, options.checkpoint_every
         logs, evaluates, saves = (steps > 0 and done % steps == 0 for steps in every)  # 0 is never
         ends, epoch_ends = done == self.last_step, done % self._batches.steps_per_epoch == 0
-        evaluate = epoch_ends or ends or evaluates  # and before `save`: a checkpoint holds no weights that overflow
+        evaluate = epoch_ends or evaluates or (ends and options.keep_best)
         save = epoch_ends or ends or saves or (evaluate and options.keep_best)
         line = evaluate or save or logs
         return StepActions(line or done >= self._next_sync, line, evaluate, save)
@@ -332,15 +332,11 @@ class Run:
         """
         values = {name: value if value is None or math.isfinite(value) else None for name, value in evaluation.items()}
         if values != evaluation and not self._overflows:
-            loss, options = evaluation.get("test_loss", math.nan), self.options
             if is_of_update:
                 with contextlib.suppress(NonRetryableError):
-                    self.monitor.check_losses({"test loss": loss}, self._step)
-            text = (
-                f"at step {self._step} the test loss is {loss}, reported as null: activations overflow with the running"
-            )
-            text += f" statistics of batch normalization: lower --lr, now {options.lr}, or raise --global-batch-size"
-            log.warning(f"{text}, now {options.global_batch_size}")
+                    self.monitor.check_losses({"test loss": evaluation.get("test_loss", math.nan)}, self._step)
+            text = f"at step {self._step} the test loss is NaN or infinite, reported as null: activations overflow with"
+            log.warning(f"{text} batch normalization's running statistics: lower --lr, or raise --global-batch-size")
         self._overflows = None in values.values() if values else self._overflows
         return values
 
@@ -348,9 +344,7 @@ class Run:
         """Raise NonRetryableError if the last evaluation overflowed because weights are NaN or infinite."""
         arrays = [np.asarray(getattr(array, "values", array)) for array in weights.values()] if self._overflows else []
         if not all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f"):
-            raise NonRetryableError(
-                f"at step {self._step} weights are NaN or infinite: lower --lr, now {self.options.lr}"
-            )
+            raise NonRetryableError(f"at step {self._step} weights are NaN or infinite: lower --lr")
 
     def save(self, collectives: Collectives, groups: Groups) -> None:
         """Write a checkpoint of the last logged updates, after all ranks have compared what they hold.
@@ -397,7 +391,7 @@ class Run:
         ``extra_groups``, such as "ema", become model-ema.safetensors. Raises as `save`.
         """
         self._bar.close()
-        evaluation = self._check_evaluation(evaluation)
+        evaluation = self._check_evaluation(evaluation, is_of_update=self.first_step < self.last_step)
         self._check_weights(weights)
         seconds = time.monotonic() - self._begun
         samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.last_step)

@@ -274,10 +274,8 @@ class Lock:
         """Return the holder that the file names, or "another process": a user who can only read it can lock it, too."""
         text = untrusted.printable(os.pread(self._descriptor, 200, 0).decode(errors="replace").strip())
         host, pid = (re.findall(r"\(host (.+), pid ([0-9]{1,7}), since", text) or [("", "0")])[0]
-        is_gone = (
-            host in ("", socket.gethostname()) and os.path.exists("/proc/self") and not Path("/proc", pid).exists()
-        )
-        return "another process" if is_gone else text
+        is_elsewhere = host not in ("", socket.gethostname())
+        return text if is_elsewhere or Path("/proc", pid).exists() else "another process"
 
     def _try(self, byte: int) -> bool:
         try:

@@ -22,9 +22,8 @@ Check = Callable[[Any], bool]  # whether a JSON value is one of a kind
 
 def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
     """Return the first ``max_bytes`` (-1: all) of a regular file; b"" for anything else. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(max_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        return file.read(max_bytes) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:

@@ -150,7 +150,7 @@ def test_one_process_by_plain_python(harness: Harness) -> None:
     assert result["launcher"] == "none"
     assert not (Path(result["run_dir"]) / "log" / "lightning").exists()
     assert outcome.stderr == ""
-    assert len(outcome.stdout.splitlines()) == 3  # what is trained, the evaluation, the result
+    assert len(outcome.stdout.splitlines()) == 2
 
 
 def test_a_wrong_environment_is_one_line(harness: Harness) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep import ConfigError
-from samestep.data import cifar, files
+from samestep.data import files
 from samestep.data.files import CIFAR_ARCHIVE, DatasetInfo, damaged, missing
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
@@ -120,8 +120,12 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
 
 def _read(found: DatasetInfo) -> Dataset:
     """Return the files as a Dataset, checked against each other."""
-    records = files.CIFAR_RECORDS.get(found.name)
-    arrays = cifar.read_files(found.folder, records) if records else _read_idx_files(found.folder)
+    if records := files.CIFAR_RECORDS.get(found.name):
+        from samestep.data import cifar
+
+        arrays = cifar.read_files(found.folder, records)
+    else:
+        arrays = _read_split(found.folder, *FILES[:2]) + _read_split(found.folder, *FILES[2:])
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"uint8 {list(array.shape)}\n".encode())
@@ -130,11 +134,7 @@ def _read(found: DatasetInfo) -> Dataset:
     return Dataset(found.name, train_images, train_labels, test_images, test_labels, digest.hexdigest())
 
 
-def _read_idx_files(folder: Path) -> list[NDArray[np.uint8]]:
-    return [*_read_split(folder, *FILES[:2]), *_read_split(folder, *FILES[2:])]
-
-
-def _read_split(folder: Path, images_file: str, labels_file: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _read_split(folder: Path, images_file: str, labels_file: str) -> list[NDArray[np.uint8]]:
     images_path, labels_path = _path(folder, images_file), _path(folder, labels_file)
     expected = "expected [n, 28, 28] with n >= 1"
     images = read_idx(images_path, lambda shape: "" if shape[1:] == [28, 28] and shape[0] else expected)
@@ -142,7 +142,7 @@ def _read_split(folder: Path, images_file: str, labels_file: str) -> tuple[NDArr
     labels = read_idx(labels_path, lambda shape: "" if shape == [len(images)] else count)
     if labels.max() > 9:
         raise damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
-    return images, labels
+    return [images, labels]
 
 
 def _path(folder: Path, file: str) -> Path:
@@ -221,27 +221,23 @@ def cache_folder(name: str) -> Path:
     cache. The XDG base directory specification demands that a relative path is ignored.
     """
     roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
-    base = os.environ.get("SAMESTEP_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # a job's own TMPDIR ends with it
-    temporary = Path(base, f"samestep-{os.getuid()}")
+    # A job's own TMPDIR ends with it.
+    temporary = Path(os.environ.get("SAMESTEP_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
     caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
     caches += [temporary] if _is_own(temporary) else []
     if not caches:
         raise ConfigError(f"no home folder to keep data in, and {temporary} is someone else's: set XDG_CACHE_HOME")
     full = (cache for cache in caches if os.path.isdir(cache / name) and not missing(cache / name, name))
     writable = (cache for cache in caches if os.access(next(filter(os.path.exists, (cache, *cache.parents))), os.W_OK))
-    cache = next(full, None) or next(writable, caches[0])
-    if cache == temporary:  # made here, before anyone else makes it
-        with contextlib.suppress(OSError):
-            os.mkdir(temporary, 0o700)
-        if not _is_own(temporary):
-            raise ConfigError(f"{temporary} is someone else's: set XDG_CACHE_HOME")
-    return cache / name
+    return (next(full, None) or next(writable, caches[0])) / name
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder in a place that others write to is missing or this user's, and no link."""
+    """Return whether a folder in a place that others write to is this user's and no link; make it if it is missing."""
     try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
         status = os.lstat(folder)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
+    except OSError:
+        return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH

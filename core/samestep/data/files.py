@@ -36,8 +36,6 @@ CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_RECORDS = {"cifar10": (10_000,) * 6, "synthetic-cifar10": (205, 205, 205, 205, 204, 256)}
 CIFAR_SIDE = 32  # pixels
 
-_CHUNK = 1 << 20  # bytes
-
 
 def names(dataset: str) -> tuple[str, ...]:
     """Return the names of a dataset's files, without .gz."""
@@ -70,8 +68,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # without waiting for a FIFO's writer
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(None, "it is not a regular file")
-            is_packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
+            is_packed = file.peek(2)[:2] == b"\x1f\x8b"
             yield gzip.GzipFile(fileobj=file) if is_packed else file  # type: ignore[misc]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # of the CRC-32 and length, too
         raise damaged(path, f"gzip: {error}") from None
@@ -85,11 +82,11 @@ def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearra
     Raises ConfigError, with ``expected``, which describes them, if there are fewer or more.
     """
     content = bytearray()
-    while len(content) <= size and (chunk := file.read(min(_CHUNK, size + 1 - len(content)))):
+    while len(content) <= size and (chunk := file.read(min(2**20, size + 1 - len(content)))):
         content += chunk
     if len(content) != size:
-        missing_bytes = size - len(content)
-        trouble = f"truncated, {missing_bytes} bytes are missing for" if missing_bytes > 0 else "it has more bytes than"
+        missing_bytes = f"truncated, {size - len(content)} bytes are missing for"
+        trouble = missing_bytes if len(content) < size else "it has more bytes than"
         raise damaged(path, f"{trouble} {expected}")
     return content
 

@@ -32,7 +32,6 @@ DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ran
 MAX_AGE = 15.0  # seconds after which a file of a job without a name is of another hang
 _COUNT, _NAME = integer(0, 2**62), text(1000)
 _HEARTBEAT = {"step": _COUNT, "time": number(), "rank": _COUNT, "pid": integer(1, 2**31 - 1), "host": _NAME}
-HEARTBEAT_FIELDS = {*_HEARTBEAT}  # in each heartbeat and each hang-<r>.json
 _COLLECTIVE = {"name": _NAME, "number": integer(-1, 2**62), "pending": lambda value: isinstance(value, bool)}
 _OPTIONAL = {
     "job": optional(_NAME),
