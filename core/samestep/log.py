@@ -208,6 +208,6 @@ def _to_console(stream: IO[str], text: str) -> None:
     with contextlib.suppress(OSError):  # the console may be gone (`| head` has ended); the log file has the line
         if _bar is not None and not _bar.disable:
             _bar.clear()
-        lines = map(untrusted.printable, text.split("\n"))
-        stream.write("\n".join([*lines, ""]))  # one write, so that the lines of several ranks do not mix
+        # One write, so that the lines of several ranks do not mix.
+        stream.write("".join(f"{untrusted.printable(line)}\n" for line in text.split("\n")))
         stream.flush()
