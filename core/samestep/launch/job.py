@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -283,8 +284,9 @@ def _check_log(job: Job) -> None:
     logs = job.options.run_dir / "log"
     supervise.open_log(logs / "launcher.log").close()
     for path in sorted(logs.iterdir()):
-        if LOG_FILE.fullmatch(path.name) and (path.is_symlink() or not path.is_file()):
-            raise ConfigError(f"{untrusted.printable(str(path))} is not a regular file: remove it")
+        with contextlib.suppress(FileNotFoundError):  # a temporary one, of a rank that has not yet ended
+            if LOG_FILE.fullmatch(path.name) and not stat.S_ISREG(path.lstat().st_mode):
+                raise ConfigError(f"{untrusted.printable(str(path))} is not a regular file: remove it")
 
 
 def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]]) -> Rendezvous:
@@ -430,7 +432,7 @@ def attempt(
     grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
     # Ranks on other hosts, which horovodrun or mpirun starts from here, have neither this folder nor these files.
     is_local = not os.environ.get("HOROVOD_HOSTS")
-    timeout = getattr(job.options, "timeout", math.inf), getattr(job.options, "first_step_timeout", 0.0)
+    timeout = getattr(job.options, "timeout", math.inf), getattr(job.options, "first_step_timeout", 0.0) or 0.0
     must_start = job.trains and job.has_heartbeats and is_local
     watch = supervise.HeartbeatWatch(state.name, logs, *timeout, must_start)
     tmpdir = user_folder.job_tmpdir(is_local)
