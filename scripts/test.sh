@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up tox on a bare Python and run the tests; arguments go to tox:  bash scripts/test.sh -e core
-# What a change needs, against origin's main branch or a REVISION:     bash scripts/test.sh --changed [REVISION]
+# Run the tests of a change since origin's main branch or a REVISION:  bash scripts/test.sh --changed [REVISION]
 set -euo pipefail
 CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
 tox_version=4.67.13

@@ -44,7 +44,7 @@ _STEP, _NUMBER, _TEXT = untrusted.integer(0, 2**62), untrusted.number(), untrust
 _FILE = {"size": untrusted.integer(0, 2**62), "sha256": untrusted.text(64)}
 _MAPPING = untrusted.mapping(lambda value: True, 10**6)
 _BODY = {"app": _TEXT, "step": _STEP, "state": _MAPPING, "arithmetic": _MAPPING, "files": _MAPPING, "pieces": _MAPPING}
-# Of the state, what a run relies on.
+# The values of the state that a run relies on.
 _STATE: dict[str, untrusted.Check] = {
     **dict.fromkeys(("requested_dataset", "dataset_fingerprint", "threads"), untrusted.optional(_TEXT)),
     **dict.fromkeys(("epoch_loss_sum", "epoch_correct"), _NUMBER),

@@ -1,4 +1,4 @@
-"""Each attempt ends as the table says: one line, the right exit code, nothing started and nothing left."""
+"""Each attempt ends with one line and its exit code, and leaves nothing behind."""
 
 from __future__ import annotations
 

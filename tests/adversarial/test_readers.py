@@ -268,7 +268,7 @@ VALUES = st.recursive(
 
 
 def objects(examples: list[dict[str, Any]]) -> st.SearchStrategy[Any]:
-    """Objects like these, of which some values are others."""
+    """Objects like these, with some values replaced."""
     names = st.sampled_from(sorted({name for example in examples for name in example}))
     changes = st.dictionaries(names, VALUES, max_size=3)
     return st.tuples(st.sampled_from(examples), changes).map(lambda pair: {**pair[0], **pair[1]}) | VALUES

@@ -205,7 +205,7 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_anew(run_dir: Path) -
     done = run_toy(run_dir)
     assert done.returncode == 1
     assert re.search(r"no checkpoint in \S+ is good: .* start anew with --no-resume", done.stderr)
-    # What needs the weights alone works.
+    # An evaluation needs the weights alone, and works.
     assert run_toy(run_dir, "--evaluate-only").returncode == 0
 
 
@@ -359,7 +359,7 @@ def put_in_the_way(path: Path, kind: str, outside: Path) -> None:
         path.symlink_to(outside)
 
 
-# Of a resumed run: the path, what is there, the exit code, and what the one error says.
+# For a resumed run: the path, the thing in its place, the exit code, and the one error.
 IN_THE_WAY = [
     ("log", "file", 2, r"cannot make \S+/log: File exists: name another place"),
     ("log/rank-0.log", "folder", 1, r"cannot write \S+rank-0.log: not a regular file"),
@@ -371,7 +371,7 @@ IN_THE_WAY = [
     ("result.json", "folder", 1, r"cannot write \S+result.json: Is a directory"),
     ("model.safetensors", "folder", 1, r"cannot write \S+model.safetensors: Is a directory"),
 ]
-# What is replaced, skipped or left out, and stops no run; all of a kind at once.
+# Things that are replaced, skipped or left out, so that the run continues; all of a kind at once.
 HARMLESS = {
     "FIFO": "log/.alive-0.0.tmp log/events.jsonl log/stack-0.txt checkpoints/.step-00000002.tmp metrics.jsonl "
     "checkpoints/step-00000007/manifest.json .metrics.jsonl.tmp",
@@ -503,7 +503,7 @@ FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 @st.composite
 def mutated(draw: st.DrawFn, value: Any) -> Any:
-    """Return a JSON value of which one place is another value, or is dropped."""
+    """Return a JSON value with one value in it replaced or dropped."""
     if isinstance(value, (dict, list)) and value and draw(st.integers(0, 4)):
         keys = sorted(value) if isinstance(value, dict) else range(len(value))
         key = draw(st.sampled_from(list(keys)))

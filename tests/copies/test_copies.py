@@ -14,7 +14,7 @@ from repository import clone
 
 COPIES = [(app, alone) for app in APPS for alone in (False, True)]
 IN_MATRIX = [("mnist_lightning", True)]  # its own tests are the fastest
-# Of its tests the matrix collects all, and runs three: by the launch script, by plain Python, and one that must fail.
+# The matrix collects all of its tests and runs three: by the launch script, by plain Python, and one that must fail.
 SOME = ["-n", "2", "tests/my_copy", "-k", "each_test_image or plain_python or wrong_environment"]
 
 

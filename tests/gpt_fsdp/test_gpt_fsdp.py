@@ -216,7 +216,7 @@ STAGES = {
 def test_a_rank_is_killed_while_a_checkpoint_is_written(
     harness: Harness, soak: bool, stage: str, rank: int, table: list[str]
 ) -> None:
-    """The checkpoint before is gone on from."""
+    """The run resumes from the checkpoint before."""
     options = [*UNEVEN, "--accumulate=1", "--checkpoint-every=5", "--max-steps=12"]
     reference = harness.train(3, *options, run_dir=harness.folder / "undisturbed")
     fault = {"rank": rank, **STAGES[stage], "signal": signal.SIGKILL}

@@ -74,7 +74,7 @@ class Load:
         return code == 0
 
     def victims(self) -> dict[str, list[int]]:
-        """Return the processes of the job by what they are. Those of an earlier script may be among them."""
+        """Return the processes of the job by kind, also those of an earlier script."""
         found: dict[str, list[int]] = {}
         for pid, environ in environments().items():
             if environ.get("SAMESTEP_TEST") == self.harness.mark and environ.get("LOAD_JOB") == self.name:

@@ -77,7 +77,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearray:
-    """Return the ``size`` bytes that are left in a file of ``path``, of which no more than one byte more is read.
+    """Return the ``size`` bytes that are left in a file of ``path``, and read at most one byte more.
 
     Raises ConfigError, with ``expected``, which describes them, if there are fewer or more.
     """
