@@ -70,3 +70,14 @@ def listening(pids: Iterable[int]) -> set[str]:
             with contextlib.suppress(OSError):
                 found |= {addresses[link]} if (link := os.readlink(descriptor)) in addresses else set()
     return found
+
+
+def connect(port: int, timeout: float = 10.0) -> socket.socket:
+    """A connection to what listens on this machine, as soon as it does."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=timeout)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

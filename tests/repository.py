@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -32,7 +33,7 @@ def clone(root: Path) -> Path:
 Ended = subprocess.CompletedProcess[str]
 
 
-def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 120) -> Ended:
+def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 120, **settings: Any) -> Ended:
     """A command that has ended, whatever its code."""
     return subprocess.run(
         command,
@@ -43,4 +44,5 @@ def ran(folder: Path, *command: str, environ: Mapping[str, str], limit: float = 
         text=True,
         timeout=limit,
         check=False,
+        **settings,
     )

@@ -39,6 +39,20 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
 
+def own_folder(path: Path) -> os.stat_result | None:
+    """Return the status of a folder in a place that others write to, made with mode 700 if it is missing.
+
+    It is None if the folder cannot be made, is another user's, or is a link.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() else None
+
+
 def create(path: Path) -> IO[bytes]:
     """Open a new file to write; a file or a link that has its place is deleted. Raises OSError."""
     path.unlink(missing_ok=True)

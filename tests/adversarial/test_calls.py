@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from attempts import DONE, Attempt, check
+from repository import ran
 from scratch_project import LAUNCHER, LIMIT, REPOSITORY, ScratchProject, environment
 
 NOBODY = 65534
@@ -61,7 +62,7 @@ ATTEMPTS = [
     Attempt(14, "PYTHONSAFEPATH", 0, prepare=neighbor, environ={"PYTHONSAFEPATH": "1"},
             launcher=f"import model\n{DONE}", starts=1),
     Attempt(18, "N is large", 2, "N=100001 is not a whole number from 1 to 100000", arguments=("100001",)),
-    Attempt(18, "SAMESTEP_TRACK_SECONDS is no number", 2, "SAMESTEP_TRACK_SECONDS=nan: give",
+    Attempt(18, "SAMESTEP_TRACK_SECONDS is not a number", 2, "SAMESTEP_TRACK_SECONDS=nan: give",
             arguments=("2", "--track=wandb"), environ={"SAMESTEP_TRACK_SECONDS": "nan"}),
     Attempt(21, "PYTHON exits with 0", 2, "PYTHON=/bin/true is not a Python of at", environ={"PYTHON": "/bin/true"}),
     Attempt(21, "PYTHON is echo", 2, "PYTHON=echo is not a Python of at least 3.9", environ={"PYTHON": "echo"}),
@@ -88,17 +89,7 @@ def call(root: Path, cwd: Path, *words: str, bash: str = 'exec "$@"', **settings
     environ = environment(**{"PYTHON": sys.executable, **settings.pop("environ", {})})
     template = ["{python}", str(launcher), "{nproc}", "{master_port}", "{options}"]
     command = ["bash", str(root / "scripts" / "launch.sh"), "toy", *template, "--", *words]
-    return subprocess.run(
-        ["bash", "-c", bash, "bash", *command],
-        cwd=cwd,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-        **settings,
-    )
+    return ran(cwd, "bash", "-c", bash, "bash", *command, environ=environ, limit=LIMIT, **settings)
 
 
 def one_error(done: Done) -> str:

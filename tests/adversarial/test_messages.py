@@ -21,7 +21,7 @@ import pytest
 from attempts import Attempt, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import free_port
+from processes import connect, free_port
 from samestep import ConfigError, NonRetryableError
 from samestep.launch import preflight
 from samestep.launch.preflight import PROTOCOL, JsonConnection, NodeInfo, Rendezvous
@@ -37,16 +37,6 @@ Future_ = Future[Rendezvous]
 
 def join(node: NodeInfo, port: int, secret: bytes = b"", limit: float = LIMIT) -> Rendezvous:
     return preflight.preflight(node, "127.0.0.1", port, limit, lambda: {"job": "j"}, lambda plan: None, secret=secret)
-
-
-def connect(port: int) -> socket.socket:
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=10)
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 def call(port: int, message: Any, secret: bytes = b"") -> Mapping[str, Any]:

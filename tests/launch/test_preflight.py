@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import free_port
+from processes import connect, free_port
 from samestep import ConfigError, NonRetryableError
 from samestep.launch import preflight
 from samestep.launch.preflight import NodeInfo, Rendezvous
@@ -167,7 +167,7 @@ def test_a_machine_that_is_lost_while_others_get_ready_is_named() -> None:
     port = int(free_port())
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(preflight.preflight, node(0), "127.0.0.1", port, 20.0, dict, nothing)
-        line = preflight.JsonConnection(connect(port))
+        line = preflight.JsonConnection(connect(port, 5))
         assert line.introduce(asdict(node(1, nonce="one")), time.monotonic() + 10) == {"here": True}
         assert line.receive() == {"plan": {}}
         line.close()
@@ -179,11 +179,11 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(preflight.preflight, node(0, 3), "127.0.0.1", port, 20.0, dict, nothing)
         said = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
-        strangers = [connect(port) for _ in said]
+        strangers = [connect(port, 5) for _ in said]
         for stranger, words in zip(strangers, said):
             stranger.sendall(words)
         strangers[0].close()
-        once = preflight.JsonConnection(connect(port))  # a machine that says who it is, and dies
+        once = preflight.JsonConnection(connect(port, 5))  # a machine that says who it is, and dies
         assert once.introduce(asdict(node(1, 3, nonce="one")), time.monotonic() + 10) == {"here": True}
         once.close()
         again = pool.submit(preflight.preflight, node(1, 3), "127.0.0.1", port, 20.0, dict, nothing)
@@ -191,16 +191,6 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
         assert [host.result(10), again.result(10)] == [met, met]
         for stranger in strangers:
             stranger.close()
-
-
-def connect(port: int) -> socket.socket:
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 def test_machines_that_come_at_different_times_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ A launch script calls `resolve` once, before it starts a rank, so that a rank's 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 from samestep import ConfigError
 from samestep.data import files
 from samestep.data.files import CIFAR_ARCHIVE, DatasetInfo, damaged, missing
+from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 
@@ -233,11 +233,6 @@ def cache_folder(name: str) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder in a place that others write to is this user's and no link; make it if it is missing."""
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        status = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH
+    """Return whether a folder is this user's, and not writable for everyone; make it if it is missing."""
+    status = own_folder(folder)
+    return status is not None and not status.st_mode & stat.S_IWOTH

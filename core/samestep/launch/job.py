@@ -75,7 +75,6 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     Raises:
         ConfigError: a variable is missing, malformed or out of range, or the port is in use.
     """
-    from samestep.launch.preflight import read_secret
 
     def first(*names: str) -> tuple[str, str]:
         return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
@@ -107,7 +106,11 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
     port = parse_integer(name, text, least=1, most=65535) if text else None
     if port and rank == 0 and not user_folder.port_is_free(port):
         raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
-    return Nodes(count, rank, addr, port, read_secret(environ) if count > 1 else b"")
+    if count == 1:
+        return Nodes(count, rank, addr, port)
+    from samestep.launch.preflight import read_secret  # one machine does not load it
+
+    return Nodes(count, rank, addr, port, read_secret(environ))
 
 
 def parse_integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:

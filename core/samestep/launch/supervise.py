@@ -40,7 +40,7 @@ HEARTBEAT = {
     "step": untrusted.integer(0, 2**63),
     "updates": untrusted.integer(0, 2**63),
 }
-# What ranks report when another one has ended: gloo's, NCCL's and Horovod's words.
+# The errors of gloo, NCCL and Horovod in ranks that have lost another one.
 LOST_CONNECTION = re.compile(
     rb"error: rank \d+: .*(connection (was )?(closed|reset)|broken pipe|remote process|has been shut down)",
     re.IGNORECASE,
@@ -235,10 +235,11 @@ class HeartbeatWatch:
                 if self._changes.get(path, (None,))[0] == state:
                     continue
                 self._changes[path] = state, now
-                if beat := _heartbeat(path, self._job):
-                    here = beat["host"] == socket.gethostname()
-                    self._ranks.update({path: beat} if here else {})
-                    self._elsewhere.update(() if here else (path,))
+                beat = _heartbeat(path, self._job)
+                if beat and beat["host"] == socket.gethostname():
+                    self._ranks[path] = beat
+                elif beat:
+                    self._elsewhere.add(path)
 
     def _hang(self, now: float) -> dict[str, Any]:
         limit = max(self._timeout, self._first_step_timeout, START_SECONDS)

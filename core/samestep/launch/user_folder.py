@@ -12,15 +12,15 @@ import os
 import random
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from samestep import NonRetryableError
 from samestep.launch.supervise import block_signals, print_stderr
+from samestep.untrusted import open_regular, own_folder
 
-BASE = Path("/tmp")  # whatever the environment says, because all jobs of a user must find the same locks
+BASE = Path("/tmp")  # not TMPDIR, because all jobs of a user must find the same locks
 PORTS = range(20_000, 32_768)  # below those of connections: none is taken before a launcher listens
 PORT_TRIES = 1000
 MAX_TMPDIR = 60  # bytes: frameworks make Unix sockets there, whose paths have at most 107
@@ -30,10 +30,7 @@ def user_folder(base: Path) -> Path | None:
     """Return ``base/samestep-<uid>``, made if it is missing; None if it is not this user's alone."""
     folder = base / f"samestep-{os.getuid()}"
     with contextlib.suppress(OSError):
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(0o700)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+        if own_folder(folder):
             folder.chmod(0o700)  # a cache of datasets was made with the user's umask
             return folder
     return None
@@ -65,13 +62,12 @@ def reserved_port(given: int | None) -> Iterator[int]:
 
 
 def _open_locks() -> int | None:
-    """Return the file of which one byte is locked for each port in use; None, with a warning, if there is none."""
+    """Return the file that has a byte to lock for each port; warn and return None if it cannot be used."""
     folder = user_folder(BASE)
     with contextlib.suppress(OSError):
         if folder is not None:
-            locks = os.open(folder / "ports.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-            status = os.fstat(locks)
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            locks = open_regular(folder / "ports.lock", os.O_RDWR, 0o600)
+            if os.fstat(locks).st_uid == os.getuid():
                 return locks
             os.close(locks)
     _warn_once()
@@ -130,7 +126,7 @@ def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
     They are {} if it cannot be made, or if not all ranks that this launcher starts are on this machine.
 
     Launchers and ranks that are killed leave files there. If the launch script itself is killed, the next one removes
-    the folder: a lock on it tells whether its owner lives.
+    the folder: the lock on it shows whether its owner lives.
     """
     base = Path(os.environ.get("TMPDIR") or BASE)
     is_short = base.is_absolute() and len(os.fsencode(base)) <= MAX_TMPDIR
