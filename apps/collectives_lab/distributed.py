@@ -37,6 +37,7 @@ from samestep.torch.distributed import all_gather, broadcast, choose_device
 
 APP = "collectives_lab"
 RENDEZVOUS_SECONDS = 60.0  # Python starts slowly on a busy machine; --timeout applies after the rendezvous
+REPORT_SECONDS = 10.0  # for one line on a busy machine; torchrun kills a rank 30 s after TERM
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Session:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = RENDEZVOUS_SECONDS  # seconds for one collective: --timeout
     pending: tuple[str, float, float] | None = None  # a collective, its begin by time.monotonic(), and its limit, in s
+    failed: bool = False  # a collective has failed, and the main thread reports it
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of those that are done
 
 
@@ -71,6 +73,7 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
         yield
         finish()  # inside: with NCCL a rank waits for the others here, and a failure is raised here
     except (RuntimeError, ValueError) as error:
+        session.failed = True
         text = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
         raise NonRetryableError(f"rank {session.world.rank}: {text}") from error
     finally:
@@ -107,9 +110,9 @@ def _exit_on_signal(stopped: Stopped) -> None:
     """End this rank at once. A launcher sends TERM after another rank has failed: report the pending collective."""
     if stopped.exit_code != 128 + signal.SIGTERM:
         os._exit(stopped.exit_code)
-    if session.pending is None:
-        time.sleep(0.5)  # if a collective has just failed, the main thread reports it
-    if pending := session.pending:
+    if session.failed:
+        threading.main_thread().join(REPORT_SECONDS)  # it ends the process
+    elif pending := session.pending:
         place = f"rank {session.world.rank}: {pending[0]}"
         log.error(f"{place} was cut short: the launcher stopped this rank (TERM), as it does when another has failed")
     os._exit(1)
