@@ -23,8 +23,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel and all parts of a "
-        "usual step: the same at any number of ranks, exact evaluation, and a run that can be killed and resumed.",
+        description="Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel: every step is the "
+        "same at any number of ranks, and a killed run resumes.",
     )
     add_common(
         parser,
@@ -40,42 +40,56 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         bounded_float(0.0, below=1.0),
         bounded_float(0.0, above=True),
     )
-    add = parser.add_argument_group("model").add_argument
-    models = "small: a VGG of 242,474 parameters (the default); resnet18, resnet50: torchvision's"
+    add = parser.group("Model").add_argument
+    models = f"network: a VGG with 242,474 parameters (small), or torchvision's {default}"
     add("--model", choices=("small", "resnet18", "resnet50"), default="small", help=models)
-    stem = "first layers of a ResNet: 3 x 3 (the default), or 7 x 7 with stride 2 and pooling"
+    stem = "first layers of a ResNet: 3 x 3 (cifar), or 7 x 7 with stride 2 and pooling (imagenet) (default: cifar)"
     add("--stem", choices=("cifar", "imagenet"), help=stem)
-    norm = "batch: statistics over the global batch, at any number of ranks (the default)"
+    norm = f"normalization: over the global batch, or over groups of channels {default}"
     add("--norm", choices=("batch", "group"), default="batch", help=norm)
     add("--freeze-bn", action="store_true", help="normalize by the stored statistics, also in training")
     add(
-        "--dropout", type=fraction, default=0.1, metavar="P", help=f"dropout probability of the last features {default}"
+        "--dropout",
+        type=fraction,
+        default=0.1,
+        metavar="P",
+        help=f"dropout probability before the last layer {default}",
     )
-    add = parser.add_argument_group("the step").add_argument
-    add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crop and flip (the default)")
+    add = parser.group("Training").add_argument
+    add(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="crop and flip at random (default: augment)",
+    )
     add("--label-smoothing", type=fraction, default=0.1, metavar="S", help=f"label smoothing in training {default}")
     add("--accumulate", type=bounded_int(1), default=1, metavar="K", help=f"micro-batches per global batch {default}")
     add("--clip-norm", type=positive, metavar="C", help="maximum norm of the global batch's gradient (default: none)")
-    add("--autocast", choices=("none", "bfloat16"), default="none", help="weights and optimizer stay in float32")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"float64 to compare runs {default}")
-    add("--compile", action="store_true", help="compile forward and backward by torch.compile; needs a C++ compiler")
-    first = "--timeout until the first step is done (default: --timeout; with --compile at least 1800)"
-    add("--first-step-timeout", type=positive, metavar="T", help=first)
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help=default)
+    autocast = f"type of the forward pass; weights and optimizer stay in float32 {default}"
+    add("--autocast", choices=("none", "bfloat16"), default="none", help=autocast)
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
+    add("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
+    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help=f"optimizer {default}")
     add("--momentum", type=fraction, default=0.9, metavar="M", help=f"Nesterov momentum of sgd {default}")
     decay = "weight decay, except for norms and biases (default: 5e-4 with sgd, 0.05 with adamw)"
     add("--weight-decay", type=bounded_float(0.0), metavar="W", help=decay)
     schedules = ("cosine", "linear", "step", "one-cycle", "constant")
-    add("--schedule", choices=schedules, default="cosine", help=f"schedule of --lr over --epochs {default}")
+    add(
+        "--schedule", choices=schedules, default="cosine", help=f"schedule of the learning rate over --epochs {default}"
+    )
     warmup = f"steps of linear warm-up before the schedule {default}"
     add("--warmup-steps", type=bounded_int(0), default=0, metavar="S", help=warmup)
-    average = "evaluate the moving average of the weights with this decay, such as 0.999 (default: the weights)"
+    average = "decay of a moving average of the weights, which is then evaluated, such as 0.999 (default: none)"
     add("--ema", type=fraction, metavar="D", help=average)
-    add = parser.add_argument_group("input").add_argument
-    ways = "memory: index a tensor of all images (the default); loader: a DataLoader, for larger data; equal losses"
+    add = parser.group("Data").add_argument
+    ways = f"source of batches: a tensor of all images, or a DataLoader for larger data; losses are equal {default}"
     add("--input", choices=("memory", "loader"), default="memory", help=ways)
-    add("--workers", type=bounded_int(0), default=2, metavar="W", help=f"loader processes per rank {default}")
+    add(
+        "--workers", type=bounded_int(0), default=2, metavar="W", help=f"processes of --input loader per rank {default}"
+    )
+    add = parser.group("Fault tolerance").add_argument
+    first = "--timeout in seconds for the first step (default: --timeout; with --compile at least 1800)"
+    add("--first-step-timeout", type=positive, metavar="T", help=first)
     add_local_rank(parser)
     return parser
 

@@ -13,13 +13,13 @@ from samestep import ConfigError
 from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
 
 COMMANDS = {
-    "primitives": "every collective: values before and after, checked against its definition, and timed over sizes",
-    "aggregate": "one training, its gradients averaged by ten strategies: time, bytes, messages, loss and accuracy",
-    "straggler": "one slow rank: who waits for whom, from timestamps around each collective in every rank",
-    "launchers": "one small job by torchrun, spawn and Process: what each sets, how it fails; DataParallel beside DDP",
-    "predict": "latency and bandwidth fitted from what primitives measured, and what follows for 65,536 ranks",
-    "report": "one self-contained HTML page of all that the run dir holds",
-    "all": "all of these in turn",
+    "primitives": "check every collective against its definition, and time it over sizes",
+    "aggregate": "average gradients by ten strategies: time, bytes, messages, loss, accuracy",
+    "straggler": "slow one rank down, and measure each rank's waits at each collective",
+    "launchers": "start a small job by torchrun, spawn and Process; compare settings and failures",
+    "predict": "fit latency and bandwidth to measurements, and predict 65,536 ranks",
+    "report": "write the run dir's results as one self-contained HTML page",
+    "all": "run all of these in turn",
 }
 PRIMITIVES = (
     "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all barrier send_recv isend_irecv"
@@ -58,7 +58,7 @@ def _timed_calls() -> str:
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of all commands; ``usage`` of a command has its name in place of COMMAND."""
-    description = "Show, measure and predict collectives among N real processes: tables, pictures, JSON in the run dir."
+    description = "Measure and predict collectives among N processes; write tables, pictures and JSON to the run dir."
     parser = Parser(prog=prog, usage=usage, description=description)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     commands = {}
@@ -66,14 +66,19 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         full = text[0].upper() + text[1:] + "."
         own_usage = usage.replace("COMMAND", name) if usage else None
         commands[name] = subparsers.add_parser(name, help=text, description=full, usage=own_usage)
-        add = commands[name].add_argument_group("the run").add_argument
-        add("--run-dir", type=Path, metavar="DIR", help="where results go (default: runs/collectives_lab/<UTC time>)")
-        add("--quick", action="store_true", help="fewer sizes, steps and repetitions: a few minutes for `all`")
-        devices = "auto: a GPU if every rank has its own"
+        add = commands[name].add_argument_group("Run").add_argument
+        add(
+            "--run-dir",
+            type=Path,
+            metavar="DIR",
+            help="directory for results (default: runs/collectives_lab/<UTC time>)",
+        )
+        add("--quick", action="store_true", help="use fewer sizes, steps and repetitions; `all` takes minutes")
+        devices = "device; auto takes a GPU if each rank has its own (default: auto)"
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
-        limit = f"seconds that any one collective may take; then an error names it {DEFAULT}"
+        limit = f"maximum seconds of one collective; an error names it after that {DEFAULT}"
         add("--timeout", type=seconds, default=60.0, metavar="T", help=limit)
-        add("--quiet", action="store_true", help="no tables on the console")
+        add("--quiet", action="store_true", help="print no tables")
     for name in ("primitives", "aggregate", "straggler", "launchers"):
         # `python -m torch.distributed.launch` puts it before a program's own arguments, and sets LOCAL_RANK as well.
         commands[name].add_argument("--local-rank", "--local_rank", type=bounded_int(0), help=argparse.SUPPRESS)
@@ -81,55 +86,66 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     _add_aggregate(commands["aggregate"])
     _add_straggler(commands["straggler"])
 
-    add = commands["launchers"].add_argument_group("the small job").add_argument
-    add("--steps", type=bounded_int(2), default=20, metavar="S", help=f"updates {DEFAULT}")
-    add = commands["predict"].add_argument_group("what is predicted").add_argument
-    compute = f"seconds of computation in a simulated step {DEFAULT}"
+    add = commands["launchers"].add_argument_group("Small job").add_argument
+    add("--steps", type=bounded_int(2), default=20, metavar="S", help=f"number of updates {DEFAULT}")
+    add = commands["predict"].add_argument_group("Prediction").add_argument
+    compute = f"seconds of computation per simulated step {DEFAULT}"
     add("--compute", type=bounded_float(0.0), default=0.3, metavar="S", help=compute)
-    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=f"of the simulation {DEFAULT}")
-    add = commands["report"].add_argument_group("the report").add_argument
-    add("--markdown", action="store_true", help="also the tables as Markdown, on the console and in report.md")
+    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=f"seed of the simulation {DEFAULT}")
+    add = commands["report"].add_argument_group("Report").add_argument
+    add("--markdown", action="store_true", help="also write the tables as Markdown, to the console and report.md")
     return parser
 
 
 def _add_primitives(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is measured").add_argument
-    add("--only", choices=PRIMITIVES, help="one primitive instead of all")
+    add = parser.add_argument_group("Measurement").add_argument
+    only = f"collective to measure: {', '.join(PRIMITIVES)} (default: all)"
+    add("--only", choices=PRIMITIVES, metavar="NAME", help=only)
     operators = f"operators of all_reduce, reduce and reduce_scatter: {', '.join(OPERATORS)} (default: all)"
     add("--ops", type=_names(OPERATORS), default=OPERATORS, metavar="A,B", help=operators)
-    largest = f"bytes of the largest tensor; the smallest has 1 KiB {DEFAULT}"
+    largest = f"size of the largest tensor in bytes; the smallest has 1 KiB {DEFAULT}"
     add("--max-bytes", type=bounded_int(1, 2**40), default=QuickDefault(2**26, 2**22), metavar="B", help=largest)
     calls = QuickDefault(None, 8, _timed_calls())
-    add("--repeats", type=bounded_int(1), default=calls, metavar="R", help=f"timed calls of each size {DEFAULT}")
-    add("--no-timing", action="store_true", help="only values and checks")
-    add = parser.add_argument_group("what goes wrong (needs --only)").add_argument
-    fault = "one rank is killed or stopped in the middle of the collective, never calls it, or has another shape: "
-    add("--fault", choices=FAULTS, help=fault + "the others end with an error that names the collective")
-    add("--fault-rank", type=bounded_int(0), metavar="R", help="rank of the fault (default: the last)")
+    add("--repeats", type=bounded_int(1), default=calls, metavar="R", help=f"timed calls per size {DEFAULT}")
+    add("--no-timing", action="store_true", help="check values without timing")
+    add = parser.add_argument_group("Fault injection (needs --only)").add_argument
+    fault = "fault of one rank: killed or stopped in the collective, missing from it, or other shapes (default: none)"
+    add("--fault", choices=FAULTS, help=fault)
+    add("--fault-rank", type=bounded_int(0), metavar="R", help="rank that has the fault (default: the last)")
 
 
 def _add_aggregate(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is compared").add_argument
-    strategies = f"{', '.join(STRATEGIES)} (default: all)"
+    add = parser.add_argument_group("Comparison").add_argument
+    strategies = f"strategies to compare: {', '.join(STRATEGIES)} (default: all)"
     add("--strategies", type=_names(STRATEGIES), default=STRATEGIES, metavar="A,B", help=strategies)
-    ranks = f"numbers of ranks to train on (default: {', '.join(map(str, RANKS))} up to N, N)"
+    ranks = f"world sizes to train with (default: {', '.join(map(str, RANKS))} up to N, N)"
     add("--ranks", type=_integers(1), metavar="A,B", help=ranks)
-    rounds = f"interleaved rounds of one large reduction {DEFAULT}"
+    rounds = f"repetitions of one large reduction, interleaved {DEFAULT}"
     add("--rounds", type=bounded_int(1), default=10, metavar="R", help=rounds)
     add(
-        "--bytes", type=bounded_int(8, 2**40), default=2**25, metavar="B", help=f"size of the large reduction {DEFAULT}"
+        "--bytes",
+        type=bounded_int(8, 2**40),
+        default=2**25,
+        metavar="B",
+        help=f"size of the large reduction in bytes {DEFAULT}",
     )
     add = _add_training(parser)
-    epochs = f"passes over its 4,000 digits {DEFAULT}"
+    epochs = f"passes over the 4,000 training digits {DEFAULT}"
     add("--epochs", type=bounded_int(1), default=QuickDefault(5, 1), metavar="E", help=epochs)
-    add("--max-steps", type=bounded_int(1), metavar="S", help="stop at this step")
+    add("--max-steps", type=bounded_int(1), metavar="S", help="last step (default: none)")
 
 
 def _add_straggler(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("who is slow, and how much").add_argument
+    add = parser.add_argument_group("Slow rank").add_argument
     delays = QuickDefault((0, 5, 10, 20, 40), (0, 10))
-    add("--delays", type=_integers(0), default=delays, metavar="A,B", help=f"milliseconds {DEFAULT}")
-    steps = f"updates of each experiment {DEFAULT}"
+    add(
+        "--delays",
+        type=_integers(0),
+        default=delays,
+        metavar="A,B",
+        help=f"delays of the slow rank in milliseconds {DEFAULT}",
+    )
+    steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
     _add_training(parser)
@@ -137,19 +153,19 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     """Add the options of a training; return the function that adds more."""
-    add = parser.add_argument_group("the training (mnist_ddp's model on mnist-5k)").add_argument
+    add = parser.add_argument_group("Training (mnist_ddp's model on mnist-5k)").add_argument
     batch = f"samples per step, over all ranks {DEFAULT}"
     add("--global-batch-size", type=bounded_int(1), default=128, metavar="B", help=batch)
     add("--lr", type=bounded_float(0.0, above=True), default=0.03, help=f"learning rate of SGD {DEFAULT}")
     add("--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help=f"momentum of SGD {DEFAULT}")
     dropout = f"dropout probability {DEFAULT}"
     add("--dropout", type=bounded_float(0.0, below=1.0), default=0.5, metavar="P", help=dropout)
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {DEFAULT}")
     add(
         "--seed",
         type=bounded_int(0, 2**63 - 1),
         default=1,
-        help=f"decides initial weights, order of samples, dropout {DEFAULT}",
+        help=f"seed of initial weights, sample order and dropout {DEFAULT}",
     )
     return add
 

@@ -52,8 +52,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train a small GPT on a text's bytes with PyTorch FSDP2 and tensor parallelism: the same steps "
-        "at any mesh, checkpoints that any other mesh reads, and a run that can be killed and resumed.",
+        description="Train a small GPT on a text's bytes with PyTorch FSDP2 and tensor parallelism: every step is the "
+        "same at any mesh, and a killed run resumes at any other.",
     )
     add_common(
         parser,
@@ -65,29 +65,38 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
     default, count = "(default: %(default)s)", bounded_int(1)
-    add = parser.add_argument_group("model").add_argument
-    add("--layers", type=count, default=4, metavar="L", help=f"number of blocks {default}")
+    add = parser.group("Model").add_argument
+    add("--layers", type=count, default=4, metavar="L", help=f"number of transformer blocks {default}")
     add("--width", type=bounded_int(2), default=128, metavar="W", help=f"features per byte {default}")
     add("--heads", type=count, default=4, metavar="H", help=f"attention heads per block {default}")
     add("--context", type=count, default=128, metavar="T", help=f"bytes per window; a sample is one window {default}")
-    add = parser.add_argument_group("the ranks").add_argument
-    add("--mesh", metavar="DPxTP", help="data-parallel times tensor-parallel ranks, such as 2x2 (default: Nx1)")
-    recompute = "compute each block again in the backward pass instead of keeping its activations"
+    add = parser.group("Training").add_argument
+    add(
+        "--mesh",
+        metavar="DPxTP",
+        help="data-parallel times tensor-parallel ranks, such as 2x2 (default: all data-parallel)",
+    )
+    recompute = "recompute activations in the backward pass, to save memory"
     add("--checkpoint-activations", action="store_true", help=recompute)
-    add = parser.add_argument_group("the step").add_argument
     add("--accumulate", type=count, default=1, metavar="K", help=f"micro-batches per global batch {default}")
     clip = "maximum norm of the global batch's gradient (default: none)"
     add("--clip-norm", type=bounded_float(0.0, above=True), metavar="C", help=clip)
-    add("--autocast", choices=("none", "bfloat16"), default="none", help="weights and optimizer stay in float32")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"float64 to compare runs {default}")
-    add = parser.add_argument_group("optimizer (AdamW)").add_argument
-    add("--weight-decay", type=bounded_float(0.0), default=0.1, metavar="W", help=f"except for norms {default}")
-    schedule = f"schedule of --lr over --epochs {default}"
+    autocast = f"type of the forward pass; weights and optimizer stay in float32 {default}"
+    add("--autocast", choices=("none", "bfloat16"), default="none", help=autocast)
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
+    add(
+        "--weight-decay",
+        type=bounded_float(0.0),
+        default=0.1,
+        metavar="W",
+        help=f"AdamW's weight decay, except for norms {default}",
+    )
+    schedule = f"schedule of the learning rate over --epochs {default}"
     add("--schedule", choices=("cosine", "constant"), default="cosine", help=schedule)
     warmup = f"steps of linear warm-up before the schedule {default}"
     add("--warmup-steps", type=bounded_int(0), default=30, metavar="S", help=warmup)
-    add = parser.add_argument_group("data").add_argument
-    add("--data-file", type=Path, metavar="FILE", help="train on the bytes of this file")
+    add = parser.group("Data").add_argument
+    add("--data-file", type=Path, metavar="FILE", help="file to train on; implies --dataset file (default: none)")
     add_local_rank(parser)
     return parser
 

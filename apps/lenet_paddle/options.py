@@ -19,12 +19,12 @@ LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options; the launch script gives ``prog`` and ``usage`` of its own."""
+    """Return the parser of the options."""
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train LeNet on MNIST with PaddlePaddle, by any of its three APIs: the same global batches at any "
-        "number of ranks, exact evaluation, and a run that can be killed and resumed.",
+        description="Train LeNet on MNIST with any of PaddlePaddle's three APIs: every step is the same at any number "
+        "of ranks, and a killed run resumes.",
     )
     add_common(
         parser,
@@ -35,31 +35,32 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "gpu"),
         resume_mutable=("gpus", "launcher", "nprocs", "visualdl"),
     )
-    add = parser.add_argument_group("model and optimizer").add_argument
-    add("--optimizer", choices=("sgd", "adam"), default="adam", help="(default: %(default)s)")
-    add("--momentum", type=bounded_float(0, below=1), default=0.9, metavar="M", help="of sgd (default: %(default)s)")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="float64 for comparisons")
-    add = parser.add_argument_group("paddle").add_argument
+    default = "(default: %(default)s)"
+    add = parser.group("Training").add_argument
+    add("--optimizer", choices=("sgd", "adam"), default="adam", help=f"optimizer {default}")
+    add("--momentum", type=bounded_float(0, below=1), default=0.9, metavar="M", help=f"momentum of sgd {default}")
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
     add(
         "--api",
         choices=("basic", "fleet", "highlevel"),
         default="basic",
-        help="basic: DataParallel (the default); fleet: the same by paddle.distributed.fleet; highlevel: paddle.Model",
+        help=f"API: DataParallel (basic), paddle.distributed.fleet, or paddle.Model (highlevel) {default}",
     )
     add(
         "--launcher",
         choices=("launch", "spawn"),
         default="launch",
-        help="what starts the ranks: paddle.distributed.launch (the default), or train.py by paddle.distributed.spawn",
+        help=f"module of paddle.distributed that starts the ranks {default}",
     )
     add(
         "--nprocs",
         type=bounded_int(1),
         metavar="N",
-        help="ranks of --launcher spawn (default: N of the script; without it one per GPU, else one per processor)",
+        help="number of ranks with --launcher spawn (default: N of the script; else one per GPU, or per processor)",
     )
     add("--gpus", type=gpu_list, metavar="I,J", help="GPUs to use, one per rank, such as 0,1 (default: the first N)")
-    add("--visualdl", type=Path, metavar="DIR", help="write loss and accuracy there, for the visualdl command")
+    add = parser.group("Logging and tracking").add_argument
+    add("--visualdl", type=Path, metavar="DIR", help="folder for VisualDL's loss and accuracy (default: none)")
     return parser
 
 

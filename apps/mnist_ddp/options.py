@@ -18,8 +18,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train a small CNN on MNIST with PyTorch DistributedDataParallel: the same global batches at any "
-        "number of ranks, exact evaluation, and a run that can be killed and resumed.",
+        description="Train a small CNN on MNIST with PyTorch DistributedDataParallel: every step is the same at any "
+        "number of ranks, and a killed run resumes.",
     )
     add_common(
         parser,
@@ -30,12 +30,14 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
     )
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
-    add = parser.add_argument_group("model and optimizer").add_argument
-    add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
-    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"probability of dropout, for net {default}")
-    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=default)
+    add = parser.group("Model").add_argument
+    models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"
+    add("--model", choices=("net", "lenet"), default="net", help=models)
+    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"dropout probability of net {default}")
+    add = parser.group("Training").add_argument
+    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=f"optimizer {default}")
     add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"float64 to compare runs {default}")
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
     add_local_rank(parser)
     return parser
 

@@ -34,8 +34,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train a small CNN on MNIST with Horovod: the same global batches at any "
-        "number of ranks, exact evaluation, and a run that can be killed and resumed.",
+        description="Train a small CNN on MNIST with Horovod: every step is the same at any number of ranks, and a "
+        "killed run resumes.",
     )
     add_common(
         parser,
@@ -47,19 +47,21 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("transport",),
     )
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
-    add = parser.add_argument_group("model and optimizer").add_argument
-    add("--model", choices=("net", "lenet"), default="net", help="net: 21,840 parameters (the default); lenet: 61,610")
-    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"probability of dropout, for net {default}")
-    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=default)
+    add = parser.group("Model").add_argument
+    models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"
+    add("--model", choices=("net", "lenet"), default="net", help=models)
+    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"dropout probability of net {default}")
+    add = parser.group("Training").add_argument
+    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=f"optimizer {default}")
     add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
-    add("--compression", choices=("none", "fp16"), default="none", help=f"of gradients for the all-reduce {default}")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"float64 to compare runs {default}")
-    add = parser.add_argument_group("horovod").add_argument
+    compression = f"compression of gradients in the all-reduce {default}"
+    add("--compression", choices=("none", "fp16"), default="none", help=compression)
+    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
     add(
         "--transport",
         choices=("gloo", "mpi"),
-        help="how ranks communicate; with mpi, the launch script's horovodrun starts the ranks by "
-        "mpirun, and its first start builds a Horovod with MPI (default: gloo; mpi if an mpirun started the ranks)",
+        help="transport of collectives; mpi starts the ranks by mpirun, and its first start builds Horovod with MPI "
+        "(default: gloo, or mpi if mpirun started the ranks)",
     )
     # torch.distributed.launch passes it; before torch 2.0 with an underscore.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

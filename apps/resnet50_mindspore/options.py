@@ -20,11 +20,12 @@ DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    """Return the parser of the options."""
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train ResNet on CIFAR-10 with MindSpore: the same global batches at any number of ranks, exact "
-        "evaluation, and a run that can be killed and resumed.",
+        description="Train ResNet on CIFAR-10 with MindSpore: every step is the same at any number of ranks, and a "
+        "killed run resumes.",
     )
     add_common(
         parser,
@@ -36,23 +37,26 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("api", "sink_size", "first_step_timeout"),
     )
     parser.set_defaults(dtype="float32", lr=0.01)  # MindSpore's convolutions on CPU have no other dtype
-    add = parser.add_argument_group("model and optimizer").add_argument
-    add("--depth", type=int, choices=(18, 50), default=50, help="depth of the ResNet (default: %(default)s)")
-    add("--image-size", type=bounded_int(8), metavar="S", help="resize images to S x S (default: 32, on Ascend 224)")
-    add("--freeze-bn", action="store_true", help="normalize batches by the stored statistics, also in training")
-    add("--loss", choices=("expand", "builtin"), default="expand", help="in small operators, or MindSpore's own")
-    add("--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help="(default: %(default)s)")
+    default = "(default: %(default)s)"
+    add = parser.group("Model").add_argument
+    add("--depth", type=int, choices=(18, 50), default=50, help=f"depth of the ResNet {default}")
+    add("--image-size", type=bounded_int(8), metavar="S", help="image size in pixels (default: 32, on Ascend 224)")
+    add("--freeze-bn", action="store_true", help="normalize by the stored statistics, also in training")
+    add = parser.group("Training").add_argument
+    loss = f"cross-entropy in small operators, or MindSpore's own {default}"
+    add("--loss", choices=("expand", "builtin"), default="expand", help=loss)
+    add("--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help=f"momentum {default}")
     text = "omit the samples of an epoch that do not fill a global batch (default: a smaller last batch)"
     add("--drop-remainder", action="store_true", default=None, help=text)  # None: as in checkpoints without this option
-    add = parser.add_argument_group("mindspore").add_argument
-    text = "functional: value_and_grad in the app's own loop (default); highlevel: mindspore.train.Model"
+    text = f"API: the app's own loop (functional), or mindspore.train.Model (highlevel) {default}"
     add("--api", choices=("functional", "highlevel"), default="functional", help=text)
-    text = "updates per loop, which on Ascend runs on the device; divides an epoch and every interval (default: 1)"
+    text = f"steps per loop on the device; must divide an epoch and every interval {default}"
     add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
-    text = "like --timeout, until the first step, which is compiled, is done (default: 300, on Ascend 1800)"
-    add("--first-step-timeout", type=seconds, metavar="T", help=text)
-    text = "data: shards of the batch (default); auto: MindSpore cuts the operators (experimental, only on Ascend)"
+    text = f"parallelism: of the batch (data), or of operators by MindSpore (auto, experimental, Ascend only) {default}"
     add("--parallel", choices=("data", "auto"), default="data", help=text)
+    add = parser.group("Fault tolerance").add_argument
+    text = "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)"
+    add("--first-step-timeout", type=seconds, metavar="T", help=text)
     return parser
 
 

@@ -1,12 +1,24 @@
-"""Supply what distributed-training programs need and frameworks leave out.
+"""Provide the parts of a distributed-training program that frameworks omit.
 
-Every rank uses the modules of this level: ``env`` (rank, world size, launcher), ``options``, ``sharding`` (this rank's
-samples), ``schedules`` (learning rates), ``run`` and ``rundir`` (the life of one run and its folder), ``checkpoint``,
-``log``, ``metrics``, ``stop`` (stop requests), ``step_timer`` and ``monitor``.
+Modules that every rank uses:
 
-The packages beside them build on it: ``data`` (datasets), ``recovery`` (watchdog, hang diagnosis, stragglers, replica
-check), ``sharded`` (checkpoints of models that no rank holds), ``torch`` (what PyTorch apps share), ``observe``
-(report, watch, trackers) and ``launch`` (launch scripts and ``samestep run``). This module imports nothing.
+- ``env``: rank, world size and launcher
+- ``options``, ``log``, ``metrics``, ``checkpoint``
+- ``sharding``: this rank's samples
+- ``schedules``: learning rates
+- ``run`` and ``rundir``: the life of one run, and its folder
+- ``stop``, ``step_timer``, ``monitor``
+
+Packages that build on them:
+
+- ``data``: datasets
+- ``recovery``: watchdog, hang diagnosis, straggler detection, replica check
+- ``sharded``: checkpoints of models that no rank holds
+- ``torch``: shared code of PyTorch apps
+- ``observe``: report, watch, trackers
+- ``launch``: launch scripts and ``samestep run``
+
+This module imports nothing.
 """
 
 __version__ = "0.2.0"

@@ -1,13 +1,13 @@
 """Write and read checkpoints: atomic, checksummed, and without pickle.
 
 A checkpoint is a folder ``<run-dir>/checkpoints/step-00000469/`` with one safetensors file for each group of arrays
-(``model``, ``optimizer``) and ``manifest.json``, which holds the step, the small state (running sums, elapsed seconds),
-the options that a resume must repeat, and size and SHA-256 of every file. The manifest carries a SHA-256 of itself, so
-that one flipped bit anywhere is noticed. The folder is written beside its place, synced and renamed.
+(``model``, ``optimizer``) and ``manifest.json``. The manifest holds the step, the small state (running sums, elapsed
+seconds), the options that a resume must repeat, and size and SHA-256 of every file. It carries a SHA-256 of itself, so
+that any flipped bit is detected. The folder is written under a temporary name, synced and renamed.
 
-Rank 0 alone reads and writes; it broadcasts what it reads, so no shared disk is assumed. Every rank may call the
-functions that only compute (`checksum`, `weights_sha256`, `state_dict_diff`). `samestep.sharded` writes checkpoints of
-which every rank holds a shard.
+Rank 0 alone reads and writes; it broadcasts the arrays, so no shared disk is assumed. Every rank may call the
+functions that only compute (`checksum`, `weights_sha256`, `state_dict_diff`). `samestep.sharded` writes
+checkpoints from each rank's shard.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def serialize(arrays: Arrays) -> bytes:
 
 
 def submit(write: Callable[[], None]) -> None:
-    """Let the writer thread call ``write``; `finish` waits for it and raises what it raises."""
+    """Let the writer thread call ``write``; `finish` waits for it and raises its exception."""
     global _pending
     _pending = _writer.submit(write)
 
@@ -163,7 +163,7 @@ def finish() -> None:
 def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int | None) -> None:
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
-    A kill at any moment leaves whole checkpoints, the newest or the others. Raises OSError.
+    A kill at any moment leaves complete checkpoints, with or without the newest. Raises OSError.
     """
     temporary, content = temporary_of(folder), _canonical(body)
     write_file(temporary / _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
@@ -199,7 +199,7 @@ def write_file(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file beside its place, sync it and rename it. Raises OSError; nothing partial is left."""
+    """Write a file under a temporary name, sync it and rename it. Raises OSError; nothing partial is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_file(temporary, content)
@@ -219,14 +219,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def clear(run_dir: Path) -> None:
-    """Delete what a killed process left half-written or half-deleted. Raises OSError."""
+    """Delete folders that a killed process left half-written or half-deleted. Raises OSError."""
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
             delete(run_dir / "checkpoints" / entry)
 
 
 def delete(path: Path) -> None:
-    """Delete a folder, or what has its place; a link is not followed. Raises OSError."""
+    """Delete a folder or file; do not follow a link. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -248,8 +248,8 @@ def temporary_of(folder: Path) -> Path:
 
 def folders(run_dir: Path) -> list[Path]:
     """Return the checkpoints' folders, newest first; half-written ones have other names. Raises ConfigError."""
-    found = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
-    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
+    names = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
+    return sorted(names, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
 def newest(
@@ -259,8 +259,8 @@ def newest(
 
     Args:
         run_dir: the run's folder.
-        warn: gets one line for each corrupt checkpoint that is newer.
-        verify: False judges by manifests alone.
+        warn: called with one line for each corrupt checkpoint that is newer.
+        verify: False checks manifests alone.
         reader: takes the place of `read`, such as one that shares the work among ranks.
         groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
             group from its initial values.
@@ -270,11 +270,11 @@ def newest(
         ConfigError: another version of this package wrote one.
     """
     corrupt = []
-    remedy = "start anew with --no-resume or another --run-dir"
+    remedy = "start a new run with --no-resume or another --run-dir"
     for folder in folders(run_dir):
         try:
-            found = (reader or read)(folder, verify)
-            if missing := sorted({*groups} - {*found.contents}):
+            candidate = (reader or read)(folder, verify)
+            if missing := sorted({*groups} - {*candidate.contents}):
                 raise CorruptCheckpoint(f"{_MANIFEST} lacks the group {missing[0]}")
         except UnsupportedFormat as error:  # an older one would repeat its steps, and rename it
             text = f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
@@ -283,11 +283,11 @@ def newest(
             corrupt.append(f"{folder.name} ({error})")
             continue
         for text in corrupt:
-            warn(f"checkpoint {text} is damaged and skipped; using {found.folder.name}")
-        return found
+            warn(f"checkpoint {text} is damaged and skipped; using {candidate.folder.name}")
+        return candidate
     if corrupt := [*corrupt, *(entry for entry in _entries(run_dir) if entry.startswith("unequal-"))]:
         place, listed = run_dir / "checkpoints", "; ".join(corrupt)
-        raise NonRetryableError(f"no checkpoint in {place} is good: {listed}; restore one, or {remedy}")
+        raise NonRetryableError(f"no checkpoint in {place} is good: {listed}: restore one, or {remedy}")
     return None
 
 
@@ -328,7 +328,7 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
     except OSError as error:
         raise CorruptCheckpoint(os_error_message(error)) from error
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{_MANIFEST} is not what was written ({error})") from error
+        raise CorruptCheckpoint(f"{_MANIFEST} is corrupted ({error})") from error
 
 
 def quarantine(folder: Path, why: str) -> None:
@@ -353,7 +353,7 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 
 
 def digest_line(name: str, array: Any) -> bytes:
-    """Return what `weights_sha256` hashes of an array before its bytes."""
+    """Return the prefix that `weights_sha256` hashes before an array's bytes."""
     return f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
 
 
@@ -407,7 +407,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def os_error_message(error: OSError) -> str:
-    """Return what went wrong, and where; for a full disk also the remedy."""
+    """Describe an OSError with its path; for a full disk also the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
     problem = error.strerror or str(error)

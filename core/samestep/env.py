@@ -35,7 +35,7 @@ class World:
     """Hold this process's place in the job. A field that the launcher does not set is None.
 
     Attributes:
-        rank: index of this process in [0, world_size). It is -1 for msrun's scheduler, which is no rank.
+        rank: index of this process in [0, world_size). It is -1 for msrun's scheduler, which does not train.
         world_size: number of ranks.
         local_rank, local_world_size: index of this rank among the ranks of its node, and their number.
         node_rank, node_count: index of this node, and the number of nodes.
@@ -62,13 +62,15 @@ class World:
 class LauncherSpec:
     """Name the variables that one launcher sets.
 
-    A string holds names of variables, separated by spaces. `A|B` stands for the first of them that is set, and `-` for
+    A string holds names of variables, separated by spaces. `A|B` means the first of them that is set, and `-` for
     no variable. The launcher is present if any of ``markers`` (default: ``rank``) is set. If any of ``unless`` is set
     too, the launcher is present only if any of ``proof`` (default: ``local``) is.
 
     Attributes:
         name: the value of `World.launcher`.
-        rank, local, node: rank and size in the job; on the node; of the node among the nodes.
+        rank: rank and world size in the job.
+        local: the same on the node.
+        node: the node's rank, and the number of nodes.
         tasks: Slurm's compressed list of tasks per node.
         address: host and port of the rendezvous.
         restarts: number of restarts.
@@ -132,12 +134,12 @@ def detect(environ: Mapping[str, str]) -> World:
         EnvError: variables are incomplete, malformed or contradictory.
     """
     env = {name: stripped for name, value in environ.items() if (stripped := value.strip(" \t\r\n"))}
-    found = [spec for spec in _LAUNCHERS if _is_present(env, spec)]
-    started = [spec for spec in found if spec.name in _START_PROCESSES]
-    worlds = [_complete(env, spec, _READERS.get(spec.name, _read)(env, spec)) for spec in started or found[:1]]
+    present = [spec for spec in _LAUNCHERS if _is_present(env, spec)]
+    started = [spec for spec in present if spec.name in _START_PROCESSES]
+    worlds = [_complete(env, spec, _READERS.get(spec.name, _read)(env, spec)) for spec in started or present[:1]]
     if len({(world.rank, world.world_size) for world in worlds}) > 1:
         listed = " against ".join(f"{spec.name} ({_show(env, spec.rank)})" for spec in started)
-        raise EnvError(f"launchers disagree: {listed}; unset the variables of the one that did not start this process")
+        raise EnvError(f"launchers disagree: {listed}: unset the variables of the one that did not start this process")
     if worlds:
         return worlds[0]
     if "JOB_COMPLETION_INDEX" in env:
@@ -205,7 +207,7 @@ def _slurm(env: dict[str, str], spec: LauncherSpec) -> World:
     if not lists or world.node_rank is None:
         return world
     here = node_count = world_size = 0
-    for item in env[lists[0]].split(","):  # 2(x3) stands for three nodes with two tasks each
+    for item in env[lists[0]].split(","):  # 2(x3) means three nodes with two tasks each
         match = re.fullmatch(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?", item)
         if match is None:
             raise EnvError(f"{_show(env, lists[0])} is not a list of tasks per node (2(x3),1): leave it to srun")
@@ -217,7 +219,7 @@ def _slurm(env: dict[str, str], spec: LauncherSpec) -> World:
     if lists == ["SLURM_TASKS_PER_NODE"]:  # may be the job's list, and longer than this step's
         return world
     shown = _show(env, f"{spec.rank} {spec.node} {spec.tasks}")
-    raise EnvError(f"slurm's variables contradict each other: {shown}; leave them to srun")
+    raise EnvError(f"slurm's variables contradict each other: {shown}: leave them to srun")
 
 
 def _rank_table(env: dict[str, str], spec: LauncherSpec) -> World:
@@ -243,7 +245,7 @@ _READERS = {"msrun": _msrun, "horovodrun": _horovodrun, "paddle": _paddle, "slur
             "env": _plain}  # fmt: skip
 
 
-# What all launchers have in common
+# Variables that all launchers share
 
 
 def _is_present(env: dict[str, str], spec: LauncherSpec) -> bool:
@@ -271,7 +273,7 @@ def _complete(env: dict[str, str], spec: LauncherSpec, world: World) -> World:
     fits = (here or 1) + (nodes or 1) - 1 <= size and (nodes != 1 or here == size)
     if not fits or (world.local_rank or 0) >= (here or size):
         shown = _show(env, f"{spec.rank} {spec.local} {spec.node} {spec.tasks}")
-        raise EnvError(f"{spec.name}'s variables contradict each other: {shown}; correct or unset them")
+        raise EnvError(f"{spec.name}'s variables contradict each other: {shown}: correct or unset them")
     return world
 
 
@@ -284,7 +286,7 @@ def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | Non
     rank, size = _number(env, rank_name), _number(env, size_name, low=1)
     if rank is not None and size is not None and rank >= size:
         shown = f"{_show(env, rank_name)} is not below {_show(env, size_name)}"
-        raise EnvError(f"{shown}: ranks count from 0; correct one of them")
+        raise EnvError(f"{shown}: count ranks from 0")
     return rank, size
 
 

@@ -1,7 +1,7 @@
 """Write to the console and the log files, show progress, and set exit codes.
 
-`start` redirects file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``: whatever a framework, its C++ or a
-traceback prints goes there, and the console shows only what this module writes to it.
+`start` redirects file descriptors 1 and 2 to ``<run-dir>/log/rank-<r>.log``: the output of a framework,
+its C++ or a traceback goes there. Only this module writes to the console.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ def first_line(message: str) -> str:
 def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_line) -> None:
     """Run a program and exit: 0 done, 2 a mistake of the caller, 128 + a signal, 1 anything else.
 
-    ``summarize_error`` returns what the console shows of an unknown failure's message; frameworks differ in its format.
+    ``summarize_error`` shortens the message of an unknown failure to the console's line; frameworks differ in format.
 
     Every process exits by ``os._exit``. The orderly shutdown of a framework would wait for ranks that are gone, and
     threads that a framework leaves behind (gloo's) sometimes abort a finished process. So nothing runs at exit: a
-    program must close what it opened before it returns.
+    program must close its files before it returns.
     """
     try:
         try:
             main()
         finally:
-            checkpoint.finish()  # whatever happens after it
+            checkpoint.finish()  # also after a failure
         for stream in (sys.stdout, sys.stderr, _console, _console_errors):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -164,7 +164,7 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
 
 
 def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what ``call`` returns, or None if it takes longer or raises: nothing may keep a rank from exiting."""
+    """Return the result of ``call``, or None if it takes longer or raises, so that a rank can always exit."""
     results: list[Any] = []
 
     def target() -> None:

@@ -37,7 +37,7 @@ class Metrics:
             self._file = self._path.open("a", buffering=1)
 
     def _lines_before(self, resumed_from: int) -> list[bytes]:
-        """Return the header and the lines of at most ``resumed_from`` updates, without those that are not of a run."""
+        """Return the header and the lines of at most ``resumed_from`` updates, without lines that are not a run's."""
         lines = []
         is_before = untrusted.integer(0, resumed_from)
         for line in untrusted.read_bytes(self._path).splitlines() if self._path.exists() else ():
@@ -58,7 +58,7 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl; ``metadata`` is what else decides the run's numbers, such as versions."""
+    """Return the first line of metrics.jsonl; ``metadata`` adds facts that decide the numbers, such as versions."""
     start = {"app": app, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     machine = {"machine": f"{platform.system()} {platform.machine()}", "host": socket.gethostname()}
     settings = {"world": asdict(world), "options": as_json(options)}
@@ -80,7 +80,7 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
 class BestEvaluation:
     """Keep the best evaluation so far, the first of equals, for --keep-best.
 
-    ``state`` goes into checkpoints: the step, and what was measured there. A resumed run starts with the state of its
+    ``state`` goes into checkpoints: the step and its evaluation. A resumed run starts with the state of its
     checkpoint and finds later evaluations again.
     """
 
@@ -93,7 +93,7 @@ class BestEvaluation:
         return self.state.get("step")
 
     def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Compare the evaluation after ``step`` updates; {} stands for none."""
+        """Compare the evaluation after ``step`` updates; {} means none."""
         name = next((name for name in BEST_MEASURES if evaluation.get(name) is not None), None)
         if name and (name not in self.state or BEST_MEASURES[name] * (evaluation[name] - self.state[name]) > 0):
             self.state = {"step": step, name: evaluation[name]}
@@ -108,7 +108,7 @@ class BestEvaluation:
         with checkpoint.writing(path):
             path.unlink(missing_ok=True)  # from an earlier end of this run
         if self.step is None:
-            log.warning("no model-best.safetensors: nothing was evaluated while there was --keep-best")
+            log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
             return {}
         checkpoint.finish()
         try:

@@ -1,4 +1,4 @@
-"""Define what watches a run, and the default, which watches nothing."""
+"""Define the interface of a run's monitor, and a default that watches nothing."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Monitor:
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
         """Raise RetryableError on every rank unless all have the same ``digest`` of their weights.
 
-        The newest checkpoint of ``run_dir``, which rank 0 passes, is then renamed, so that no run resumes from it.
+        The newest checkpoint of ``run_dir``, which rank 0 passes, is then renamed, so that a resume skips it.
         """
 
     def record_event(self, kind: str, **fields: Any) -> None:
-        """Record what happens to the run, with a machine-readable kind, for `samestep.observe`."""
+        """Record an event of the run, with a machine-readable kind, for `samestep.observe`."""
 
     def launcher_died(self) -> bool:
         """Return whether the launcher that started this rank is gone."""

@@ -16,6 +16,8 @@ from typing import Any, Callable, NoReturn
 
 from samestep import ConfigError
 
+GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
+HELP_WIDTH = 80  # columns
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
@@ -25,9 +27,9 @@ RESUME_MUTABLE = frozenset(
 
 
 class Options(argparse.Namespace):
-    """Hold the parsed options, and as slots what the parser knows about them.
+    """Hold the parsed options, and settings of the parser as slots.
 
-    The slots are no options: ``vars(options)`` leaves them out.
+    ``vars(options)`` omits the slots.
 
     Attributes:
         RESULT_FIELDS: options that every result repeats.
@@ -41,6 +43,18 @@ class Options(argparse.Namespace):
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wrap every --help at the same width; only descriptions that have several lines keep their own."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, **{"width": HELP_WIDTH, **settings})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
@@ -49,7 +63,12 @@ class Parser(argparse.ArgumentParser):
     resume_mutable: Sequence[str] = ()
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
+
+    def group(self, title: str) -> Any:
+        """Return the option group ``title``, such as one of GROUPS; add it if the parser lacks it."""
+        group = next((group for group in self._action_groups if group.title == title), None)
+        return group or self.add_argument_group(title)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
@@ -57,8 +76,8 @@ class Parser(argparse.ArgumentParser):
 
     def commands(self) -> dict[str, argparse.ArgumentParser]:
         """Return the parsers of the app's commands (``add_subparsers``) by name."""
-        found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return dict(found[0]) if found else {}
+        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return dict(next((action.choices for action in actions), {}))
 
     def parse(self, argv: Sequence[str]) -> Options:
         """Return the options of a command line.
@@ -70,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
         options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
         for name, value in vars(options).items():
-            if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are no text
+            if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
         if unknown:
@@ -79,8 +98,8 @@ class Parser(argparse.ArgumentParser):
             known += ["--dry-run"] if self.usage else []  # the launch script has this option too, and sets a usage
             near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
-            if near == [unknown[0].split("=")[0]]:  # a command has it, but it stands before the command's name
-                hint = "options stand after the command that has them (see COMMAND --help)"
+            if near == [unknown[0].split("=")[0]]:  # an option of a command, before the command's name
+                hint = "put it after its command (see COMMAND --help)"
             raise ConfigError(f"unknown argument {unknown[0]}: {hint}")
         if getattr(options, "evaluate_only", False):
             if not (options.run_dir or options.init_from):
@@ -136,57 +155,75 @@ def add_common(
 
     Args:
         parser: the parser to extend.
-        epochs, global_batch_size: defaults of the options of these names.
+        epochs: default of --epochs.
+        global_batch_size: default of --global-batch-size, in samples.
         lr: text that describes the default learning rate, such as "0.1 with sgd".
         datasets: names that --dataset accepts; the first is the default.
         devices: names that --device accepts.
         resume_mutable: the app's own options that may change at a resume.
-        resolve: finds the app's own datasets; takes, returns and raises what `samestep.data.datasets.resolve` does.
+        resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
     """
     parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
     default, count = "(default: %(default)s)", bounded_int(0)
+    training, data, checkpoint, recovery, logging, _ = (parser.group(title).add_argument for title in GROUPS)
 
-    add = parser.add_argument_group("training (the same steps at any world size)").add_argument
+    add = training
     add("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
     add("--max-steps", type=count, metavar="S", help="last step, counted from the start of training (default: none)")
     size = f"samples per step, over all ranks {default}"
     add("--global-batch-size", type=bounded_int(1), default=global_batch_size, metavar="B", help=size)
-    add("--lr", type=bounded_float(0.0, above=True), help=f"learning rate (default: {lr})")
+    add("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
     seed = f"seed of initial weights, sample order and dropout {default}"
-    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=seed)
-    add("--init-from", type=Path, metavar="FILE", help="start from these weights: the model.safetensors of any run")
+    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)
+    add(
+        "--device", choices=devices, default="auto", help=f"device; auto uses an accelerator if each rank can {default}"
+    )
+    every = f"steps between evaluations within an epoch; 0 evaluates only after each epoch {default}"
+    add("--evaluate-every", type=count, default=0, metavar="S", help=every)
+    only = "evaluate the run's newest checkpoint, or --init-from, and write evaluation.json; do not train"
+    add("--evaluate-only", action="store_true", help=only)
 
-    add = parser.add_argument_group("data").add_argument
+    add = data
     add("--dataset", choices=datasets, help=f"dataset to train on (default: {datasets[0]}, or the checkpoint's)")
     # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
     add("--requested-dataset", help=argparse.SUPPRESS)
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=f"where to look for data first {default}")
+    folder = f"folder that is searched for datasets first {default}"
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=folder)
 
-    add = parser.add_argument_group("run").add_argument
+    add = checkpoint
     # `samestep run` passes its run dir, timeout and grace to the program that it starts.
     run_dir, timeout, grace = (os.environ.get(f"SAMESTEP_{name}") for name in ("RUN_DIR", "TIMEOUT", "GRACE"))
     results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
     add("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
-    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="resume the run in --run-dir (default)")
-    every = f"steps between checkpoints, besides one after each epoch and the last step; 0: only those {default}"
+    resume = "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)"
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
+    add("--init-from", type=Path, metavar="FILE", help="initial weights: the model.safetensors of any run")
+    every = f"steps between checkpoints within an epoch; 0 saves only after each epoch and the last step {default}"
     add("--checkpoint-every", type=count, default=500, metavar="S", help=every)
-    add("--keep-checkpoints", type=bounded_int(1), default=3, metavar="K", help=f"newest checkpoints to keep {default}")
-    every = f"steps between evaluations, besides one after each epoch; 0: only those {default}"
-    add("--evaluate-every", type=count, default=0, metavar="S", help=every)
-    best = "write a checkpoint at each evaluation, keep the best, and save its weights as model-best.safetensors"
+    newest = f"number of newest checkpoints to keep {default}"
+    add("--keep-checkpoints", type=bounded_int(1), default=3, metavar="K", help=newest)
+    best = "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors"
     add("--keep-best", action="store_true", help=best)
-    only = "evaluate the run's newest checkpoint, or --init-from, without training, and write evaluation.json"
-    add("--evaluate-only", action="store_true", help=only)
-    add("--log-every", type=bounded_int(1), default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
-    add("--device", choices=devices, default="auto", help=f"auto: a GPU if each rank can use one {default}")
-    add("--max-restarts", type=count, default=3, metavar="R", help=f"number of times to restart a failed job {default}")
-    limit = f"seconds a job may go without progress, before it ends {default}"
-    add("--timeout", type=seconds, default=timeout or 300.0, metavar="T", help=limit)
-    limit = f"seconds a job may take to stop after a signal, before it is killed {default}"
-    add("--grace", type=seconds, default=grace or 30.0, metavar="T", help=limit)
-    factor = f"report a rank X times slower than the others' median (higher on unequal machines); 0 disables {default}"
+
+    add = recovery
+    add(
+        "--max-restarts",
+        type=count,
+        default=3,
+        metavar="R",
+        help=f"maximum number of restarts after failures {default}",
+    )
+    limit = f"seconds without progress after which the job ends as hung {default}"
+    add("--timeout", type=seconds, default=timeout or "300", metavar="T", help=limit)
+    limit = f"seconds from a stop signal until the job is killed {default}"
+    add("--grace", type=seconds, default=grace or "30", metavar="T", help=limit)
+    factor = f"report a rank X times slower than the others' median; 0 disables {default}"
     add("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
-    add("--track", metavar="NAMES", help="trackers to write to, separated by commas: tensorboard, mlflow, wandb")
+
+    add = logging
+    add("--log-every", type=bounded_int(1), default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
+    trackers = "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)"
+    add("--track", metavar="NAMES", help=trackers)
     add("--quiet", action="store_true", help="print only warnings, errors and the result")
 
 

@@ -35,7 +35,7 @@ from samestep.step_timer import PHASES, StepTimer
 if TYPE_CHECKING:
     from samestep.metrics import BestEvaluation, Metrics
 
-Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: those of GROUPS, and what else the app has
+Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: GROUPS, and the app's own
 GROUPS = ("model", "optimizer")
 SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
 
@@ -51,7 +51,7 @@ class Collectives(Protocol):
 
 
 class StepActions(NamedTuple):
-    """What follows an update, the same on all ranks."""
+    """The actions after an update, the same on all ranks."""
 
     sync: bool  # reduce the `StepStats` over ranks; also if one of the others follows
     log: bool  # write a line of metrics.jsonl; also if `evaluate` or `save` follows
@@ -95,8 +95,9 @@ class StepStats:
 
 
 class Run:
-    """Manage the life of a run: `restore`, `start`; after each update `after_step`, `actions`, and what they ask for;
-    then `finish` and `report`.
+    """Manage the life of a run.
+
+    Call `restore` and `start`; after each update `after_step` and `actions`; then `finish` and `report`.
 
     After `restore` the options have the run dir and the dataset. After `start` the steps to train are those from
     ``first_step`` to before ``last_step``. ``eval_metrics`` is the evaluation of the last log line, or {}.
@@ -113,17 +114,17 @@ class Run:
         monitor: Monitor | None = None,
         resolve_dataset: Callable[..., Any] | None = None,
     ) -> None:
-        """Start to watch and to listen for signals.
+        """Start the monitor and install the signal handlers.
 
         Args:
             app: the app's name, which checkpoints hold.
             options: the parsed options; `restore` completes them.
             world: this rank's place in the job.
-            monitor: what watches the run, such as `samestep.recovery.watchdog.Watchdog`.
+            monitor: watches the run, such as `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: finds a dataset by name, as `samestep.data.datasets.resolve` does.
 
         Raises:
-            ConfigError: the number of ranks or machines is not what the launch script was asked for.
+            ConfigError: the number of ranks or machines differs from the launch script's.
         """
         self.app, self.options, self.world = app, options, world
         self.monitor = monitor or Monitor()
@@ -140,8 +141,8 @@ class Run:
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
             requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
             if count is not None and requested != str(count):
-                problem = f"the launch script was asked for {requested} {things}, but {count} came"
-                raise ConfigError(f"{problem} (launcher: {world.launcher}): let N and the options say the same")
+                problem = f"the launch script was asked for {requested} {things}, but {count} joined"
+                raise ConfigError(f"{problem} (launcher: {world.launcher}): make N and the options agree")
 
     def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
@@ -204,7 +205,7 @@ class Run:
     def start(
         self, batches: GlobalBatches, test_examples: int, model: str, device: str, metadata: Mapping[str, Any]
     ) -> None:
-        """Log what is trained, and open metrics.jsonl; ``metadata`` goes into its header."""
+        """Log model and dataset, and open metrics.jsonl; ``metadata`` goes into its header."""
         options, world = self.options, self.world
         total = options.epochs * batches.steps_per_epoch
         self.last_step = max(self.first_step, total if options.max_steps is None else min(total, options.max_steps))
@@ -225,7 +226,7 @@ class Run:
             header = metrics.header(self.app, options, world, metadata)
             self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
             self._best = metrics.BestEvaluation(self._state.get("best"))
-        self._stragglers = list[dict[str, Any]]()  # those found since the last log line
+        self._stragglers = list[dict[str, Any]]()  # since the last log line
         examples = f"{batches.n:,} training and {test_examples:,} test examples"
         steps = f"steps {self.first_step} to {self.last_step}, run dir {options.run_dir}"
         log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {device}, {steps}")
@@ -248,7 +249,7 @@ class Run:
         self.monitor.beat(self._step)
 
     def actions(self, step: int) -> StepActions:
-        """Return what follows the update ``step``. It has no side effect."""
+        """Return the actions after the update ``step``. It has no side effect."""
         options, done = self.options, step + 1
         every = options.log_every, options.evaluate_every, options.checkpoint_every
         logs, evaluates, saves = (steps > 0 and done % steps == 0 for steps in every)  # 0 is never
@@ -265,7 +266,7 @@ class Run:
 
         Args:
             loss: the summed loss of this rank's samples of the last step.
-            running_loss: that of all its samples since the last log line.
+            running_loss: the summed loss of all its samples since the last log line.
             correct: the number of correct predictions since then, if the app counts them.
         """
         rank, steps = self.world.rank, max(1, self._step - self._last_sync[0])
@@ -292,9 +293,9 @@ class Run:
     def log_metrics(self, evaluation: dict[str, Any], **extra: float) -> dict[str, Any]:
         """Append a line to metrics.jsonl on rank 0; return it on every rank.
 
-        The losses are those of the last `apply_global_stats`. ``evaluation`` is {} or has ``test_loss`` and so on;
-        ``extra`` are numbers for this line alone. Raises what `Monitor.check_losses` raises, except for a test loss
-        that is NaN or infinite again after a restart, which becomes None.
+        The losses come from the last `apply_global_stats`. ``evaluation`` is {} or has ``test_loss`` and so on;
+        ``extra`` are numbers for this line alone. Raises as `Monitor.check_losses`; but a test loss that is NaN or
+        infinite again after a restart becomes None.
         """
         step, batches, stats = self._step - 1, self._batches, self._stats
         loss, epoch, samples = stats.loss / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
@@ -347,10 +348,14 @@ class Run:
             raise NonRetryableError(f"at step {self._step} weights are NaN or infinite: lower --lr")
 
     def save(self, collectives: Collectives, groups: Groups) -> None:
-        """Write a checkpoint of the last logged updates, after all ranks have compared what they hold.
+        """Write a checkpoint of the last logged updates, after all ranks have compared their arrays.
 
-        Every rank calls this; rank 0 writes. Raises RetryableError if an array's bits are not the same on all ranks, so
-        that no checkpoint holds them, NonRetryableError as `_check_weights`, and Stopped if a rank was asked to stop.
+        Every rank calls this; rank 0 writes.
+
+        Raises:
+            RetryableError: an array's bits differ between ranks; nothing is saved.
+            NonRetryableError: weights are NaN or infinite.
+            Stopped: a rank received a stop signal.
         """
         self._check_weights(groups[self.eval_group])
         self.monitor.check_replicas(collectives.all_gather, groups, self._step)
@@ -368,7 +373,7 @@ class Run:
             raise stop.Stopped(self._stop_signal, text, is_final=not self._launcher_died)
 
     def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
-        """Return what a checkpoint has beside arrays: state, options, how many to keep, the protected step."""
+        """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
         metrics.sync()
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct}

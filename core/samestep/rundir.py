@@ -23,20 +23,20 @@ from samestep import ConfigError, NonRetryableError, checkpoint, log, untrusted
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
 
-# A run dir's .lock has two bytes to lock: the launch script holds the first, rank 0 the second, so that a new launch
-# script also waits for a rank 0 that outlived its own. A rank 0 without a launch script holds both.
+# A run dir's .lock has two bytes to lock. The launch script holds the first, rank 0 the second: so a new launch script
+# also waits for a rank 0 that outlived its launch script. A rank 0 without a launch script holds both.
 LAUNCHER_BYTE, WRITER_BYTE = 0, 1
 LOCK_SECONDS = 30.0
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
-    """Take a dataset as it is; return what `samestep.data.datasets.resolve` returns."""
+    """Take a dataset as it is; the result is like `samestep.data.datasets.resolve`'s."""
     return SimpleNamespace(name=name, folder=data_dir, notice=None, fingerprint=None)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What is decided once, before training: where, on which data, and from which checkpoint (None: a new run)."""
+    """The decisions before training: run dir, dataset and checkpoint (None: a new run)."""
 
     run_dir: Path
     lock: Lock
@@ -54,8 +54,9 @@ def resolve(
         app: the app's name, which its checkpoints hold.
         options: the parsed options; their ``resolve_dataset`` finds a dataset, or is None to take it as it is.
         fresh: False in a process that a launcher restarted; --no-resume then no longer applies.
-        verify: False judges checkpoints by their manifests, and neither renames nor warns: rank 0 will do so.
-        reader, groups: passed on to `checkpoint.newest`.
+        verify: False checks manifests alone, and neither renames nor warns: rank 0 will do so.
+        reader: passed to `checkpoint.newest`.
+        groups: passed to `checkpoint.newest`.
 
     Raises:
         ConfigError: the run dir holds another run or other data.
@@ -64,32 +65,32 @@ def resolve(
     if options.evaluate_only and not (options.init_from or checkpoint.folders(options.run_dir)):
         raise ConfigError(f"--evaluate-only: {options.run_dir} has no checkpoint: name a run that has, or --init-from")
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
-    found = None
+    saved = None
     if options.resume or not fresh:
         warn = (lambda text: log.warning(text, "damage")) if verify else lambda text: None
-        found = checkpoint.newest(run_dir, warn, verify, reader, groups)
+        saved = checkpoint.newest(run_dir, warn, verify, reader, groups)
     else:
         archive_previous_run(run_dir)
-    dataset, requested = _resolve_data(app, options, found, verify)
-    if found and verify and not options.evaluate_only:
-        quarantine_newer(found)
-    return Resolved(run_dir, lock, dataset, requested, found)
+    dataset, requested = _resolve_data(app, options, saved, verify)
+    if saved and verify and not options.evaluate_only:
+        quarantine_newer(saved)
+    return Resolved(run_dir, lock, dataset, requested, saved)
 
 
-def _resolve_data(app: str, options: Options, found: Checkpoint | None, verify: bool) -> tuple[Any, str]:
+def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: bool) -> tuple[Any, str]:
     """Return the dataset and the name under which it was requested. A resumed run keeps its dataset."""
     resolve_dataset = options.resolve_dataset or no_dataset
     requested = options.requested_dataset or options.dataset  # None: the user named none
-    if found is None:
+    if saved is None:
         dataset = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
         if dataset.notice:
             log.warning(dataset.notice)
         return dataset, requested or str(options.default_dataset)
-    recorded, requested_before = str(found.resume_invariants.get("dataset")), found.state.get("requested_dataset")
+    recorded, requested_before = str(saved.resume_invariants.get("dataset")), saved.state.get("requested_dataset")
     same = requested in (None, recorded, requested_before)
-    check_same_run(found, app, {**resume_invariants(options), "dataset": recorded if same else requested})
+    check_same_run(saved, app, {**resume_invariants(options), "dataset": recorded if same else requested})
     dataset = resolve_dataset(recorded, options.data_dir, fallback=False)
-    _check_same_data(found, dataset, verify)
+    _check_same_data(saved, dataset, verify)
     return dataset, requested_before or requested or dataset.name
 
 
@@ -103,14 +104,14 @@ def open_run(
     Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
     """
     resolved = resolve(app, options, fresh, groups=required)
-    found, init_from = resolved.checkpoint, options.init_from
+    saved, init_from = resolved.checkpoint, options.init_from
     contents: dict[str, bytes] = {}
     groups: Mapping[str, Arrays] = {}
-    if found:
-        contents = found.contents
-        groups = {group: found.arrays(group) for group in contents}
+    if saved:
+        contents = saved.contents
+        groups = {group: saved.arrays(group) for group in contents}
         if init_from:
-            log.info(f"{found.folder.name} of the run dir wins over --init-from {init_from}")
+            log.info(f"{saved.folder.name} of the run dir wins over --init-from {init_from}")
     elif init_from:
         groups = {"model": checkpoint.load_weights(init_from)}
         contents = {"model": checkpoint.serialize(groups["model"])}
@@ -118,7 +119,7 @@ def open_run(
         if groups:
             load(groups)
     except ValueError as error:
-        raise shape_mismatch_error(found.folder if found else None, init_from, error) from error
+        raise shape_mismatch_error(saved.folder if saved else None, init_from, error) from error
     return {**restore_message(resolved), "groups": list(contents)}, contents
 
 
@@ -130,19 +131,19 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
-    """Return what rank 0 broadcasts of what it resolved."""
-    found = resolved.checkpoint
-    state = {} if found is None else found.state
+    """Return rank 0's broadcast of the resolved run."""
+    saved = resolved.checkpoint
+    state = {} if saved is None else saved.state
     state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.dataset.fingerprint}
-    step = found.step if found else None
+    step = saved.step if saved else None
     return {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset.name, "state": state, "step": step}
 
 
-def check_same_run(found: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with both values, if a resume of ``found`` would take other steps than before."""
-    run_dir, recorded = found.folder.parents[1], found.resume_invariants
-    if found.app != app:
-        raise ConfigError(f"{run_dir} holds a run of {found.app}, not of {app}: choose another --run-dir")
+def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before."""
+    run_dir, recorded = saved.folder.parents[1], saved.resume_invariants
+    if saved.app != app:
+        raise ConfigError(f"{run_dir} holds a run of {saved.app}, not of {app}: choose another --run-dir")
     differences = [
         f"--{name.replace('_', '-')} {recorded.get(name)} in the checkpoint, {invariants.get(name)} now"
         for name in sorted({*recorded, *invariants})
@@ -160,16 +161,16 @@ def quarantine_newer(used: Checkpoint) -> None:
             checkpoint.quarantine(folder, "damaged")
 
 
-def _check_same_data(found: Checkpoint, dataset: Any, warn: bool) -> None:
-    """Raise ConfigError if the data are not those that ``found`` was trained on, as far as it records them."""
-    recorded = found.state.get("dataset_fingerprint")
+def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
+    """Raise ConfigError if ``saved`` was trained on other data, as far as it records them."""
+    recorded = saved.state.get("dataset_fingerprint")
     if recorded is None and warn:
-        log.warning(f"{found.folder.name} does not say which data it saw: taking {dataset.name} as it is now for them")
+        log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")
     if recorded not in (None, dataset.fingerprint):
         digests = f"SHA-256 {str(recorded)[:12]} in the checkpoint, {str(dataset.fingerprint)[:12]} now"
         changed = f"{dataset.folder.resolve()} has changed since ({digests})"
         remedy = "put the former files back, or choose another --run-dir"
-        raise ConfigError(f"{found.folder.parents[1]} was trained on other data: {changed}: {remedy}")
+        raise ConfigError(f"{saved.folder.parents[1]} was trained on other data: {changed}: {remedy}")
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def new(app: str, suffix: str = "") -> Path:
 
 
 def _run_dir_of_job(app: str) -> Path:
-    """Return, under a bare launcher, a new run dir, or that of the same job before the launcher restarted it.
+    """Return, under a bare launcher, a new run dir, or the job's earlier one after the launcher restarted it.
 
     The folder's name has a key: the launcher's own id of the job, or the launcher's process.
     """

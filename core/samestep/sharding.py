@@ -5,7 +5,7 @@ from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of 
 batch size. Each rank takes one contiguous shard of them. It follows that:
 
 - The global batches are the same at any world size: the ranks' shards, in rank order, form the batch of one rank.
-- A resume is a seek that costs what any step costs. At another world size it repeats no sample and misses none.
+- A resume is a seek with the cost of any step. At another world size it repeats no sample and misses none.
 - The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
 
 Checkpoints rely on the order, so it is part of the contract: for given (n, seed, epoch) it must never change, on any
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# A test must read almost the whole table of a Feistel network of 6 rounds to tell it from a random permutation. With 8
-# there is a margin. Tiny datasets need more: at n = 4 a round picks one of 4 functions, and the product of 8 of them is
-# visibly uneven over the 24 permutations.
+# A test must read almost the whole table of a Feistel network of 6 rounds to distinguish it from a random permutation;
+# 8 rounds leave a margin. Tiny datasets need more: at n = 4 a round picks one of 4 functions, and the product of 8 of
+# them is visibly uneven over the 24 permutations.
 ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
@@ -92,7 +92,8 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     Args:
         positions: integers in [0, n), of any shape, in any order, repeats allowed.
         n: number of samples in the dataset, 1 <= n < 2**63.
-        seed, epoch: integers in [0, 2**64). Different pairs give unrelated orders.
+        seed: integer in [0, 2**64).
+        epoch: integer in [0, 2**64). Different pairs of seed and epoch give unrelated orders.
 
     Returns:
         int64 array of the shape of ``positions`` with values in [0, n): a permutation for positions = arange(n).

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-# The values are those of metrics.jsonl. COMPUTE ends with the last gradient.
+# The values are names in metrics.jsonl. COMPUTE ends with the last gradient.
 PHASES = INPUT, COMPUTE, COMMUNICATION, OPTIMIZER = "input", "computing", "waiting", "optimizer"
 
 

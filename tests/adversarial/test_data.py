@@ -152,7 +152,7 @@ def test_what_is_in_the_way_of_a_file_is_named(place: Path, what: str, suffix: s
     # A link that leads nowhere is no plain file: the .gz is looked for, and missing.
     wanted = file.with_suffix(".gz") if what == "a loop of links" else file
     problem = "No such file or directory" if what == "a loop of links" and not suffix else problem
-    assert line == f"error: cannot read {wanted}: {problem}; put a good file in its place"
+    assert line == f"error: cannot read {wanted}: {problem}: put a good file in its place"
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -176,7 +176,7 @@ def test_a_data_dir_that_cannot_be_looked_at_is_named(place: Path, what: str) ->
 
 def test_a_data_dir_of_too_long_a_name_is_named(place: Path) -> None:
     path = place / ("n" * 300)
-    assert resolve("mnist", path).startswith(f"error: cannot look into the data folder {path}: File name too long; ")
+    assert resolve("mnist", path).startswith(f"error: cannot look into the data folder {path}: File name too long: ")
 
 
 @pytest.mark.parametrize("what", FOLDERS)
@@ -249,7 +249,7 @@ def test_a_lock_that_nobody_gives_back_is_named(place: Path) -> None:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         line = resolve("synthetic-cifar10", place, XDG_CACHE_HOME=str(place / "cache"))
-    assert line == f"error: another process has held {path} for 0.5 s; end it, or set XDG_CACHE_HOME elsewhere"
+    assert line == f"error: another process has held {path} for 0.5 s: end it, or set XDG_CACHE_HOME elsewhere"
 
 
 @pytest.mark.parametrize("what", ["a link", "a folder that all may write to"])

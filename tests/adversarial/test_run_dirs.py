@@ -204,7 +204,7 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_anew(run_dir: Path) -
         reseal(folder, DROP["optimizer"])
     done = run_toy(run_dir)
     assert done.returncode == 1
-    assert re.search(r"no checkpoint in \S+ is good: .* start anew with --no-resume", done.stderr)
+    assert re.search(r"no checkpoint in \S+ is good: .* start a new run with --no-resume", done.stderr)
     # An evaluation needs the weights alone, and works.
     assert run_toy(run_dir, "--evaluate-only").returncode == 0
 

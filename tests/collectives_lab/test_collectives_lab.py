@@ -208,7 +208,7 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab) -> None:
     [
         (["2"], "COMMAND"),
         (["2", "primitivs"], "invalid choice: 'primitivs'"),
-        (["2", "--quick", "all"], "options stand after the command"),
+        (["2", "--quick", "all"], "put it after its command"),
         (["2", "primitives", "--quik"], "did you mean --quick?"),
         (["2", "primitives", "--only=sum"], "--only"),
         (["2", "primitives", "--fault=killed"], "--fault needs --only"),

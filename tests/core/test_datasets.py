@@ -306,7 +306,7 @@ def test_data_dir_may_be_read_only_and_is_never_written(tmp_path: Path) -> None:
 
 
 def test_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown dataset 'mnits'; choose from mnist, fashion-mnist, mnist-5k"):
+    with pytest.raises(ConfigError, match="unknown dataset 'mnits': choose from mnist, fashion-mnist, mnist-5k"):
         resolve("mnits", tmp_path)
 
 
@@ -576,7 +576,7 @@ def test_a_damaged_cifar_file_is_named(
 def test_a_missing_cifar_file_is_named(tmp_path: Path, small_cifar: dict[str, bytes]) -> None:
     folder = put_cifar(tmp_path / "cifar10", small_cifar)
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(ConfigError, match=rf"{folder} lacks test_batch.bin; add what is missing"):
+    with pytest.raises(ConfigError, match=rf"{folder} lacks test_batch.bin: add them"):
         resolve("cifar10", tmp_path)
 
 
@@ -612,7 +612,7 @@ def test_cifar_falls_back_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for words in ("CIFAR-10 could not be downloaded", "refused", "synthetic-cifar10 instead", "made up", str(tmp_path)):
         assert words in (found.notice or "")
     for call in (functools.partial(resolve, fallback=False), load):
-        with pytest.raises(ConfigError, match=r"cannot download cifar10 \(.*refused\); choose synthetic-cifar10"):
+        with pytest.raises(ConfigError, match=r"cannot download cifar10 \(.*refused\): choose synthetic-cifar10"):
             call("cifar10", tmp_path)
 
 

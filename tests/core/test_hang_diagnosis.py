@@ -335,7 +335,7 @@ def test_another_hosts_clock_is_not_compared_with_this_ones(tmp_path: Path, ahea
     """On a shared disk: a rank's file there counts, and the times of files show how long it has been silent."""
     left(tmp_path, 0, WAITS)
     left(tmp_path, 1, SLEEPS, host="other", time=1000.0 + ahead)
-    assert diagnosed(tmp_path, 2).startswith("rank 1 (other, pid 101) last alive at step 57 stands at")
+    assert diagnosed(tmp_path, 2).startswith("rank 1 (other, pid 101) last alive at step 57 is at")
 
     (tmp_path / "log" / "hang-1.json").unlink()
     for rank, host, clock in ((0, "h", 0.0), (1, "other", ahead)):
@@ -354,7 +354,7 @@ def test_of_many_ranks_the_one_that_is_not_in_the_collective_is_named(tmp_path: 
     for rank in range(64):
         left(tmp_path, rank, SLEEPS if rank == 7 else WAITS, step=57 if rank != 9 else 56)
     assert diagnosed(tmp_path) == (
-        "rank 7 (h, pid 107) last alive at step 57 stands at data.py:31 in batch (time.sleep(1000)), not in a "
+        "rank 7 (h, pid 107) last alive at step 57 is at data.py:31 in batch (time.sleep(1000)), not in a "
         "collective; the others wait at train.py:105 in train (dist.all_reduce(sums))"
     )
 
@@ -364,15 +364,15 @@ def test_of_ranks_that_are_not_known_to_wait_the_smallest_group_is_named(tmp_pat
     reads = ("/a/train.py", 137, "train", "float(loss)")
     for rank in range(64):
         left(tmp_path, rank, SLEEPS if rank == 7 else reads)
-    assert diagnosed(tmp_path).startswith("rank 7 (h, pid 107) last alive at step 57 stands at data.py:31 in batch ")
-    assert diagnosed(tmp_path, 8).endswith("; the others stand at train.py:137 in train (float(loss))")
+    assert diagnosed(tmp_path).startswith("rank 7 (h, pid 107) last alive at step 57 is at data.py:31 in batch ")
+    assert diagnosed(tmp_path, 8).endswith("; the others are at train.py:137 in train (float(loss))")
     step = ("/a/train.py", 60, "train_step", "optimizer.step()")
     calls = [("/x/site-packages/horovod/torch/mpi_ops.py", 9, "synchronize", "wait(handle)"), step]
     waiting = rank_files.is_in_collective([rank_files.CodeLocation(*call) for call in calls], Path("/a"))
     left(tmp_path, 0, step, threads=[{"name": "MainThread", "calls": calls}], waiting=waiting)
     left(tmp_path, 1, SLEEPS)
     assert diagnosed(tmp_path, 2) == (
-        "rank 1 (h, pid 101) last alive at step 57 stands at data.py:31 in batch (time.sleep(1000)), not in a "
+        "rank 1 (h, pid 101) last alive at step 57 is at data.py:31 in batch (time.sleep(1000)), not in a "
         "collective; rank 0 (h, pid 100) waits at train.py:60 in train_step (optimizer.step())"
     )
 
@@ -406,7 +406,7 @@ def test_where_all_that_are_seen_wait_those_never_seen_are_named_first(tmp_path:
         "32 of 64 ranks never seen from here: 32-63; ranks 0-31 wait at train.py:105 in train (dist.all_reduce(sums))"
     )
     left(tmp_path, 3, SLEEPS)
-    assert diagnosed(tmp_path).startswith("rank 3 (h, pid 103) last alive at step 57 stands at data.py:31 in batch")
+    assert diagnosed(tmp_path).startswith("rank 3 (h, pid 103) last alive at step 57 is at data.py:31 in batch")
     assert diagnosed(tmp_path).endswith("; 32 of 64 ranks never seen from here: 32-63")
 
 

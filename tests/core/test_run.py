@@ -180,7 +180,7 @@ def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_cal
     run_dir: Path, asked_for: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAMESTEP_RANKS", asked_for)
-    with pytest.raises(ConfigError, match=rf"asked for {asked_for} ranks, but 2 came \(launcher: torchrun\)"):
+    with pytest.raises(ConfigError, match=rf"asked for {asked_for} ranks, but 2 joined \(launcher: torchrun\)"):
         Run("toy", parse(*its(run_dir)), World(1, 2, launcher="torchrun"))
     monkeypatch.setenv("SAMESTEP_RANKS", "2")
     Run("toy", parse(*its(run_dir)), World(1, 2))
@@ -426,7 +426,7 @@ def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warn
     checkpoint.finish()
     all_done(job(3, its(run_dir)))
     (warning,) = console.warnings()
-    assert "step-00000006 does not say which data it saw" in warning
+    assert "step-00000006 does not record its data" in warning
     assert state_of(run_dir)["dataset_fingerprint"] == found.state["dataset_fingerprint"]
 
 
@@ -968,7 +968,7 @@ def test_a_run_whose_only_checkpoint_was_unequal_does_not_silently_begin_anew(ru
         assert isinstance(rank.error, RetryableError), rank.error
         assert str(rank.error) == f"ranks 0 and 1 differ in the final weights: no result{UNKNOWN}; {AGAIN}"
     text = refused(job(2, its(run_dir, *options)), NonRetryableError, 1)
-    assert "is good: unequal-step-00000004; restore one, or start anew with --no-resume" in text
+    assert "is good: unequal-step-00000004: restore one, or start a new run with --no-resume" in text
     all_done(job(2, its(run_dir, *options, "--no-resume")))
     the_same(run_dir, tmp_path / "undisturbed")
 

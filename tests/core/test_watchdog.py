@@ -61,7 +61,7 @@ if its["waits"]:
 (run_dir / "done").write_text("")
 """
 WAITS = next(i for i, line in enumerate(RANK.splitlines(), 1) if "sleep(600)" in line)
-STANDS = f"stands at <string>:{WAITS} in <module>"
+STANDS = f"is at <string>:{WAITS} in <module>"
 # In the middle: starts a rank and waits, as a launcher does.
 LAUNCHER = """
 import subprocess, sys

@@ -495,7 +495,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
     ours = index.wheel("1.0", "# ours")
     said = (
         f"error: tiny: {index.folder}/tiny-1.0-py3-none-any.whl has SHA-256 {ours}, which toy's lock does not list: "
-        f'it is not what was published; if it is yours, export SAMESTEP_ALLOW="tiny sha256:{ours}" allows it'
+        f'it is not the published file; if it is yours, export SAMESTEP_ALLOW="tiny sha256:{ours}" allows it'
     )
     assert index.refused() == said
     assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == said
@@ -525,7 +525,7 @@ def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street
     shutil.rmtree(street.venvs)
     (index.folder / "tiny-1.0+cpu-py3-none-any.whl").unlink()
     nowhere = "no tiny 1.0+cpu is found, nor at file:///nowhere: "
-    assert index.refused(SAMESTEP_LOCK="cpu").startswith(f"error: {nowhere}tell pip where")
+    assert index.refused(SAMESTEP_LOCK="cpu").startswith(f"error: {nowhere}set PIP_FIND_LINKS")
     street.environ["SAMESTEP_LOCK"] = ""
     done = end_of(street.start())
     assert done.returncode == 0, done.stderr
@@ -563,7 +563,7 @@ def test_a_pin_that_was_changed_without_its_lock_is_told(street: Street) -> None
     done = end_of(street.start())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: apps/toy/requirements.in has torch==1.0, and its lock has not: `bash scripts/test.sh -e locks -- toy` "
-        "makes it anew\n"
+        "error: apps/toy/requirements.in has torch==1.0, but its lock lacks it: `bash scripts/test.sh -e locks -- toy` "
+        "updates the lock\n"
     )
     assert street.made() == 0

@@ -277,7 +277,7 @@ def test_of_several_launchers_the_last_counts(tmp_path: Path, words: list[str], 
 def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, said: str) -> None:
     done = call(str(REPOSITORY / "scripts" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: there is no app {app}; ")
+    assert done.stderr.startswith(f"error: unknown app {app}: ")
     assert said in done.stderr
 
 
@@ -893,9 +893,9 @@ def test_what_measures_is_not_started_again(project: ScratchProject) -> None:
     [
         (["2"], "the following arguments are required: COMMAND"),
         (["2", "weight"], "invalid choice: 'weight'"),
-        (["2", "--up-to=3", "count"], "options stand after the command"),
+        (["2", "--up-to=3", "count"], "put it after its command"),
         (["2", "count", "--upto=3"], "did you mean --up-to?"),
-        (["2", "weigh", "--up-to=3"], "options stand after the command that has them"),
+        (["2", "weigh", "--up-to=3"], "put it after its command (see COMMAND --help)"),
         ([], "run_bench.sh N COMMAND [options], for example: bash scripts/run_bench.sh 4 all"),
     ],
     ids=str,

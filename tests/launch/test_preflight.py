@@ -245,7 +245,7 @@ def test_another_program_on_the_port_is_not_taken_for_machine_0(monkeypatch: pyt
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        with pytest.raises(NonRetryableError, match="what listens there does not answer: it may be another program"):
+        with pytest.raises(NonRetryableError, match="the peer does not answer: it may be another program"):
             preflight.preflight(node(1), "127.0.0.1", port, 0.5, dict, nothing)
 
 

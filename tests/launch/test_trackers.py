@@ -17,7 +17,7 @@ from scratch_project import CORE, REPOSITORY, ScratchProject
 def test_an_unknown_tracker_is_named_before_anything_is_started(project: ScratchProject, text: str) -> None:
     done = project.run("note()", "2", f"--track={text}")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --track: there is no tracker ")
+    assert done.stderr.startswith("error: --track: unknown tracker ")
     assert done.stderr.endswith(": name some of tensorboard,mlflow,wandb, with commas\n")
     assert done.stderr.count("\n") == 1
     assert not project.run_dir.exists()

@@ -369,7 +369,7 @@ def test_every_rank_counts_the_ranks(harness: Harness, command: list[str], came:
     outcome = bare(harness, [*command, *SMALL, "--device=cpu", "--run-dir=run"], SAMESTEP_RANKS="2")
     assert outcome.code == 2, outcome
     (line,) = {*outcome.errors, *(line for line in outcome.stdout.splitlines() if line.startswith("error: "))}
-    assert f"asked for 2 ranks, but {came} came" in line
+    assert f"asked for 2 ranks, but {came} joined" in line
     assert not (harness.folder / "run").exists()
 
 

@@ -285,9 +285,8 @@ def test_a_sharded_run_needs_a_run_dir_that_all_hosts_share(of: Callable[[str], 
     jobs = [start_on(harness, two, 0, 1, *options), start_on(harness, two, 1, 1, *options, prefix=elsewhere)]
     first, second = (job.finish() for job in jobs)
     assert (first.code, second.code) == (2, 2), (first, second)
-    line = (
-        f"error: --run-dir {work / 'run'} is not shared by all ranks: rank 1 (node1) does not see what rank 0 (node0)"
-    )
+    line = f"error: --run-dir {work / 'run'} is not shared by all ranks: "
+    line += "rank 1 (node1) does not see the files of rank 0 (node0)"
     assert first.errors[0].startswith(line)
     assert not list(work.rglob("checkpoints/*"))
 

@@ -77,7 +77,7 @@ def leave_a_hang(run_dir: Path) -> None:
     watchdog = Watchdog()
     watchdog.start(World(0, 2), Options(timeout=300.0))
     watchdog.resume_at(7)
-    hang_diagnosis.dump_state(run_dir / "log", watchdog.state(), verdict="rank 1 (vm, pid 2) stands at train.py:1")
+    hang_diagnosis.dump_state(run_dir / "log", watchdog.state(), verdict="rank 1 (vm, pid 2) is at train.py:1")
 
 
 def page_of(*run_dirs: Path) -> Page:
@@ -262,10 +262,10 @@ def test_content_of_files_is_escaped(damaged_run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "error: nowhere: no such folder; give a run dir"),
+        (["nowhere"], "error: nowhere: no such folder: give a run dir"),
         (["metrics.jsonl"], "error: metrics.jsonl: no such folder"),
-        (["."], "error: . holds no run; did you mean "),
-        (["empty"], "error: empty holds no run; give the folder that holds metrics.jsonl and log/"),
+        (["."], "error: . holds no run: did you mean "),
+        (["empty"], "error: empty holds no run: give the folder that holds metrics.jsonl and log/"),
         ([], "error: the following arguments are required: RUN_DIR (see --help)"),
         (
             ["run", "-o", "nowhere/r.html"],

@@ -179,7 +179,7 @@ def test_a_duration_has_at_most_two_units(seconds: float, said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "error: nowhere: no such folder; give a run dir"),
+        (["nowhere"], "error: nowhere: no such folder: give a run dir"),
         ([], "error: runs/ holds no run: start one, or give a RUN_DIR"),
         (["--every", "0"], "error: --every: '0' is not a finite number above 0"),
         (["--evry", "1"], "error: unknown argument --evry: did you mean --every?"),

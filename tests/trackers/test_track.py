@@ -263,7 +263,7 @@ def test_a_server_that_stops_and_restarts_gets_everything(
     [
         (
             ["--to", "tensorbord"],
-            "there is no tracker 'tensorbord': name some of tensorboard,mlflow,wandb, with commas",
+            "unknown tracker 'tensorbord': name some of tensorboard,mlflow,wandb, with commas",
         ),
         (["--to", "wandb"], "holds no metrics.jsonl: name the run dir of a run that trains"),
     ],

@@ -80,10 +80,10 @@ def test_if_the_server_is_down_training_succeeds_and_names_the_command_for_the_r
     outcome = harness.run(2, *options, MLFLOW_TRACKING_URI=uri, **PATIENT)
     result = harness.checked(outcome, 2)
     (warning,) = [line for line in outcome.stderr.splitlines() if line.startswith("warning: --track: ")]
-    assert warning.startswith("warning: --track: mlflow has not got all (")
+    assert warning.startswith("warning: --track: mlflow is incomplete (")
     run_dir = Path(result["run_dir"])
     assert OF["tensorboard"](run_dir) == written(run_dir)
-    command = warning.partition("this brings it: ")[2]
+    command = warning.partition("to complete it, run ")[2]
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done  # into the database in the run dir, as no server is named
     assert OF["mlflow"](run_dir) == written(run_dir)

@@ -1,8 +1,8 @@
 """Find datasets as files in their standard format, and read them as uint8 arrays.
 
-MNIST and its like are four IDX files, CIFAR-10 is the six files of its binary version.
+MNIST and Fashion-MNIST are four IDX files; CIFAR-10 is the six files of its binary version.
 
-Files are looked for in this order; plain and .gz names are both read:
+`resolve` searches in this order, for plain and .gz names:
 
 1. `<data_dir>/<name>/`, then torchvision's layout, `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the
    folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`;
@@ -72,12 +72,11 @@ def resolve(name: str, data_dir: Path, fallback: bool = True) -> DatasetInfo:
         fallback: without a network, return mnist-5k for mnist and synthetic-cifar10 for cifar10, with a notice.
 
     Raises:
-        ConfigError: the name is unknown; data_dir is a file; a folder holds only some of the files; a file is damaged;
-            there is no network and no fallback; a download breaks off or has the wrong checksum; the cache cannot be
-            written.
+        ConfigError: the name is unknown, data_dir is a file, files are missing or damaged, the download fails, or the
+            cache is not writable.
     """
-    found = _find(name, data_dir, fallback)
-    return found._replace(fingerprint=_read(found).fingerprint)
+    info = _find(name, data_dir, fallback)
+    return info._replace(fingerprint=_read(info).fingerprint)
 
 
 def load(name: str, data_dir: Path) -> Dataset:
@@ -93,7 +92,7 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
 
     Args:
         path: the file.
-        check: returns what is wrong with the shape in the header, or "", before the values are read.
+        check: called with the header's shape before the values are read; returns its error, or "".
 
     Returns:
         A writable uint8 array of the shape in the file.
@@ -118,20 +117,20 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
         raise damaged(path, f"impossible shape {shape}") from None
 
 
-def _read(found: DatasetInfo) -> Dataset:
+def _read(info: DatasetInfo) -> Dataset:
     """Return the files as a Dataset, checked against each other."""
-    if records := files.CIFAR_RECORDS.get(found.name):
+    if records := files.CIFAR_RECORDS.get(info.name):
         from samestep.data import cifar
 
-        arrays = cifar.read_files(found.folder, records)
+        arrays = cifar.read_files(info.folder, records)
     else:
-        arrays = _read_split(found.folder, *FILES[:2]) + _read_split(found.folder, *FILES[2:])
+        arrays = _read_split(info.folder, *FILES[:2]) + _read_split(info.folder, *FILES[2:])
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"uint8 {list(array.shape)}\n".encode())
         digest.update(array.data)
     train_images, train_labels, test_images, test_labels = arrays
-    return Dataset(found.name, train_images, train_labels, test_images, test_labels, digest.hexdigest())
+    return Dataset(info.name, train_images, train_labels, test_images, test_labels, digest.hexdigest())
 
 
 def _read_split(folder: Path, images_file: str, labels_file: str) -> list[NDArray[np.uint8]]:
@@ -153,14 +152,14 @@ def _path(folder: Path, file: str) -> Path:
 
 def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
     if name not in NAMES:
-        raise ConfigError(f"unknown dataset {name!r}; choose from {', '.join(NAMES)}")
+        raise ConfigError(f"unknown dataset {name!r}: choose from {', '.join(NAMES)}")
     try:
         if not stat.S_ISDIR(os.stat(data_dir).st_mode):
-            raise ConfigError(f"the data folder {data_dir} is not a folder; name one, or one that does not exist yet")
+            raise ConfigError(f"the data folder {data_dir} is not a folder: name a folder or a new path")
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise ConfigError(f"cannot look into the data folder {data_dir}: {error.strerror}; name another one") from None
+        raise ConfigError(f"cannot look into the data folder {data_dir}: {error.strerror}: name another one") from None
     if name == "mnist-5k":
         return DatasetInfo(name, EMBEDDED)
     if name == "synthetic-cifar10":
@@ -171,7 +170,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
             return DatasetInfo(name, folder)
         if len(lacking) < len(files.names(name)):
             packed = "" if name in files.CIFAR_RECORDS else "[.gz]"
-            raise ConfigError(f"{folder} lacks {', '.join(f'{file}{packed}' for file in lacking)}; add what is missing")
+            raise ConfigError(f"{folder} lacks {', '.join(f'{file}{packed}' for file in lacking)}: add them")
     cache = cache_folder(name)
     if missing(cache, name):
         from samestep.data import download  # a rank finds all files in place
@@ -201,7 +200,7 @@ def _without_network(name: str, data_dir: Path, fallback: bool, error: Exception
         "fashion-mnist": f"install Debian's package dataset-fashion-mnist, or {remedy}",
         "cifar10": f"choose synthetic-cifar10, or unpack {CIFAR_ARCHIVE} in {data_dir}",
     }
-    raise ConfigError(f"cannot download {name} ({error}); {remedies[name]}") from None
+    raise ConfigError(f"cannot download {name} ({error}): {remedies[name]}") from None
 
 
 def _synthetic_cifar() -> Path:

@@ -32,7 +32,7 @@ TIMEOUT = 5.0  # seconds, for each connection and each read
 LOCK_TIMEOUT = 900.0  # seconds that another process may take
 MAX_BYTES = 200_000_000  # of a file; the largest, CIFAR-10's archive, has 170 MB
 
-# Tried in turn. Plain http is safe here: what arrives must have the SHA-256 below.
+# Tried in turn. Plain http is safe here, because a download must have the SHA-256 below.
 MIRRORS = {
     "mnist": (
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -130,7 +130,7 @@ def _download(name: str, file: str, sha256: str) -> bytes:
                 return _read_verified(response, file, sha256)
         except _BrokenDownloadError as error:
             remedy = "try again, or put the files in place by hand"
-            broken.append(ConfigError(f"download of {url} failed: {error}; {remedy}"))
+            broken.append(ConfigError(f"download of {url} failed: {error}: {remedy}"))
         except (OSError, http.client.HTTPException) as error:  # URLError, HTTPError and timeouts are OSErrors
             unreachable.append(NoNetworkError(f"{url}: {getattr(error, 'reason', None) or error}"))
     raise [*broken, *unreachable, NoNetworkError("no mirror is known")][0]
@@ -188,7 +188,7 @@ def _wait_for(lock: IO[bytes], path: Path, name: str) -> None:
             return None  # a file system without locks: files are written atomically, so at worst each is fetched twice
         time.sleep(0.2)
     remedy = "end it, or set XDG_CACHE_HOME elsewhere"
-    raise ConfigError(f"another process has held {path} for {LOCK_TIMEOUT:g} s; {remedy}")
+    raise ConfigError(f"another process has held {path} for {LOCK_TIMEOUT:g} s: {remedy}")
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -213,5 +213,5 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "make room there, or set XDG_CACHE_HOME elsewhere"
         raise ConfigError(
-            f"cannot write the data cache {error.filename or folder}: {error.strerror}; {remedy}"
+            f"cannot write the data cache {error.filename or folder}: {error.strerror}: {remedy}"
         ) from None

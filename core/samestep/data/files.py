@@ -1,4 +1,4 @@
-"""Name the files of each dataset, find those that a folder lacks, and read one."""
+"""Name the files of each dataset, find missing ones, and read one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from samestep import ConfigError
 
 
 class DatasetInfo(NamedTuple):
-    """Where a dataset is. ``name`` is the one that was found, ``folder`` holds its files."""
+    """A dataset's name and its folder of files."""
 
     name: str
     folder: Path
-    notice: str | None = None  # a sentence to show if another dataset than the requested one was found
+    notice: str | None = None  # a warning if this is not the requested dataset
     fingerprint: str | None = None  # SHA-256 of the content
 
 
@@ -43,7 +43,7 @@ def names(dataset: str) -> tuple[str, ...]:
 
 
 def missing(folder: Path, dataset: str) -> list[str]:
-    """Return the files that ``folder`` lacks, plain and as .gz; all of them if there is no such folder.
+    """Return the files that ``folder`` lacks, plain and as .gz; all of them if the folder is missing.
 
     Raises ConfigError if the folder cannot be read.
     """
@@ -53,14 +53,14 @@ def missing(folder: Path, dataset: str) -> list[str]:
         present = []
     except OSError as error:
         remedy = "make it a readable folder, or move it away"
-        raise ConfigError(f"cannot look into {folder}: {error.strerror}; {remedy}") from None
+        raise ConfigError(f"cannot look into {folder}: {error.strerror}: {remedy}") from None
     packed = "" if dataset in CIFAR_RECORDS else ".gz"
     return [file for file in names(dataset) if file not in present and f"{file}{packed}" not in present]
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file, to read what it holds or, if it is gzipped, what is packed in it.
+    """Open a regular file to read its content, uncompressed if it is gzipped.
 
     Raises ConfigError, with the file's name, if it cannot be opened, or read while the context is open.
     """
@@ -73,7 +73,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # of the CRC-32 and length, too
         raise damaged(path, f"gzip: {error}") from None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; put a good file in its place") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}: put a good file in its place") from None
 
 
 def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearray:
@@ -93,4 +93,4 @@ def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearra
 
 def damaged(path: Path, trouble: str) -> ConfigError:
     """Return the error for a damaged file."""
-    return ConfigError(f"{path} is damaged ({trouble}); delete it or put a good one in its place")
+    return ConfigError(f"{path} is damaged ({trouble}): delete it or put a good one in its place")

@@ -7,21 +7,21 @@
 An app's options.py may declare two tables. ``COMMANDS`` (name: description): the call takes one of them after N.
 ``LAUNCHER`` describes the app's launcher::
 
-    line_prefix     a regular expression: what the launcher puts before each line of a rank's stderr
+    line_prefix     a regular expression for the launcher's prefix of each line of a rank's stderr
     equal_ranks     whether it needs as many ranks on each machine
     may_differ      names of options that may differ between machines
 
 It may also define functions, which raise ConfigError:
 
 * ``check_ranks(options, ranks)`` checks the options against N ranks on a machine.
-* ``check_installed(options, ranks)`` runs in the app's environment and checks what is installed there.
+* ``check_installed(options, ranks)`` runs in the app's environment and checks the installed packages.
 * ``setup_environment(options)`` returns the variables by which its setup.sh builds; other variables make another
   environment.
 * ``find_machines(options, ranks)`` returns the number of machines and the number of this one, from 0, if a file of the
   app's launcher lists them; else None.
 * ``check_start(options, dataset, step)`` runs last, when the dataset and the first step are known.
 
-An app without ``--resume`` does not train: it has no dataset and no checkpoints, and is not restarted.
+An app without ``--resume`` does not train: it has neither dataset nor checkpoints, and is not restarted.
 
 There are two stages. The first runs on the system's Python with the standard library alone: it reports every mistake
 that can be found without the framework, makes ``.venvs/<app>``, and continues in that environment. The second resolves
@@ -55,24 +55,35 @@ BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
 UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
 
 HELP = """\
-N is the number of ranks on this machine. The first start makes .venvs/{app}{prepares}; the next ones start at once.
-{recovers}
-  --dry-run             print the launcher's command and stop
+N is the number of ranks on this machine. The first start installs packages into
+.venvs/{app}{prepares}; later starts are quick.{recovers}
+
+examples:
+{examples}
 
 environment:
-  PYTHON                use this interpreter, which must have what the app pins, and install nothing
-  OMP_NUM_THREADS       threads of each rank (default: its share of the processors this job may use)
-  NNODES, NODE_RANK     several machines: how many, and which one this is, from 0; run the script on each
-  MASTER_ADDR, MASTER_PORT  several machines: an address of machine 0, and a free port there
-                        (PET_* and, with NPROC_PER_NODE or N, RANK and WORLD_SIZE that count machines are understood)
-  SAMESTEP_SECRET       several machines: the same on all, so that no other program can stop the job; or
-                        SAMESTEP_SECRET_FILE, a file that holds it and that only you can read
+  PYTHON              interpreter that has the app's pinned packages; with it
+                      nothing is installed
+  OMP_NUM_THREADS     threads per rank (default: an equal share of the
+                      processors that this job may use)
+  NNODES, NODE_RANK   for several machines: their number, and this machine's
+                      index from 0; run the script on each
+  MASTER_ADDR, MASTER_PORT
+                      for several machines: machine 0's address, and a free port
+                      there
+  SAMESTEP_SECRET, SAMESTEP_SECRET_FILE
+                      for several machines: a secret that all share, or a file
+                      with it that only you can read; it keeps other programs
+                      from joining or stopping the job
+  PET_* has the same effect, and so do RANK and WORLD_SIZE if they count
+  machines and NPROC_PER_NODE or N is given.
 
-{stops}exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else
+{stops}exit codes: 0 done, 1 a failure, 2 a mistake in the call,
+128 + n stopped by signal n
 """
 STOP_HELP = """\
-signals: TERM, USR1 and Ctrl-C, to this script or to any rank: all ranks agree on a step, save it and end; a second
-signal, or --grace seconds, end them at once
+signals: TERM, USR1 or Ctrl-C, to this script or to any rank, stops all ranks at
+one step and saves it. A second signal, or the end of --grace, kills them.
 
 """
 
@@ -110,7 +121,8 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     if "--help" in arguments or "-h" in arguments:
         parser = module.build_parser(usage=usage)
         command = next((each for name, each in parser.commands().items() if name in arguments), parser)
-        print(command.format_help() + "\n" + _help(app, parser.get_default("resume") is not None), end="")
+        command.add_argument("--dry-run", action="store_true", help="print the launcher's command and exit")
+        print(command.format_help() + "\n" + _help(app, module, parser.get_default("resume") is not None), end="")
         return 0
     nproc, arguments = _ranks_per_node(arguments, usage)
     dry_run = "--dry-run" in arguments
@@ -151,12 +163,15 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     return run_job(job, node, trackers.TrackerProcess(root, tracked, trackers.find_python(root, tracked)))
 
 
-def _help(app: str, trains: bool) -> str:
-    recovers = "A job that fails is started again and resumes from its newest checkpoint.\n"
+def _help(app: str, module: Any, trains: bool) -> str:
+    resume = "2 --run-dir runs/a"
+    examples = ["2 --max-steps 20", f"{resume}    # the same command resumes", f"{resume} --evaluate-only"]
+    calls = examples if trains else [f"2 {command}" for command in getattr(module, "COMMANDS", {"": ""})][:3]
     return HELP.format(
         app=app,
+        examples="\n".join(f"  bash scripts/run_{app}.sh {call}".rstrip() for call in calls),
         prepares=" and prepares the data" if trains else "",
-        recovers=recovers if trains else "",
+        recovers="\nA job that fails restarts from its newest checkpoint." if trains else "",
         stops=STOP_HELP if trains else "",
     )
 
@@ -182,7 +197,7 @@ def _app_options(root: Path, app: str) -> Any:
         known = sorted(folder.parent.name for folder in root.glob("apps/*/options.py"))
         near = difflib.get_close_matches(app, known, n=1)
         raise ConfigError(
-            f"there is no app {app}; " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
+            f"unknown app {app}: " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
         )
     check_imports(path.parent)
     sys.path.append(str(path.parent))  # last, because apps give their files plain names
@@ -201,7 +216,7 @@ def _check_paths(options: Options) -> None:
         return
     status = look_up("--init-from", path)
     if status is None or not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"--init-from {path}: there is no such file")
+        raise ConfigError(f"--init-from {path}: the file is missing: name a run's model.safetensors")
     # A safetensors file starts with its header's length (8 bytes, little-endian) and the header in JSON.
     try:
         with path.open("rb") as file:

@@ -1,19 +1,24 @@
-"""Run a program on N ranks of this interpreter, restart it after failures, and leave no process behind.
+"""Run a program on N ranks, restart it after failures, and leave no process behind.
 
 examples:
   samestep run -n 4 train.py --lr 0.1
-  samestep run -n 4 --run-dir runs/a train.py          again: a program that writes checkpoints there resumes
+  samestep run -n 4 --run-dir runs/a train.py    # the same command resumes
   samestep run -n 2 --launcher horovodrun train.py
 
 environment of PROGRAM:
-  SAMESTEP_RUN_DIR      the run dir: its checkpoints belong there
-  SAMESTEP_RESTARTS     how many starts there were before
-  OMP_NUM_THREADS       threads of each rank (default: its share of the processors this job may use)
-  and the launcher's RANK, WORLD_SIZE and so on. NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT describe several
-  machines; run the same command on each. SAMESTEP_SECRET, or a file SAMESTEP_SECRET_FILE, proves them to each other.
+  SAMESTEP_RUN_DIR    directory for the program's checkpoints
+  SAMESTEP_RESTARTS   number of earlier starts of this job
+  OMP_NUM_THREADS     threads per rank (default: an equal share of the
+                      processors that this job may use)
+  The launcher adds RANK, WORLD_SIZE and so on. For several machines, run the
+  same command on each with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and
+  share a secret by SAMESTEP_SECRET or the file SAMESTEP_SECRET_FILE.
 
-signals: TERM, USR1 and Ctrl-C stop the job; nothing is left running. A program that uses samestep.run.Run saves first.
-exit codes: 0 done, 2 a mistake in the call, 128 + the signal that stopped it, 1 anything else
+signals: TERM, USR1 or Ctrl-C stops the job and all its processes. A program
+that uses samestep.run.Run saves first.
+
+exit codes: 0 done, 1 a failure, 2 a mistake in the call,
+128 + n stopped by signal n
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from samestep import ConfigError, __version__
 from samestep.launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
-from samestep.options import Parser, bounded_int, seconds
+from samestep.options import GROUPS, Parser, bounded_int, seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,13 +50,13 @@ def _main(argv: Sequence[str]) -> int:
     check_run_dir(options.run_dir)
     status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"PROGRAM {options.program}: there is no such file: name a Python program")
+        raise ConfigError(f"PROGRAM {options.program}: the file is missing: name a Python program")
     launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
     # Defaults of the options of `samestep.options.add_common`.
     os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
     template = [*launcher.command.split(), "{train}", "{arguments}"]
-    words = options.nproc, nodes, options, options.arguments, launcher.settings
-    job = Job(program.stem, program, template, *words, has_heartbeats=False)
+    settings = options.nproc, nodes, options, options.arguments, launcher.settings
+    job = Job(program.stem, program, template, *settings, has_heartbeats=False)
     versions = {"Python": ".".join(map(str, sys.version_info[:2])), "samestep": __version__}
     return run_job(job, node_info(job, program.parent, [program], versions) if nodes.need_preflight else None)
 
@@ -60,26 +65,29 @@ def build_parser() -> Parser:
     """Return the parser of the command ``samestep``."""
     parser = Parser(prog="samestep", description="Run distributed-training programs.")
     parser.add_argument("--version", action="version", version=f"samestep {__version__}")
-    summary, _, teaches = str(__doc__).partition("\n\n")
+    summary, _, details = str(__doc__).partition("\n\n")
     run = parser.add_subparsers(dest="command", metavar="COMMAND", required=True).add_parser(
         "run",
         help=summary,
         description=summary,
-        epilog=teaches,
+        epilog=details,
         usage="samestep run [options] PROGRAM [ARGS...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
-    add("-n", "--nproc", type=_nproc, default=1, metavar="N", help="ranks on this machine (default: 1)")
+    add("-n", "--nproc", type=_nproc, default=1, metavar="N", help="number of ranks on this machine (default: 1)")
     without = "(default: torchrun if torch is installed, else none for -n 1)"
-    add("--launcher", choices=LAUNCHERS, metavar="NAME", help=f"{', '.join(LAUNCHERS)} {without}")
-    add("--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/<program>/<UTC time>)")
-    add("--max-restarts", type=bounded_int(0), default=3, metavar="R", help="restarts after failures (default: 3)")
-    limit = "seconds without progress that end a start, if PROGRAM uses samestep.run.Run (default: 300)"
-    add("--timeout", type=seconds, default=300.0, metavar="S", help=limit)
-    limit = "seconds from a signal to the end of all processes (default: 30)"
-    add("--grace", type=seconds, default=30.0, metavar="S", help=limit)
-    add("program", metavar="PROGRAM", help="a Python program; all that follows are its arguments")
+    add("--launcher", choices=LAUNCHERS, metavar="NAME", help=f"launcher: {', '.join(LAUNCHERS)} {without}")
+    add = run.group(GROUPS[2]).add_argument
+    add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/<program>/<UTC time>)")
+    add = run.group(GROUPS[3]).add_argument
+    limit = "maximum number of restarts after failures (default: 3)"
+    add("--max-restarts", type=bounded_int(0), default=3, metavar="R", help=limit)
+    limit = "seconds without progress after which a job that uses samestep.run.Run ends as hung (default: 300)"
+    add("--timeout", type=seconds, default=300.0, metavar="T", help=limit)
+    limit = "seconds from a stop signal until the job is killed (default: 30)"
+    add("--grace", type=seconds, default=30.0, metavar="T", help=limit)
+    add = run.add_argument
+    add("program", metavar="PROGRAM", help="Python program; the words after it are its arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
 
@@ -98,5 +106,5 @@ def _find_launcher(name: str | None, nproc: int) -> Launcher:
     if launcher.module and importlib.util.find_spec(launcher.module) is None:
         raise ConfigError(f"--launcher {name}: {sys.executable} has no module {launcher.module}: install it there")
     if not launcher.module and shutil.which(name or "") is None:
-        raise ConfigError(f"--launcher {name}: there is no {name} on PATH: install it")
+        raise ConfigError(f"--launcher {name}: {name} is not on PATH: install it")
     return launcher

@@ -75,14 +75,14 @@ def given_python(root: Path) -> str | None:
 
 
 class Environment:
-    """The environment of an app, or of what --track starts.
+    """The environment of an app or of --track.
 
     Attributes:
         root: the project: the folder with ``apps``, ``.venvs``, and ``core`` or ``vendor``.
         name: the app, or TRACKERS.
         source: the folder with requirements and locks: a Path, or a part of this package, which may be in a zip file.
         link: where the app finds its environment: a link to one that all apps with equal locks share.
-        setup: the app's program that builds what no wheel is published of; it may not exist.
+        setup: the app's program that builds packages without a published wheel; it may not exist.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -126,7 +126,7 @@ class Environment:
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
         """Return the environment's name: 12 hexadecimal digits of everything that decides its content.
 
-        ``locks`` are the candidates: what pip finds decides between them.
+        ``locks`` are the candidates; pip's index decides between them.
         """
         setup = read_text(self.setup) or ""
         lines = [[re.sub(r"(^|\s+)#.*", "", line).strip() for line in lock.splitlines()] for lock in locks]
@@ -144,7 +144,7 @@ class Environment:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
     def locks(self) -> list[Any]:
-        """Return the paths of the locks of which this machine can use one, the preferred one first.
+        """Return the paths of this machine's candidate locks, the preferred one first.
 
         On a machine with an NVIDIA driver that is -cuda, if the app has it. On other machines it is -cpu, or -cuda if
         no build for CPUs is found, because that runs on a CPU too. SAMESTEP_LOCK names another.
@@ -155,7 +155,7 @@ class Environment:
             names = sorted(path.stem.partition("-")[2] for path in self.source.glob("requirements-*.txt"))
             if named not in names:
                 raise ConfigError(
-                    f"SAMESTEP_LOCK={named}: there is no {lock}: name one of {', '.join(names)}, or unset it"
+                    f"SAMESTEP_LOCK={named}: {lock} is missing: name one of {', '.join(names)}, or unset it"
                 )
             return [lock]
         cpu, cuda = self.source / "requirements-cpu.txt", self.source / "requirements-cuda.txt"
@@ -163,7 +163,7 @@ class Environment:
             return [cuda]
         locks = [path for path in (cpu, cuda) if path.is_file()]
         if not locks:
-            raise ConfigError(f"there is no {cpu}: `bash scripts/test.sh -e locks -- {self.name}` makes it")
+            raise ConfigError(f"{cpu} is missing: `bash scripts/test.sh -e locks -- {self.name}` makes it")
         return locks
 
     def _check_pins(self, lock: str) -> None:
@@ -174,13 +174,13 @@ class Environment:
         for name, more, version in re.findall(pattern, self._requirements, re.MULTILINE):
             if (_normal(name), version) not in locked if version else _normal(name) not in dict(locked):
                 raise ConfigError(
-                    f"{self._shown} has {name}{more}, and its lock has not: "
-                    f"`bash scripts/test.sh -e locks -- {self.name}` makes it anew"
+                    f"{self._shown} has {name}{more}, but its lock lacks it: "
+                    f"`bash scripts/test.sh -e locks -- {self.name}` updates the lock"
                 )
 
     def _make(self, venv: Path, base: str, settings: Mapping[str, str], locks: Sequence[str]) -> None:
         """Make all but the stamp, with the Python ``base``. Raises NonRetryableError, and then leaves nothing."""
-        shutil.rmtree(venv, ignore_errors=True)  # what a start that was killed has left
+        shutil.rmtree(venv, ignore_errors=True)  # left by a start that was killed
         python = str(venv / "bin" / "python")
         pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
         wheel = find_wheel(self.root)
@@ -220,8 +220,8 @@ class Environment:
         if match := WHICH.search(held):
             name, file, digest = match[1], unquote(match[2].partition("#")[0]).replace("file://", ""), match[3]
             raise NonRetryableError(
-                f"{name}: {file} has SHA-256 {digest}, which {self.name}'s lock does not list: it is not what was "
-                f'published; if it is yours, export SAMESTEP_ALLOW="{name} sha256:{digest}" allows it'
+                f"{name}: {file} has SHA-256 {digest}, which {self.name}'s lock does not list: it is not the "
+                f'published file; if it is yours, export SAMESTEP_ALLOW="{name} sha256:{digest}" allows it'
             )
         print(held, end="", file=sys.stderr, flush=True)
         raise NonRetryableError(f"could not make .venvs/{self.name}: `{shlex.join(command)}` failed: see above")
@@ -296,7 +296,7 @@ def _stamp(venv: Path) -> str | None:
 
 @contextlib.contextmanager
 def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a step of the set-up and wait for its end; an exception ends it, and all that it has started."""
+    """Start a step of the set-up and wait for its end; an exception ends it and its children."""
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGHUP])
@@ -330,7 +330,7 @@ def _has_nvidia() -> bool:
 
 
 def _allowed() -> dict[str, list[str]]:
-    """Return the SHA-256 of files that SAMESTEP_ALLOW="torch sha256:<64 digits>" allows besides those of the lock."""
+    """Return the SHA-256 of files that SAMESTEP_ALLOW="torch sha256:<64 digits>" allows beside the lock."""
     allowed: dict[str, list[str]] = {}
     words = os.environ.get("SAMESTEP_ALLOW", "")
     pair = r"([\w.-]+) sha256:([0-9a-f]{64})"
@@ -390,12 +390,12 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
                     )
                 return lock, options
     raise NonRetryableError(
-        f"no {' '.join(wanted[0][0])} is found, nor at {CPU_INDEX}: tell pip where, by PIP_FIND_LINKS or PIP_INDEX_URL"
+        f"no {' '.join(wanted[0][0])} is found, nor at {CPU_INDEX}: set PIP_FIND_LINKS or PIP_INDEX_URL for pip"
     )
 
 
 def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
-    """Return the versions of a package, with their labels, of which pip finds a wheel for this Python."""
+    """Return the versions of a package, with their labels, that have a wheel for this Python."""
     command = [python, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *options]
     with _start(command, stdout=subprocess.PIPE, stderr=sys.stderr) as step:
         output = step.communicate()[0]

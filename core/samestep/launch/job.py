@@ -125,7 +125,7 @@ def parse_integer(name: str, text: str, least: int, most: int | None = None, def
 
 @dataclass(frozen=True)
 class Job:
-    """What to start on this machine.
+    """The job's part on this machine.
 
     Attributes:
         name: the app, or the program's name.
@@ -159,8 +159,8 @@ class Job:
     def command(self, python: str, port: int, logs: Path, *more: str, met: Rendezvous | None = None) -> list[str]:
         """Return the launcher's command: the template with its blanks filled.
 
-        A word is left out if one of its blanks has no value. {options} stands for the arguments and ``more``,
-        {arguments} for the arguments alone. On one machine, torchrun runs with its store on 127.0.0.1 alone.
+        A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
+        {arguments} the arguments alone. On one machine, torchrun runs with its store on 127.0.0.1 alone.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
@@ -214,7 +214,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
     On several machines the others receive a message at its end, because they would wait for this machine.
 
     Args:
-        job: what to start.
+        job: the job to start.
         node: this machine's `node_info`, if the machines need a preflight.
         trackers: the process that passes metrics to trackers.
     """
@@ -240,7 +240,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         reason = "has failed: see its messages there"
         raise
     finally:
-        if new and not state.name and job.options.run_dir:  # nothing has started: leave nothing
+        if new and not state.name and job.options.run_dir:  # nothing has started
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if node and state.name and reason:
             from samestep.launch import preflight
@@ -252,7 +252,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
             trackers.finish(stopped=code > 128)
 
 
-# --- what is decided once, before the first start ----------------------------------------------------------------
+# --- decided once, before the first start ------------------------------------------------------------------------
 
 
 def _resolve(job: Job) -> dict[str, Any]:
@@ -283,11 +283,11 @@ def _resolve(job: Job) -> dict[str, Any]:
 
 
 def _check_log(job: Job) -> None:
-    """Raise ConfigError if something is in the way in the run dir's log folder, before any machine starts anything."""
+    """Raise ConfigError before any start if a log file's path in the run dir is not a regular file."""
     logs = job.options.run_dir / "log"
     supervise.open_log(logs / "launcher.log").close()
     for path in sorted(logs.iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # a temporary one, of a rank that has not yet ended
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of a rank that is still ending
             if LOG_FILE.fullmatch(path.name) and not stat.S_ISREG(path.lstat().st_mode):
                 raise ConfigError(f"{untrusted.printable(str(path))} is not a regular file: remove it")
 
@@ -326,7 +326,7 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
 
 @dataclass
 class JobState:
-    """What is known of a job so far.
+    """The progress of a job.
 
     Attributes:
         name: its name at the last start; "" before the first.
@@ -365,7 +365,7 @@ class Decision:
 
 
 def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs: Path) -> Decision:
-    """Decide what follows a start: an end or a restart. ``history`` has the outcomes of the earlier starts."""
+    """Decide whether the job ends or restarts. ``history`` has the outcomes of the earlier starts."""
     if outcome.code == 0 and outcome.complete:
         return Decision(0)
     if outcome.verdict is not None:
@@ -408,12 +408,12 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
 def attempt(
     job: Job, state: JobState, number: int, plan: Mapping[str, Any], rendezvous: Rendezvous | None = None
 ) -> Outcome:
-    """Start the launcher once, on what has been resolved, and wait for its end.
+    """Start the launcher once, with the resolved plan, and wait for its end.
 
     Args:
-        job: what to start.
-        state: gets the name of this start and the verdict.
-        number: how many starts there were before.
+        job: the job to start.
+        state: receives the name of this start and the verdict.
+        number: number of earlier starts.
         plan: from `_resolve`.
         rendezvous: from the preflight of several machines.
 

@@ -1,6 +1,6 @@
 """The launchers of ``samestep run``, with their commands as templates for `samestep.launch.job.Job.command`.
 
-A module of None means that the first word is a program on PATH. ``settings`` are those of an app's LAUNCHER.
+A module of None means that the first word is a program on PATH. ``settings`` is an app's LAUNCHER table.
 """
 
 from __future__ import annotations

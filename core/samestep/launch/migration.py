@@ -9,7 +9,7 @@ from pathlib import Path
 from samestep import ConfigError
 from samestep.untrusted import read_text
 
-# What 0.1 had and 0.2 has not: modules, and names of modules that both have.
+# Names that 0.2 removed: modules, and names of modules that still exist.
 OLD = frozenset(
     "best cifar datasets download hang phases rollback rundata safetensors_writer signals straggler watchdog "
     "checkpoint.Damaged checkpoint.OtherFormat checkpoint.bit_sum checkpoint.mismatch checkpoint.reason "

@@ -4,12 +4,12 @@ Frameworks connect by an address and a port. If that fails, most are silent for 
 launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, where its launcher will listen
 afterwards; the others retry until they reach it, because machines start at different times and names may resolve late.
 Each sends its `NodeInfo`; machine 0 compares them and sends its plan. The others check that they can follow the plan
-(``prepare``), and all start together. A mismatch is one error line, the same on all machines. This happens anew before
-each restart.
+(``prepare``), and all start together. A mismatch is one error line, the same on all machines. This happens again
+before each restart.
 
 A machine that will not restart reports that by `abort`, because the others would wait for it.
 
-By these connections each machine also learns its own address among the others, to which its host name may not resolve.
+These connections also show each machine its own address among the others; its host name may not resolve to it.
 
 The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC by a key of both
 nonces and SAMESTEP_SECRET: it proves that the sender has the secret, and that nobody on the way has changed, repeated
@@ -42,7 +42,7 @@ from samestep.launch.supervise import Stopped, print_stderr
 PROTOCOL = "samestep preflight 2"
 WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines
 RETRY = 0.5  # seconds between attempts to connect
-REPLY_TIMEOUT = 5.0  # seconds in which a launch script replies; what does not is another program
+REPLY_TIMEOUT = 5.0  # seconds in which a launch script replies; other programs do not
 ALIVE = 2.0  # seconds between messages by which a waiting machine 0 shows that it runs
 MAX_BYTES = 2**20  # of one line
 MAX_STRANGERS = 32  # connections beside the machines' that have not sent a valid message yet
@@ -54,7 +54,7 @@ Message = Mapping[str, Any]
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value can be a name or a path, which may have bytes that are no UTF-8, but can be printed."""
+    """Return whether a value can be a name or a path, printable, though perhaps not UTF-8."""
     characters = value if isinstance(value, str) and len(value) <= 4096 else "\0"
     return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in characters)
 
@@ -127,7 +127,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What all machines share when they start.
+    """The values that all machines share when they start.
 
     Attributes:
         ranks: each machine's number of ranks.
@@ -201,7 +201,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
         raise ConfigError(f"SAMESTEP_SECRET_FILE={shown} is open to other users: chmod 600 it")
     if not secret:
         raise ConfigError(
-            f"SAMESTEP_SECRET_FILE={shown} is empty: write a secret to it, such as that of `openssl rand -hex 32`"
+            f"SAMESTEP_SECRET_FILE={shown} is empty: write a secret to it, such as the output of `openssl rand -hex 32`"
         )
     return secret
 
@@ -216,7 +216,7 @@ def preflight(
     equal_ranks: bool = False,
     secret: bytes = b"",
 ) -> Rendezvous:
-    """Connect to the other machines of the job and return what all share.
+    """Connect to the other machines of the job and return the shared values.
 
     Args:
         node: this machine.
@@ -224,7 +224,7 @@ def preflight(
         port: MASTER_PORT.
         limit: seconds between the first and the last machine, and seconds in which all must be prepared.
         plan: called on machine 0 when all are connected.
-        prepare: called on the others with the plan. What ``plan`` and ``prepare`` raise ends all machines.
+        prepare: called on the others with the plan. An exception in ``plan`` or ``prepare`` ends all machines.
         equal_ranks: whether all machines need as many ranks.
         secret: proves the machines to each other; b"" if there is none.
 
@@ -307,8 +307,8 @@ class JsonConnection:
     def __init__(self, connection: socket.socket, secret: bytes = b"") -> None:
         self._connection, self._secret = connection, secret
         self._received = bytearray()
-        self._keys: tuple[bytes, bytes] | None = None  # of what this end sends, and the other one; None before nonces
-        self._counts = [0, 0]  # of lines, likewise
+        self._keys: tuple[bytes, bytes] | None = None  # for sending, for receiving; None before nonces
+        self._counts = [0, 0]  # of lines sent, received
         self._sending = threading.Lock()
         self.here, self.there = (_plain(each[0]) for each in (connection.getsockname(), connection.getpeername()))
         # A host without power or cable sends nothing more: keepalive detects it after 9 s.
@@ -321,7 +321,7 @@ class JsonConnection:
         """Send the first message to machine 0 and return the reply; {} for another program.
 
         Raises:
-            TimeoutError: there is no reply before the deadline.
+            TimeoutError: the deadline has passed without a reply.
             ConfigError: the other end has another secret.
         """
         nonce = self._send_nonce()
@@ -336,7 +336,7 @@ class JsonConnection:
         """Return the first message of another machine; {} for another program.
 
         Raises:
-            TimeoutError: there is none before the deadline.
+            TimeoutError: the deadline has passed without one.
             ConfigError: the other end has another secret or another protocol.
         """
         hello = self.receive(deadline)
@@ -348,7 +348,7 @@ class JsonConnection:
         return self.receive(deadline)
 
     def refuse(self, problem: str) -> None:
-        """Send an error to an end that has not proved itself, without an HMAC, by which it could guess the secret."""
+        """Send an error to an unproved end, without an HMAC, because the HMAC would help it guess the secret."""
         self._keys = None
         self.send({"problem": problem})
 
@@ -363,7 +363,7 @@ class JsonConnection:
         self._keys = (keys[0], keys[1]) if is_host else (keys[1], keys[0])
 
     def _proof(self, end: int, line: bytes) -> bytes:
-        """Return what precedes a line: an HMAC of its number and content."""
+        """Return a line's prefix: an HMAC of its number and content."""
         if self._keys is None:
             return b""
         self._counts[end] += 1
@@ -585,7 +585,7 @@ class _Host:
         """Return the number of the machine that sent a message; None for another program. Admits new machines."""
         number = next((number for number, (_, each) in self._peers.items() if each is connection), None)
         if "problem" in message and (number is not None or message.get("after") == self._node.after):
-            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # what an abort waits for
+            connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for it
             raise _as_error(message)
         if number is None and (node := _as_node(message)):
             number = self._admit(node, connection)
@@ -638,9 +638,9 @@ def _join(node: NodeInfo, place: Place, prepare: Callable[[Message], None]) -> R
             try:
                 if rendezvous := _follow(node, place, connection, prepare):
                     return rendezvous
-                trouble = "what listens there ended the connection: it may be another program, or another version"
+                trouble = "the peer ended the connection: it may be another program, or another version"
             except TimeoutError:
-                trouble = "what listens there does not answer: it may be another program"
+                trouble = "the peer does not answer: it may be another program"
             except BaseException as error:
                 connection.send(_problem_message(node, error))
                 raise
@@ -673,7 +673,7 @@ def _follow(
 
 
 def _wait_for_host(place: Place, connection: JsonConnection) -> Message:
-    """Return machine 0's next message, but those by which it shows that it runs. Raises NonRetryableError."""
+    """Return machine 0's next message, without its signs of life. Raises NonRetryableError."""
     message: Message = {"here": True}
     while "here" in message:
         try:

@@ -125,7 +125,7 @@ def run_once(
         logs: the run dir's ``log`` folder.
         grace: seconds in which ranks save and exit after a signal.
         startup_grace: the same, if no rank has written a heartbeat.
-        line_prefix: a regular expression for what the launcher puts before each line of a rank's stderr.
+        line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: follows "stopping (SIGTERM)" on the console.
         show_all: whether the console shows all of stderr, and not only one-line messages, until a rank writes a
             heartbeat: programs with a watchdog keep their output in log files.
@@ -274,7 +274,7 @@ def open_log(path: Path) -> IO[bytes]:
 def forward_stderr(stream: IO[bytes], log: IO[bytes], line_prefix: str, shows: Callable[[], bool]) -> None:
     """Copy the stderr of launcher and ranks to the log. The console gets one-line messages, and others if it shows.
 
-    Once a rank has reported an error, those of the others that have lost their connection to it stay in the log.
+    Once a rank has reported an error, other ranks' errors about a lost connection stay in the log.
     """
     prefix = re.compile(line_prefix.encode())
     shown: set[bytes] = set()
@@ -364,9 +364,9 @@ def _ranks_of(job: str, logs: Path) -> list[int]:
 
 
 def _processes_of(job: str) -> list[int]:
-    """Return this launch script's processes of a job, by their environment, whoever their parent is by now.
+    """Return this launch script's processes of a job, by their environment, whatever their parent.
 
-    A script that stands for another machine may run on this machine too.
+    Another machine's script may run on this machine too, in tests.
     """
     marks = {f"SAMESTEP_JOB={job}".encode(), f"SAMESTEP_LAUNCHER={os.getpid()}@{socket.gethostname()}".encode()}
     pids = []
@@ -425,7 +425,7 @@ def _processors() -> int:
 
 
 def read_text(path: Any) -> str | None:
-    """Return the file's text; None if there is no such file."""
+    """Return the file's text; None if the file is missing."""
     try:
         return str(path.read_text())
     except OSError:

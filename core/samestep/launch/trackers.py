@@ -1,8 +1,8 @@
 """Run --track: a process beside the job that passes a run's metrics to trackers.
 
-The process is `samestep.observe.track`, which reads metrics.jsonl and nothing else. Training neither waits for it nor
-fails with it. Its Python is that of ``.venvs/trackers``, or the one that PYTHON names. It shares no environment, pipe
-or lock with the job, has the lowest priority, and ends when its standard input does, which is when this process ends.
+The process is `samestep.observe.track`, which reads only metrics.jsonl. Training neither waits for it nor fails with
+it. Its Python is in ``.venvs/trackers``, or named by PYTHON. It shares no environment, pipe or lock with the job, and
+has the lowest priority. It ends when its standard input closes, at the end of this process.
 
 This module uses the standard library alone.
 """
@@ -42,9 +42,7 @@ def parse_names(text: str) -> list[str]:
         raise ConfigError(f"SAMESTEP_TRACK_SECONDS={seconds}: give seconds from 0 to 1e7, or unset it") from None
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in TRACKERS]:
-        raise ConfigError(
-            f"--track: there is no tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas"
-        )
+        raise ConfigError(f"--track: unknown tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas")
     return list(dict.fromkeys(names))
 
 
@@ -71,7 +69,7 @@ def find_python(root: Path, names: Sequence[str]) -> str:
 
 
 class TrackerProcess:
-    """The process: `start` starts it unless it runs, because it may have died; `finish` waits for the rest."""
+    """The tracker process: `start` starts it, also after a crash; `finish` waits for its last lines."""
 
     def __init__(self, root: Path, names: Sequence[str], python: str) -> None:
         self._root, self._names, self._python = root, names, python
@@ -103,7 +101,7 @@ class TrackerProcess:
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             return process
         except OSError as error:
-            print_stderr(f"warning: --track: cannot start {self._python}: {error.strerror}; training goes on")
+            print_stderr(f"warning: --track: cannot start {self._python}: {error.strerror}; training continues")
             return None
 
     def _report_end(self, then: str) -> None:
@@ -114,7 +112,7 @@ class TrackerProcess:
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")
 
     def finish(self, stopped: bool) -> None:
-        """Give the process some seconds for the rest, then end it, and warn of what is missing, with the remedy.
+        """Give the process some seconds for the rest, then end it, and warn of missing lines, with the remedy.
 
         A signal that arrives meanwhile ends it at once.
         """
@@ -139,7 +137,9 @@ class TrackerProcess:
         if late:
             problems = dict.fromkeys(self._names, f"not done {limit:g} s after the job") | problems
         for name, problem in problems.items():
-            print_stderr(f"warning: --track: {name} has not got all ({problem}); this brings it: {self._command(name)}")
+            print_stderr(
+                f"warning: --track: {name} is incomplete ({problem}): to complete it, run {self._command(name)}"
+            )
 
     def _command(self, name: str) -> str:
         path = [f"PYTHONPATH={shlex.quote(str(self._root / 'core'))}"] if os.environ.get("PYTHON") else []

@@ -1,4 +1,4 @@
-"""Use a folder of this user alone for what jobs share on a machine: the locks of ports, and temporary files.
+"""Use a folder of this user for the jobs of a machine: locks of ports, and temporary files.
 
 Other users may write to /tmp too. A folder that they made, or could write to, is not used. Standard library only.
 """
@@ -21,7 +21,7 @@ from samestep.launch.supervise import block_signals, print_stderr
 from samestep.untrusted import open_regular, own_folder
 
 BASE = Path("/tmp")  # not TMPDIR, because all jobs of a user must find the same locks
-PORTS = range(20_000, 32_768)  # below those of connections: none is taken before a launcher listens
+PORTS = range(20_000, 32_768)  # below the ports of connections, so that they stay free until a launcher listens
 PORT_TRIES = 1000
 MAX_TMPDIR = 60  # bytes: frameworks make Unix sockets there, whose paths have at most 107
 
@@ -77,9 +77,8 @@ def _open_locks() -> int | None:
 @functools.cache
 def _warn_once() -> None:
     folder = BASE / f"samestep-{os.getuid()}"
-    reason = "it must be a folder of yours, and ports.lock in it a file of yours"
-    remedy = "jobs that start at the same moment may choose the same port: remove it"
-    print_stderr(f"warning: cannot use {folder} ({reason}); {remedy}")
+    risk = "simultaneous jobs may choose the same port"
+    print_stderr(f"warning: cannot use {folder}, {risk}: make it, and ports.lock in it, your own, or remove it")
 
 
 def _lock_port(locks: int | None, port: int) -> bool:

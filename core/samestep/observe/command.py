@@ -1,8 +1,7 @@
-"""Define what the command-line programs of this package share."""
+"""Share code between the command-line programs of this package."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
@@ -14,21 +13,20 @@ from samestep.untrusted import printable
 
 
 def new_parser(name: str, manual: str | None) -> Parser:
-    """Return the parser of ``python -m samestep.<name>``; its --help starts with the manual, the module's docstring."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return Parser(prog=f"python -m samestep.{name}", description=manual, formatter_class=formatter)
+    """Return the parser of ``python -m samestep.<name>``; its --help starts with ``manual``, a module's docstring."""
+    return Parser(prog=f"python -m samestep.{name}", description=manual)
 
 
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:
     """Run a program; return its exit code: 0, or 2 and one line on stderr for a mistake of the caller."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
     try:
         command(parser.parse(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except (ConfigError, OSError) as problem:  # an OSError is of a RUN_DIR that cannot be looked into
+    except (ConfigError, OSError) as problem:  # an OSError if RUN_DIR cannot be read
         print(printable(f"error: {problem}"), file=sys.stderr)
         return 2
     return 0

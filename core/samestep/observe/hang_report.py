@@ -2,14 +2,17 @@
 
     python -m samestep.autopsy RUN_DIR [RUN_DIR ...]
 
-It prints the diagnosis of the newest hang in a run dir. Then follow each rank's host, process, step, collective and
-stack of the main thread, the innermost call first. Ranks at the same location are printed once, and two stacks side by
-side if the terminal is wide enough. It names the ranks that left no file in the folder.
+It prints the diagnosis of the newest hang in a run dir. Then follow each rank's
+host, process, step, collective and stack of the main thread, the innermost call
+first. Ranks at the same location are printed once. It names ranks without a
+file in the folder.
 
-Ranks write log/hang-<r>.json when one of them has made no progress for --timeout seconds. The files stay when the job
-is restarted, until the next hang. If machines share no disk, each has the files of its own ranks: run this on each, or
-copy the other machines' run dirs here and name them all; the newest hang of each is taken. A rank that could not answer
-(stopped, dead, its interpreter held by C code) is described by another rank of its machine.
+Ranks write log/hang-<r>.json when one of them has made no progress for
+--timeout seconds. The files stay until the next hang. If machines share no
+disk, each has the files of its own ranks: run this on each, or copy the other
+machines' run dirs here and name them all. For a rank that could not answer
+(stopped, dead, or its interpreter held by C code), another rank of its machine
+writes the file.
 """
 
 from __future__ import annotations
@@ -88,9 +91,9 @@ def _run(options: Options) -> None:
 
 
 def newest(run_dir: Path) -> list[RankState]:
-    """Return the ranks' states at the newest hang in a run dir. Raises ConfigError if there is no folder or no hang."""
+    """Return the ranks' states at the newest hang in a run dir. Raises ConfigError without a folder or a hang."""
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; give a run dir, the folder that holds log/")
+        raise ConfigError(f"{run_dir}: no such folder: give a run dir, the folder that holds log/")
     states: list[RankState] = [state for state in run_reader.hangs(run_dir)[0] if _is_state(state, _HANG)]
     states = states or list(_blocked_ranks(run_dir / "log"))
     if not states:
@@ -113,7 +116,7 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
 
 
 def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list[str]:
-    """Return the lines to print. A rank's own state is preferred to what another rank wrote of it."""
+    """Return the lines to print. A rank's own file is preferred to another rank's file about it."""
     by_rank = {state["rank"]: state for state in sorted(states, key=lambda state: "written_by" not in state)}
     ranks = [by_rank[rank] for rank in sorted(by_rank)]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(state["time"] for state in ranks)))

@@ -2,11 +2,12 @@
 
     python -m samestep.report RUN_DIR [RUN_DIR ...] -o report.html
 
-The page has curves of all measurements, each run's difference from the first, what happened to each run and at which
-step, the options in which the runs differ, results, versions and machines. It names what is missing or damaged.
+The page has curves of all measurements, differences from the first RUN_DIR,
+the events of each run, different options, results, versions and machines. It
+names missing and damaged files.
 
-The others are compared with the first RUN_DIR. Runs of different apps, frameworks and world sizes may be compared, also
-runs that are not over. --png draws only the plots, and needs matplotlib; the page needs nothing else.
+Runs may differ in app, framework and world size, and may still be running.
+--png draws only the plots, and needs matplotlib.
 
 Exit codes: 0 written, 2 a mistake in the call.
 """
@@ -30,8 +31,8 @@ from samestep.observe.run_reader import Curve, RunData, finite_number, world_siz
 from samestep.options import Options
 from samestep.untrusted import printable
 
-# This module decides what to show, as panels and tables. `report_page` turns them into HTML, with plots as SVG and
-# without a plotting library: so the page is light, and sharp at any width.
+# This module selects panels and tables. `report_page` turns them into HTML, with plots as SVG, without a plotting
+# library: so the page is light, and sharp at any width.
 MAX_POINTS = 400  # of a curve that are drawn
 MAX_DIFFERENCE = 1e300  # a larger one is drawn there
 LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result
@@ -70,11 +71,11 @@ def _write(path: Path, content: bytes, option: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}: name another file with {option}") from error
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- the content -----------------------------------------------------------------------------------------------------
 
 
 def build(runs: Sequence[RunData]) -> Page:
-    """Return what to show of runs; the others are compared with the first."""
+    """Return the content of a page; runs are compared with the first."""
     names = names_of([run.folder for run in runs])
     notes = []
     if any(not run.trains for run in runs):
@@ -187,7 +188,7 @@ def _tables(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Table]:
     note += "records no phases of other ranks"
     head = ["run", "step", "rank", "phase", "seconds per step", "others"]
     yield Table("Time by phase and rank", head, stragglers, note)
-    note = "those that are still there: a run keeps the newest ones (--keep-checkpoints)"
+    note = "a run keeps only the newest checkpoints (--keep-checkpoints)"
     yield Table("Checkpoints", ["run", "step", "bytes", ""], rows(_checkpoint_rows), note, folded=True)
     yield Table("Evaluations by --evaluate-only", ["run", "", "value"], rows(_evaluation_rows))
     head = ["run", "command", "ranks", "measured", "its own page"]
@@ -256,7 +257,7 @@ def _machine_of(run: RunData) -> Mapping[str, Any]:
 def _header_tables(
     runs: Sequence[RunData], names: Sequence[str], title: str, values_of: Callable[[RunData], Mapping[str, Any]]
 ) -> Iterator[Table]:
-    """Yield two tables: the values that differ between runs, and, folded, those that do not."""
+    """Yield two tables: values that differ between runs, and, folded, equal values."""
     known = {name: values for name, run in zip(names, runs) if (values := values_of(run))}
     keys = sorted({key for values in known.values() for key in values})
     exact = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in known.values()]

@@ -26,7 +26,7 @@ HEIGHT = 240  # pixels of a plot; its width is the window's
 UNITS = 1000  # of a plot's own coordinates, both ways
 COLORS = 8
 MARGIN = 0.04  # of a plot's height, above and below its curves
-EQUAL = 1e-17  # where a difference of 0 is drawn: below what float64 resolves
+EQUAL = 1e-17  # where a difference of 0 is drawn, below float64's resolution
 KINDS = {  # of events: the words in the legend, and a shape around 0, 0 that is clear without its color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
     events.SIGNAL: ("stopped by a signal", "M-5 -5 H5 V5 H-5 Z"),
@@ -59,7 +59,7 @@ class Panel(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What happened to one run up to its ``last`` step: the steps of checkpoints, and events that have a step."""
+    """One run up to its ``last`` step: the steps of checkpoints, and events that have a step."""
 
     run: int
     last: int
@@ -79,7 +79,7 @@ class Table(NamedTuple):
 
 
 class Page(NamedTuple):
-    """All that is shown; ``names`` are those of the runs."""
+    """The content of a page; ``names`` are the runs' names."""
 
     names: list[str]
     runs: Sequence[RunData]

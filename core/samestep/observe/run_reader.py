@@ -1,7 +1,7 @@
-"""Read what a run dir holds, also while the run writes it, or if files are damaged, half-written or missing.
+"""Read a run dir, also while the run writes it, or if files are damaged, half-written or missing.
 
-What cannot be read becomes a line of ``problems``, never an exception, so that a page or a screen can name what is
-missing and show the rest. This module writes nothing and takes no lock.
+An unreadable file becomes a line of ``problems``, never an exception, so that a page or a screen can show the rest.
+This module writes nothing and takes no lock.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _is_flat(value: Any, depth: int) -> bool:
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object in a small file, and why there is none: "missing", "empty", ...; "" if there is one."""
+    """Return the JSON object in a small file, and its problem: "", "missing", "empty", ..."""
     try:
         with _open(path) as file:
             content = file.read(BLOCK + 1)
@@ -128,7 +128,7 @@ class FileTail:
         self._identity, self._position = (0, 0), 0
 
     def new_lines(self, on_new_file: Callable[[], object] = lambda: None, blocks: int = MAX_BLOCKS) -> Iterator[bytes]:
-        """Yield the lines that were added since the last call, of at most so many blocks.
+        """Yield the lines that were added since the last call, from at most ``blocks`` blocks.
 
         If the file is another one, call ``on_new_file`` and start at its beginning. A line longer than BLOCK, which no
         run writes, is yielded as b"".
@@ -159,7 +159,7 @@ class FileTail:
 
 @dataclass
 class Curve:
-    """A measurement: ``values`` after so many updates, ``steps``, in rising order."""
+    """A measurement: ``values`` after ``steps`` updates, in rising order."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -194,12 +194,12 @@ class MetricsReader:
     def _reset(self) -> None:
         self.starts: list[Start] = []
         self.curves: dict[str, Curve] = {}
-        self.stragglers: list[tuple[int, dict[str, Any]]] = []  # the step, and what was recorded
+        self.stragglers: list[tuple[int, dict[str, Any]]] = []  # the step, and its record
         self.step: int | None = None  # the last one
         self._line_count = self._damaged_count = self._first_damaged = self._not_finite = self._surplus = 0
 
     def read(self) -> None:
-        """Read what was added since the last call."""
+        """Read the lines that were added since the last call."""
         for line in self._tail.new_lines(self._reset):
             self._line_count += 1
             if not self._add(parse(line)):
@@ -212,7 +212,7 @@ class MetricsReader:
         return self.starts[-1].header if self.starts else {}
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the file, a line each."""
+        """Return the file's problems, a line each."""
         if self._tail.problem:
             return [f"metrics.jsonl: {self._tail.problem}"]
         lines = f"{self._damaged_count} lines left out, from line {self._first_damaged} on"
@@ -312,7 +312,7 @@ class Heartbeat(NamedTuple):
 def heartbeats(run_dir: Path) -> tuple[dict[int, Heartbeat], list[str]]:
     """Return the heartbeats of the newest start, by rank, and the problems of others.
 
-    The newest start is rank 0's, or without a rank 0 that of the last heartbeat. It may have fewer ranks than another.
+    The newest start is rank 0's; without a rank 0, the last heartbeat decides. It may have fewer ranks than another.
     """
     files, problems = _read_rank_files(run_dir, "alive-*", ("rank", "pid", "step", "time"), "a heartbeat")
     beats = {}
@@ -381,7 +381,7 @@ class EventLog:
         self._is_blank = False
 
     def read(self) -> None:
-        """Read what was added since the last call."""
+        """Read the lines that were added since the last call."""
         for line in self._launcher.new_lines(self._reset_launcher):
             self._add_launcher_line(line.decode(errors="replace"))
         for line in self._recorded.new_lines(self._reset_recorded):
@@ -393,7 +393,7 @@ class EventLog:
                 self._add_rank_line(path.name, line.decode(errors="replace"))
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the files, a line each."""
+        """Return the files' problems, a line each."""
         problems = {path.name: tail.problem for path, tail in self._ranks.items()} or {"rank-0.log": "missing"}
         if problems.get("rank-0.log") == "" and "rank-0.log" not in self._events:
             problems["rank-0.log"] = "nothing in it is of a run"
@@ -490,7 +490,7 @@ class State(NamedTuple):
 
 
 def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
-    """Return the state of a run by its files. ``step`` is the last one recorded, ``result`` that of result.json."""
+    """Return the state of a run by its files. ``step`` is the last one recorded, ``result`` is result.json."""
     log = run_dir / "log"
     has_ranks = any(log.glob("alive-*"))
     if is_held(run_dir):
@@ -514,7 +514,7 @@ def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
 
 @dataclass
 class RunData:
-    """All of a run dir that `report` shows. ``problems`` name what is missing or damaged, a line each."""
+    """The parts of a run dir that `report` shows. ``problems`` names missing or damaged files, a line each."""
 
     folder: Path
     metrics: MetricsReader
@@ -534,7 +534,7 @@ class RunData:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run has steps; those of collectives_lab are measurements."""
+        """Return whether the run has steps; collectives_lab only measures."""
         return not ("command" in self.result and "files" in self.result) or self.metrics.step is not None
 
 
@@ -550,7 +550,9 @@ def read(run_dir: Path) -> RunData:
     run_state = state(run_dir, metrics.step, result)
     data = RunData(run_dir, metrics, log, result, evaluation, saved, hang_states, run_state, log.events(), [])
     data.events += _events_of_files(data)
-    if result_problem not in ("", "missing") or (result_problem and run_state.name == "ended"):  # else the state tells
+    if result_problem not in ("", "missing") or (
+        result_problem and run_state.name == "ended"
+    ):  # else the state shows it
         data.problems.append(f"result.json: {result_problem}")
     if evaluation_problem not in ("", "missing"):
         data.problems.append(f"evaluation.json: {evaluation_problem}")
@@ -564,35 +566,35 @@ def read(run_dir: Path) -> RunData:
 
 def _events_of_files(data: RunData) -> list[Event]:
     """Return the events that other files show and that were not logged; the log of rank 0 may be missing."""
-    logged, found = {event.kind for event in data.events}, []
+    logged, unlogged = {event.kind for event in data.events}, []
     if RESTART not in logged:
         for start in data.metrics.starts[1:]:
             when = str(start.header.get("time", ""))
-            found.append(Event(RESTART, start.step, when, f"resumed at step {start.step}", "metrics.jsonl"))
+            unlogged.append(Event(RESTART, start.step, when, f"resumed at step {start.step}", "metrics.jsonl"))
     if data.hangs and events.HANG not in logged:
         latest = max(data.hangs, key=lambda values: int(values["step"]))
         text = next((str(values["verdict"]) for values in data.hangs if "verdict" in values), "no progress")
-        found.append(Event(events.HANG, latest["step"], "", text, f"log/hang-{latest['rank']}.json"))
+        unlogged.append(Event(events.HANG, latest["step"], "", text, f"log/hang-{latest['rank']}.json"))
     for step, values in data.metrics.stragglers:
         own, others = finite_number(values.get("seconds")), finite_number(values.get("others"))
         text = f"rank {values.get('rank')} is a straggler in {values.get('phase')}"
         text += "" if own is None or others is None else f": {own:.3f} s per step, the others {others:.3f}"
-        found.append(Event(STRAGGLER, step, "", text, "metrics.jsonl"))
+        unlogged.append(Event(STRAGGLER, step, "", text, "metrics.jsonl"))
     unequal = next((each for each in data.checkpoints if each.quarantined == "unequal"), None)
     if unequal and events.ROLLBACK not in logged:
         text = f"the ranks' weights differed at step {unequal.step}: that checkpoint is quarantined"
-        found.append(Event(events.ROLLBACK, unequal.step, "", text, f"checkpoints/{unequal.folder.name}"))
-    return found
+        unlogged.append(Event(events.ROLLBACK, unequal.step, "", text, f"checkpoints/{unequal.folder.name}"))
+    return unlogged
 
 
 def check(run_dir: Path) -> None:
-    """Raise ConfigError if a folder is no run dir, and name a run dir below it if there is one."""
+    """Raise ConfigError if a folder is not a run dir, and name a run dir below it, if any."""
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; give a run dir, such as runs/mnist_ddp/20260101T120000Z")
+        raise ConfigError(f"{run_dir}: no such folder: give a run dir, such as runs/mnist_ddp/20260101T120000Z")
     if not any((run_dir / name).exists() for name in RUN_FILES):
         below = newest(run_dir, "*", "*/*")
         hint = f"did you mean {below}?" if below else "give the folder that holds metrics.jsonl and log/"
-        raise ConfigError(f"{run_dir} holds no run; {hint}")
+        raise ConfigError(f"{run_dir} holds no run: {hint}")
 
 
 def newest(folder: Path, *patterns: str) -> Path | None:

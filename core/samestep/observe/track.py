@@ -1,19 +1,21 @@
-"""Copy a run's metrics to trackers: each step once, whatever happens to the run.
+"""Copy a run's metrics to trackers, each step exactly once.
 
     python -m samestep.track RUN_DIR --to tensorboard,mlflow,wandb [--follow]
 
 tensorboard  RUN_DIR/track/tensorboard, an event file
-mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step once a checkpoint has it
+mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step
+             once a checkpoint has it
 wandb        RUN_DIR/track/wandb, an offline run, for `wandb sync`
 
-It reads metrics.jsonl, and no rank waits for it. A launch script with --track starts it beside the job. After a failure
-a tracker starts again from the file's beginning. So no step is lost or duplicated, also if this process or the job is
-killed.
+It reads metrics.jsonl, and ranks do not wait for it. A launch script with
+--track starts it beside the job. After a failure a tracker restarts from the
+file's beginning, so a kill of this process or the job neither loses nor
+duplicates a step.
 
-Without --follow it exits when the trackers have all lines of the file. With --follow it continues until the run has its
-result, or until Ctrl-C or TERM.
+Without --follow it exits when the trackers have all lines of the file. With
+--follow it continues until the run has its result, or until Ctrl-C or TERM.
 
-Exit codes: 0 done, 1 a tracker has not got all, 2 a mistake in the call.
+Exit codes: 0 done, 1 a tracker is incomplete, 2 a mistake in the call.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class BatchReader:
         self._key, self._time, self._samples = "", 0.0, 0
 
     def read(self) -> MetricsBatch:
-        """Return what is new; nothing if there is no file. Raises OSError."""
+        """Return the new lines; none if the file is missing. Raises OSError."""
         committed = committed_step(self._run_dir)  # first: the file that a later checkpoint is of is then in place
         self._is_new_file = False
         lines = [line for text in self._tail.new_lines(self._reset, blocks=1) if (line := self._parse(text))]
@@ -117,7 +119,7 @@ def _result(run_dir: Path) -> dict[str, Any]:
 class TrackerThread(threading.Thread):
     """Keep one tracker up to date with a run until ``ended`` is set; then try once more to complete it.
 
-    ``problem`` is why the tracker lacks lines, None if it lacks none. ``done`` tells whether the thread ended so.
+    ``problem`` is the reason for missing lines, or None. ``done`` is whether the thread ended without a problem.
     """
 
     def __init__(self, name: str, run_dir: Path, ended: threading.Event) -> None:
@@ -199,7 +201,7 @@ def names_of(text: str) -> list[str]:
     """Return the trackers in ``text``, which separates them by commas. Raises ConfigError."""
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in TRACKERS]:
-        raise ConfigError(f"there is no tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas")
+        raise ConfigError(f"unknown tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas")
     return list(dict.fromkeys(names))
 
 
@@ -210,7 +212,7 @@ def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
         (run_dir / "track").mkdir(exist_ok=True)
         file = (run_dir / "track" / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(f"cannot write to {run_dir / 'track'}: {error.strerror}") from None
+        raise ConfigError(f"cannot write to {run_dir / 'track'}: {error.strerror}: make it a writable folder") from None
     deadline = time.monotonic() + FINISH_SECONDS + 5
     with file:
         while True:
@@ -243,7 +245,7 @@ def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options:
             if options.until_stdin_ends:  # the launch script adds more
                 print(f"{thread.name}: {reason}")
             else:
-                print(f"error: {thread.name} has not got all: {reason}", file=sys.stderr)
+                print(f"error: {thread.name} is incomplete: {reason}", file=sys.stderr)
         sys.stdout.flush()
     os._exit(1 if incomplete else 0)  # do not wait for a thread that waits for a server
 

@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from samestep.observe.tracker import Line, MetricsBatch, flatten
 
 TAG = "samestep.run"
-STEP_METRIC = "loss"  # every line has it, so its steps are those that MLflow has
+STEP_METRIC = "loss"  # every line has it, so its steps are all steps in MLflow
 MAX_METRICS, MAX_TAGS = 1000, 100  # that MLflow takes in one request; parameters as tags
 
 

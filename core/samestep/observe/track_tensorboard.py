@@ -25,7 +25,7 @@ class TensorBoard(AtomicFileTracker):
     """Write one event file.
 
     A file that replaces another has the next number. It begins with the start of a session at step 0, at which an open
-    TensorBoard drops what it has read. The earlier file stays, empty, because TensorBoard expects it before the next.
+    TensorBoard drops the earlier data. The earlier file stays, empty, because TensorBoard expects it before the next.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Define what a tracker of `track` is: what it gets, and the base of those that are files."""
+"""Define the interface of a tracker of `track`, its data, and the base of trackers that write a file."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Tracker(Protocol):
     """A tracker of one run; its class takes the run dir. After any exception `track` makes a new one."""
 
     def add(self, batch: MetricsBatch) -> None:
-        """Take a batch; called repeatedly, also if there are no new lines."""
+        """Take a batch; called repeatedly, also without new lines."""
 
     def finish(self, result: dict[str, Any] | None) -> None:
-        """Finish for now; ``result`` is the run's, None if it has not ended well."""
+        """Finish for now; ``result`` is the run's, or None if the run did not finish."""
 
 
 class AtomicFileTracker:
     """A tracker that is a file: written completely under another name, renamed, and then appended to.
 
-    This replaces what a killed process left incomplete, or a resume has cut back.
+    This replaces a file that a killed process left incomplete, or that a resume has cut back.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,11 +61,11 @@ class AtomicFileTracker:
         raise NotImplementedError
 
     def body(self, lines: Sequence[Line]) -> bytes:
-        """Return what to append for one or more lines."""
+        """Return the bytes to append for one or more lines."""
         raise NotImplementedError
 
     def tail(self, result: dict[str, Any]) -> bytes:
-        """Return what to append for the run's result."""
+        """Return the bytes to append for the run's result."""
         raise NotImplementedError
 
     def add(self, batch: MetricsBatch) -> None:

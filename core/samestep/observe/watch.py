@@ -2,13 +2,16 @@
 
     python -m samestep.watch [RUN_DIR]
 
-It shows, once a second: loss, speed, time left, each rank's heartbeat and location, the last checkpoint, restarts, and
-the last lines of log/launcher.log. It reads only the run dir's files, so ssh is enough. It exits when the run ends.
+Each second it shows loss, speed, time left, each rank's heartbeat and location,
+the last checkpoint, restarts, and the last lines of log/launcher.log. It reads
+only the run dir's files, so ssh is enough. It exits when the run ends.
 
-Ages of heartbeats are by this machine's clock, for its own ranks. For a rank on another host, watch shows for how long
-its file has not changed. If machines share no disk, each has the files of its own ranks.
+The age of a heartbeat uses this machine's clock. For a rank on another host,
+it is the time since watch last saw the file change. Machines without a shared
+disk show only their own ranks.
 
-If stdout is no terminal, it prints once, as with --once. Ctrl-C ends watch, not the run.
+If stdout is not a terminal, it prints once, as with --once. Ctrl-C ends watch,
+not the run.
 
 Exit codes: 0 shown, 2 a mistake in the call.
 """
@@ -112,7 +115,7 @@ def _wait(seconds: float) -> None:
         time.sleep(seconds)
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- the content -----------------------------------------------------------------------------------------------------
 
 
 class View:
@@ -128,7 +131,7 @@ class View:
         self._state = State("new", "")
 
     def update(self) -> bool:
-        """Read what the run has written since; return whether to continue."""
+        """Read the run's new lines; return whether to continue."""
         self._updates += 1
         self._metrics.read()
         self._log.read()
@@ -200,7 +203,7 @@ class View:
             yield from [f"result         {', '.join(texts)}"] if texts else []
 
     def _seconds_per_step(self) -> float | None:
-        """Return those of the last lines, with evaluations and checkpoints; computed from the lines' own numbers."""
+        """Return the mean over the last lines, with evaluations and checkpoints, from the lines' own numbers."""
         curve = self._metrics.curves.get("samples_per_second", Curve())
         options = run_reader.get_object(self._metrics.header, "options")
         batch_size = finite_number(options.get("global_batch_size"))
@@ -235,7 +238,7 @@ class View:
             yield f"{event.kind:<14} {event.when[11:]} {event.text}"
 
     def _ranks(self, max_lines: int) -> list[str]:
-        """Return a line per rank; without room for all, those that are silent or behind come first."""
+        """Return a line per rank; without room for all, silent and late ranks come first."""
         beats = list(self._heartbeats.values())
         if not beats:
             return ["ranks          none has a heartbeat here"]
@@ -297,7 +300,7 @@ def duration(seconds: float) -> str:
 
 
 def _cut(line: str, columns: int) -> str:
-    """Return what fits in one line of the terminal, without control characters, which a terminal would obey."""
+    """Cut a line to the terminal's width, and escape control characters, which a terminal would obey."""
     line = printable(line.expandtabs(4))
     return line if len(line) <= columns else f"{line[: columns - 1]}…"
 

@@ -1,12 +1,12 @@
 """Diagnose a hang: name the rank that the others wait for, and its line of code.
 
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
-threads, taken from within. A rank that cannot answer is examined from outside: its last heartbeat, the state of its
-process, and the stacks that a C thread of Python writes to ``log/stack-<r>.txt`` when the interpreter is blocked. From
-these files every rank comes to the same diagnosis. `samestep.observe.hang_report` prints the files.
+threads, taken from within. A rank that cannot answer is examined from outside: by its last heartbeat, the state of its
+process, and ``log/stack-<r>.txt``, to which a C thread of Python writes stacks if the interpreter is blocked. From
+these files every rank computes the same diagnosis. `samestep.observe.hang_report` prints the files.
 
 A rank waits for the others if a collective that it called has not ended, or if its code called into a framework's
-module of collectives. The rank itself finds out both at run time. Only a rank that hangs imports this module.
+module of collectives. The rank itself detects both at run time. Only a rank that hangs imports this module.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def dump_state(folder: Path, state: State, **extra: Any) -> None:
 
 
 def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
-    """Write this rank's file once, if another rank has found a hang and this rank has not."""
+    """Write this rank's file once, if another rank found the hang first."""
     if _is_of_hang(_read_rank(folder / "hanging"), heartbeat):
         with _dump_lock:
             own = _read_rank(folder / f"hang-{heartbeat['rank']}.json")
@@ -72,7 +72,7 @@ def _threads() -> list[dict[str, Any]]:
     ]
 
 
-# --- what is known of a rank -----------------------------------------------------------------------------------------
+# --- the state of a rank ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -83,7 +83,7 @@ class RankState:
     values: State  # of its hang-<r>.json; of its heartbeat if it did not answer
     answered: bool
     location: CodeLocation | None = None
-    is_current: bool = True  # False: the location is that of its last heartbeat
+    is_current: bool = True  # False: the location is from the last heartbeat
     trouble: str = ""  # why it does not answer
 
     @property
@@ -109,7 +109,7 @@ class RankState:
     @property
     def position(self) -> str:
         """Return "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
-        verb = "waits" if self.is_waiting else "stands"
+        verb = "waits" if self.is_waiting else "is"
         verb += f" in {self.collective['name']}" if self.collective.get("pending") else ""
         return f"{verb if self.is_current else 'last seen'} at {self.location or 'an unknown location'}"
 
@@ -126,9 +126,9 @@ def _read_rank(path: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path, rank: int, now: State) -> RankState | None:
-    """Return what the files in ``folder`` show of a rank in the hang in which ``now`` is this rank's state.
+    """Return a rank's state by the files in ``folder``, or None.
 
-    Return None if they show nothing.
+    ``now`` is this rank's state in the hang.
     """
     values = _read_rank(folder / f"hang-{rank}.json")
     if _is_of_hang(values, now) and "written_by" not in values:
@@ -167,7 +167,7 @@ def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State)
 
 
 def _process_trouble(values: State, is_silent: bool) -> str:
-    """Return what this machine shows of a process that does not answer; "" if it runs or is another machine's."""
+    """Return this machine's state of a process that does not answer; "" if it runs or is another machine's."""
     if values["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
         return ""
     pid = int(values["pid"])
@@ -210,7 +210,7 @@ def _is_of_hang(values: State, now: State) -> bool:
     return bool(now["time"] - values["time"] < MAX_AGE or values["host"] != now["host"])  # its clock may differ
 
 
-# --- what is known of a job ------------------------------------------------------------------------------------------
+# --- the state of a job ----------------------------------------------------------------------------------------------
 
 
 def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
@@ -276,7 +276,7 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
-    """Return the ranks that do not answer; else those that do not wait; else the waiting ranks that differ."""
+    """Return ranks that do not answer; else ranks that do not wait; else waiting ranks that differ."""
     if silent := [state for state in states if state.trouble]:
         return sorted(silent, key=lambda state: state.values["time"])
     if busy := [state for state in states if not state.is_waiting]:  # the one with the fewest steps is stuck
@@ -371,14 +371,14 @@ def _group_by_location(states: Sequence[RankState], are_others: bool = False) ->
         if len(group) > 1:
             ranks = f"ranks {format_ranges(state.rank for state in group)}"
             ranks = "the others" if are_others and len(groups) == 1 else ranks
-            position = re.sub("^(stand|wait)s", r"\1", position)
+            position = re.sub("^waits", "wait", re.sub("^is", "are", position))
         parts.append(f"{ranks} {position}")
-    return "; ".join([*parts, f"{len(groups) - 2} more stand elsewhere"] if len(groups) > 2 else parts)
+    return "; ".join([*parts, f"{len(groups) - 2} more are elsewhere"] if len(groups) > 2 else parts)
 
 
 def _missing_ranks(diagnosis: Diagnosis, processes: Mapping[int, int]) -> str:
     missing = diagnosis.missing
-    known = [f"rank {r} is pid {processes[r]}, which has not come to its Run" for r in missing if r in processes]
+    known = [f"rank {r} is pid {processes[r]}, which has not reached its Run" for r in missing if r in processes]
     text = f"{len(missing)} of {diagnosis.world_size} ranks never seen from here: {format_ranges(missing)}"
     return f"{text} ({'; '.join(known[:2])})" if known else text
 

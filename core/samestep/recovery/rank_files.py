@@ -30,7 +30,7 @@ class CodeLocation(NamedTuple):
     code: str = ""
 
     def with_code(self) -> CodeLocation:
-        """Return the location with the text of its line; "" if the file cannot be read, or is no source file."""
+        """Return the location with the text of its line; "" if the file cannot be read, or is not source code."""
         is_source = self.file.endswith(".py") and os.path.isfile(self.file) and os.path.getsize(self.file) < MAX_SOURCE
         return self._replace(code=self.code or (linecache.getline(self.file, self.line).strip() if is_source else ""))
 

@@ -59,7 +59,7 @@ def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> Re
 
 
 def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
-    """Describe the ranks whose rows [world_size, k] are not the majority's, and what is unknown without a majority."""
+    """Describe the ranks whose rows [world_size, k] are not the majority's, and the uncertainty without a majority."""
     _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     if 2 * counts.max() <= len(rows):
         every = "ranks 0 and 1 differ" if len(rows) == 2 else f"the {len(rows)} ranks differ"

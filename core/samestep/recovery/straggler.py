@@ -2,8 +2,8 @@
 
 A rank's local time is the time in which it does not wait for others: input, compute, optimizer. A rank is slow over a
 window of steps if its local time is more than ``factor`` times the median of the others', and the difference exceeds
-what noise would cause: MIN_SHARE of the steps' time. It is reported once it was slow in each window of MIN_STEPS steps
-in a row and cost MIN_SECONDS. A burst of other work on its machine slows one window and is over in the next.
+noise: MIN_SHARE of the steps' time. It is reported if it was slow in consecutive windows of MIN_STEPS steps and cost
+MIN_SECONDS in all. A burst of other work on its machine slows one window and is over in the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from samestep import log
 from samestep.step_timer import COMMUNICATION, PHASES
 
-WINDOW_STEPS = 10  # a window has so many steps or more: it ends at a sync of all ranks
+WINDOW_STEPS = 10  # minimum; a window ends at a sync of all ranks
 MIN_STEPS = 50
 MIN_SHARE = 0.1
 MIN_SECONDS = 1.0

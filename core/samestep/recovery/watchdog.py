@@ -1,8 +1,8 @@
 """Watch a rank with two threads: write heartbeats, and end the rank if its launcher is gone or it makes no progress.
 
 One thread writes ``<run-dir>/log/alive-<r>`` each second (step, time, pid, host, and the main thread's location), so
-that the location of a stopped rank is known. The other ends the rank if its launcher is gone, so that a killed launcher
-leaves no process behind, and if the rank has made no progress for --timeout seconds (--first-step-timeout while it
+that a stopped rank's location is on file. The other ends the rank if its launcher is gone, so that no process outlives
+a killed launcher. It also ends the rank after --timeout seconds without progress (--first-step-timeout while it
 compiles). Frameworks wait for minutes, then name the rank that noticed; this error names the rank that the others wait
 for, and its line of code. `hang_diagnosis` finds it and writes ``log/hang-<r>.json``. The launch script ends the rest
 of the job when ``log/stalled`` appears.
@@ -44,7 +44,7 @@ _NO_FOLDER = Path(os.devnull)  # until the run dir is known; writes into it fail
 
 
 class Watchdog(Monitor):
-    """End this process if waiting is in vain, also while it waits in a framework's C++ code."""
+    """End this process if it makes no progress, also while it waits in a framework's C++ code."""
 
     def __init__(self) -> None:
         self.folder = _NO_FOLDER
@@ -56,7 +56,7 @@ class Watchdog(Monitor):
         self._writing, self._stopped = threading.Lock(), threading.Event()
 
     def start(self, world: World, options: Options) -> None:
-        """Start both threads. The wait for ranks that never come counts as no progress, too."""
+        """Start both threads. Waiting for ranks that never join counts as no progress."""
         self._world, self._options, self.world_size = world, options, world.world_size
         self._compile_timeout: float | None = getattr(options, "first_step_timeout", None)
         self.expect_compilation()
@@ -175,7 +175,7 @@ class Watchdog(Monitor):
         return self._compile_timeout if self._is_compiling and self._compile_timeout else self._options.timeout
 
     def _end(self) -> None:
-        """Report the suspect and end. Every wait here has a limit: what blocks the rank may block files as well."""
+        """Report the suspect and end. Every wait here has a limit, because the hang may block files as well."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         this = f"rank {self._world.rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
         suspect = log.call_with_timeout(_DIAGNOSIS_TIMEOUT, self._diagnose, deadline) or this
@@ -229,7 +229,7 @@ class Watchdog(Monitor):
         return {**values, "at": own_location(calls)[:3], "waiting": waiting, "collective": self._collective}
 
     def state(self) -> dict[str, Any]:
-        """Return the values of ``hang-<r>.json``: a heartbeat's, and what only a diagnosis needs."""
+        """Return the values of ``hang-<r>.json``: a heartbeat's, and more for the diagnosis."""
         collective, waited = self._last_collective(), time.monotonic() - self.last_progress
         return {**self.values(), "world_size": self.world_size, "waited": waited, "collective": collective}
 
@@ -244,7 +244,7 @@ class Watchdog(Monitor):
 
 
 def _launcher(world: World) -> int | None:
-    """Return the process that must outlive this rank: the launch script, which handles the launcher; else the launcher.
+    """Return the process that must outlive this rank: the launch script, or without one the launcher.
 
     The parent of a rank that no launcher started is a shell, whose end means nothing.
     """

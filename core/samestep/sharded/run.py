@@ -24,7 +24,7 @@ SHARED_FS_TIMEOUT = 5.0  # seconds within which another machine sees a file in a
 class ShardedRun(Run):
     """A `Run` of a sharded model: `restore` gives `StoredGroups`, and `save` and `finish` take `ShardGroups`.
 
-    Ranks hold no copies of each other's weights, so there are no replicas to compare.
+    Ranks hold no copies of each other's weights, so replicas cannot be compared.
     """
 
     _current_checkpoint: Path | None = None  # it holds the ranks' weights
@@ -35,8 +35,8 @@ class ShardedRun(Run):
     ) -> None:
         """Resolve run dir, dataset and checkpoint or --init-from on rank 0; each rank loads the parts that it needs.
 
-        All ranks verify a checkpoint's files, each its share, before any is used. Every rank calls ``load``, as that of
-        `Run.restore`, with what can be read of each array. Raises as that does.
+        All ranks verify a checkpoint's files, each its share, before using any. Every rank calls ``load`` with
+        arrays that it can read in parts. Raises as `Run.restore`.
         """
         self.monitor.last_collective = getattr(collectives, "last_collective", None)
         problem: Exception | None = None
@@ -66,20 +66,20 @@ class ShardedRun(Run):
         from samestep import rundir  # the other ranks do not need it
 
         def reader(folder: Path, verify: bool) -> Checkpoint:
-            found = storage.read(folder, verify=False)
+            saved = storage.read(folder, verify=False)
             self._check_shared(collectives, folder.parents[1])
-            damages = self._rpc_all(collectives, {"request": "verify", "folder": str(folder), "files": found.files})
+            damages = self._rpc_all(collectives, {"request": "verify", "folder": str(folder), "files": saved.files})
             if damage := next(filter(None, damages), None):
                 raise CorruptCheckpoint(damage)
-            return replace(found, contents=dict.fromkeys(found.pieces, b""))
+            return replace(saved, contents=dict.fromkeys(saved.pieces, b""))
 
         fresh = not self.world.restart_count
         resolved = rundir.resolve(self.app, self.options, fresh=fresh, reader=reader, groups=groups)
         self._check_shared(collectives, resolved.run_dir)
-        with contextlib.suppress(OSError):  # the next save reports what is in its way
+        with contextlib.suppress(OSError):  # the next save reports the obstacle
             checkpoint.clear(resolved.run_dir)
-        found = resolved.checkpoint
-        return {**rundir.restore_message(resolved), "folder": str(found.folder) if found else None}
+        saved = resolved.checkpoint
+        return {**rundir.restore_message(resolved), "folder": str(saved.folder) if saved else None}
 
     def _check_shared(self, collectives: Collectives, run_dir: Path) -> None:
         """Raise ConfigError on rank 0 if a rank does not see the run dir as rank 0 does."""
@@ -89,11 +89,11 @@ class ShardedRun(Run):
         try:
             token.touch()
         except OSError as error:
-            raise ConfigError(f"cannot use --run-dir {run_dir}: {error.strerror}") from error
+            raise ConfigError(f"cannot use --run-dir {run_dir}: {error.strerror}: name another one") from error
         blind = list(filter(None, self._rpc_all(collectives, {"request": "exists", "file": str(token)})))
         token.unlink(missing_ok=True)
         if blind:
-            why = f"{', '.join(blind)} does not see what rank 0 ({socket.gethostname()}) does"
+            why = f"{', '.join(blind)} does not see the files of rank 0 ({socket.gethostname()})"
             raise storage.not_shared_error(run_dir, why)
         self._is_shared = True
 
@@ -103,7 +103,7 @@ class ShardedRun(Run):
         return self._handle_rpc(collectives, request)
 
     def _handle_rpc(self, collectives: Collectives, request: Mapping[str, Any]) -> list[str]:
-        """Answer what is wrong for this rank, or ""; return all ranks' answers."""
+        """Send this rank's problem, or ""; return all ranks' problems."""
         rank = self.world.rank
         if request["request"] == "exists":
             deadline = time.monotonic() + SHARED_FS_TIMEOUT
@@ -139,7 +139,7 @@ class ShardedRun(Run):
             raise rundir.shape_mismatch_error(folder, init_from, error) from error
 
     def save(self, collectives: Collectives, groups: ShardGroups) -> None:  # type: ignore[override]
-        """Write a checkpoint of the last logged updates; every rank calls this, and writes what it holds."""
+        """Write a checkpoint of the last logged updates; every rank calls this, and writes its shards."""
         folder = checkpoint.folder_of(self.options.run_dir, self._step)
         body, kept = None, tuple[Any, ...]()
         if self._metrics:

@@ -1,7 +1,7 @@
 """Write checkpoints, a shard from each rank, and read any part of them.
 
-A sharded checkpoint is a folder as `checkpoint` describes, but has a file ``<group>-<rank>.safetensors`` for each group
-and each rank that wrote it, such as ``model-00003.safetensors``, and its manifest names the pieces of each array:
+A sharded checkpoint is a folder as in `checkpoint`. It has a file ``<group>-<rank>.safetensors`` per group and rank,
+such as ``model-00003.safetensors``, and its manifest names the pieces of each array:
 
     "pieces": {"model": {"w": {"dtype": "float32", "shape": [6, 4],
                                "pieces": [[0, [0, 0], [3, 4]], [1, [3, 0], [3, 4]]]}}}
@@ -145,15 +145,15 @@ def not_shared_error(run_dir: Path, why: str) -> ConfigError:
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
     """Read a sharded checkpoint as `checkpoint.read` does, without holding its files. Raises CorruptCheckpoint."""
-    found = checkpoint.read(folder, verify=False)
-    if verify and (damage := find_damage(folder, found.files)):
+    saved = checkpoint.read(folder, verify=False)
+    if verify and (damage := find_damage(folder, saved.files)):
         raise CorruptCheckpoint(damage)
-    stored_groups(found)
-    return found
+    stored_groups(saved)
+    return saved
 
 
 def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> str:
-    """Return what is wrong with the first of ``files`` that does not match its digest; "" if all are good."""
+    """Return the error of the first of ``files`` that does not match its digest; "" if all are good."""
     buffer = memoryview(bytearray(tensors.BLOCK))
     for name, entry in files.items():
         digest = hashlib.sha256()
@@ -169,13 +169,13 @@ def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Call
     return ""
 
 
-def stored_groups(found: Checkpoint) -> StoredGroups:
+def stored_groups(saved: Checkpoint) -> StoredGroups:
     """Return the arrays of a sharded checkpoint. Raises CorruptCheckpoint if its manifest makes no sense."""
     try:
-        return stored_in(found.folder, found.pieces, found.files)
+        return stored_in(saved.folder, saved.pieces, saved.files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = untrusted.printable(f"{type(error).__name__}: {error}")[:200]
-        raise CorruptCheckpoint(f"manifest.json does not say where arrays are ({problem})") from error
+        raise CorruptCheckpoint(f"manifest.json has invalid locations of arrays ({problem})") from error
 
 
 def stored_in(folder: Path, groups: Mapping[str, Any], files: Mapping[str, Any]) -> StoredGroups:
@@ -210,7 +210,7 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
         if not untrusted.read_bytes(path, 1):  # to open a FIFO would block
             raise ValueError("it is empty, or no file")
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():  # noqa: SIM118  # it is not a mapping
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
                 stored[name] = StoredTensor(name, dtypes[part.get_dtype()], shape, ((path, (0,) * len(shape), shape),))

@@ -51,7 +51,7 @@ class StoredTensor:
             high = [min(a + b, c + d) for a, b, c, d in zip(offset, shape, begin, extent)]
             if any(a >= b for a, b in zip(low, high)):
                 continue
-            try:  # opened for each piece, so that what was mapped of the file is not kept in memory
+            try:  # opened for each piece, so that memory maps are freed
                 with safe_open(path, framework="numpy") as file:
                     source = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, begin))
                     part = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
@@ -69,7 +69,7 @@ class StoredTensor:
 ShardGroups = Mapping[
     str, Mapping[str, TensorShard]
 ]  # by group and name: a rank's shards, the same names on every rank
-StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # by group and name: what can be read
+StoredGroups = Mapping[str, Mapping[str, StoredTensor]]  # by group and name
 
 
 def _split(offset: Shape, shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:

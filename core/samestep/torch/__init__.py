@@ -1,6 +1,9 @@
-"""Supply what every PyTorch app needs beside its training.
+"""Share code between PyTorch apps, without wrapping a training call.
 
-``distributed``: devices, rendezvous, broadcast, all-gather, the flight recorder; ``reduction``: all-reduce in an order
-that no restart changes; ``weights``: model and optimizer as arrays; ``run``: torchrun for one machine. Nothing here
-wraps a training call. It works with torch 2.11 and 2.13; the rest of samestep imports without torch.
+- ``distributed``: devices, rendezvous, broadcast, all-gather, the flight recorder
+- ``reduction``: all-reduce in an order that no restart changes
+- ``weights``: model and optimizer as arrays
+- ``run``: torchrun for one machine
+
+It works with torch 2.11 and 2.13; the rest of samestep imports without torch.
 """

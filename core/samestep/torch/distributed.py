@@ -19,7 +19,7 @@ def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's own GPU.
 
     Args:
-        requested: "auto" takes a GPU if every rank of this machine has its own; "cpu"; "cuda".
+        requested: "cpu", "cuda", or "auto": a GPU if every rank of this machine has its own.
         world: this rank's place in the job.
 
     Raises:
@@ -44,7 +44,7 @@ def backend(device: torch.device) -> str:
 
 
 def run_metadata(device: torch.device) -> dict[str, Any]:
-    """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    """Return versions and settings that decide a run's numbers, for the header of metrics.jsonl."""
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -13,7 +13,7 @@ from samestep import ConfigError
 
 
 class _LocalRank(argparse.Action):
-    """Compare the value with LOCAL_RANK, and store nothing: it is no option of the run."""
+    """Compare the value with LOCAL_RANK, and store nothing: it does not belong to the run."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         expected = os.environ.get("LOCAL_RANK")

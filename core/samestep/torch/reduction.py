@@ -1,6 +1,6 @@
 """Reduce gradients in an order that no restart changes, so that a resumed run ends with the same bits.
 
-gloo's own all-reduce is a ring: from 3 ranks on, an element's place in its bucket decides the order of its sum, and DDP
+gloo's own all-reduce is a ring. From 3 ranks on, an element's place in its bucket decides the order of its sum, but DDP
 rebuilds its buckets after the first backward pass. Small gradients therefore go to rank 0, which adds them up in the
 order of ranks; for larger ones the buckets are rebuilt before training.
 """
@@ -52,7 +52,7 @@ def fix_reduction_order(ddp: DistributedDataParallel, timer: StepTimer, images: 
         # DDP refuses a hook whose annotations are strings; a lambda has none.
         ddp.register_comm_hook(timer, lambda timer, bucket: ddp_comm_hook(timer, bucket))
         return
-    buffers = [buffer.clone() for buffer in ddp.buffers()]  # batch normalization counts what it sees
+    buffers = [buffer.clone() for buffer in ddp.buffers()]  # batch normalization updates its statistics
     for _ in range(2):  # DDP rebuilds its buckets in the second forward pass
         F.nll_loss(ddp(images, BatchSlice(0, 1)), labels).backward()  # collective
     ddp.zero_grad()
@@ -63,7 +63,7 @@ def fix_reduction_order(ddp: DistributedDataParallel, timer: StepTimer, images: 
 def ddp_comm_hook(timer: StepTimer, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Return the mean over ranks of one bucket's gradients, as DDP expects of a communication hook.
 
-    Its seconds count as communication, although computing goes on for the next bucket.
+    Its seconds count as communication, although the next bucket is computed meanwhile.
     """
     timer.mark(COMPUTE)
     gradients = bucket.buffer()

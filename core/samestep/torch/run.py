@@ -1,7 +1,7 @@
 """Run torchrun for a job on one machine, with its store on 127.0.0.1 alone: ``python -m samestep.torch.run``.
 
 torchrun's own store listens on all addresses of the machine, without authentication, and no option changes that. The
-arguments are torchrun's; ``--master-addr`` and ``--master-port`` say where the store listens.
+arguments are torchrun's; the store listens at ``--master-addr`` and ``--master-port``.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from samestep.run import Groups
 
 
 def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Return what a checkpoint holds. Raises NonRetryableError for state that `load` could not restore."""
+    """Return the arrays of a checkpoint. Raises NonRetryableError for state that `load` could not restore."""
     return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
 
 
 def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load what `groups` returned, or weights alone. Raises ValueError for what does not fit."""
+    """Load the arrays of `groups`, or weights alone. Raises ValueError if they do not fit."""
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))
 
@@ -47,14 +47,14 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
 
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
-    """Load what `model_arrays` returned. Raises ValueError unless names, shapes and dtypes are the model's."""
+    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
     if difference := state_dict_diff(arrays, model_arrays(model)):
         raise ValueError(difference)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
-    """Load what `optimizer_arrays` returned. Raises ValueError unless each array fits its parameter."""
+    """Load arrays from `optimizer_arrays`. Raises ValueError unless each array fits its parameter."""
     parameters = dict(model.named_parameters())
     for full_name, array in arrays.items():
         name, _, key = full_name.rpartition(".")
