@@ -10,7 +10,7 @@ MNIST = App(
     test_examples=1000,
     # 4,000 samples by 250: 16 steps an epoch.
     small=("--dataset=mnist-5k", "--epochs=3", "--global-batch-size=250", "--checkpoint-every=5", "--log-every=1"),
-    exact=("--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"),
+    exact=("--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--epochs=100"),
     variants=[
         ("--model=net", "--optimizer=sgd"),
         ("--model=net", "--optimizer=adam"),

@@ -9,7 +9,7 @@ import pytest
 from harness import Harness, app_spec, losses, relative_difference
 
 NAMES = ("mnist_ddp", "mnist_horovod", "mnist_lightning")
-EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--dropout=0", "--log-every=1", "--epochs=100"]
+EXACT = ["--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--epochs=100"]
 
 
 @pytest.fixture

@@ -159,6 +159,14 @@ def test_the_newest_k_are_kept_by_number_not_by_name(tmp_path: Path) -> None:
     assert found.step == 100_000_001
 
 
+def test_a_protected_step_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=2, protected_step=min(step, 2))
+    assert steps(tmp_path) == [2, 4, 5]
+    save(tmp_path, 6, keep=2, protected_step=5)
+    assert steps(tmp_path) == [5, 6]
+
+
 def test_two_saves_of_the_same_values_are_the_same_bytes(tmp_path: Path) -> None:
     one, two = save(tmp_path / "one", 1), save(tmp_path / "two", 1)
     for name in FILES:
@@ -617,6 +625,34 @@ def test_a_disk_that_fails_later_is_told_by_the_next_call(tmp_path: Path) -> Non
         checkpoint.save_weights(tmp_path / "model.safetensors", weights())
     in_the_way.unlink()
     assert not list(tmp_path.glob("checkpoints/.*"))
+
+
+def test_files_are_synced_before_their_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing here can crash a machine, which loses what is not synced: the order of calls must do."""
+    save(tmp_path, 1)
+    calls: list[str] = []
+
+    def record(function: str, name: Callable[..., object]) -> None:
+        original = getattr(os, function)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(f"{function} {Path(str(name(*arguments))).name}")
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(os, function, call)
+
+    record("fsync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"))
+    record("rename", lambda source, target: target)
+    record("replace", lambda source, target: target)
+    save(tmp_path, 2, keep=1)
+    files = ["fsync model.safetensors", "fsync optimizer.safetensors", "fsync manifest.json"]
+    named = ["fsync .step-00000002.tmp", "rename step-00000002", "fsync checkpoints"]
+    assert calls == [*files, *named, "rename .step-00000001.tmp"]
+    calls.clear()
+    checkpoint.save_weights(tmp_path / "model.safetensors", weights())
+    assert calls == ["fsync .model.safetensors.tmp", "replace model.safetensors"]
 
 
 # --- killed while saving -----------------------------------------------------------------------------------------

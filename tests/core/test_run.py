@@ -537,6 +537,26 @@ def test_a_stop_of_ranks_without_their_launcher_is_a_failure(run_dir: Path, monk
     assert checkpoints(run_dir)[-1] == "step-00000005"
 
 
+def test_a_checkpoint_is_never_newer_on_the_disk_than_the_metrics(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync, seen = 0, os.fsync, list[tuple[int, bool]]()
+
+    def record(descriptor: int) -> None:
+        nonlocal synced
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == "metrics.jsonl":
+            synced = json.loads(path.read_text().splitlines()[-1]).get("step", 0)
+        if path.name == "manifest.json":
+            step = int(path.parent.name[len(".step-") : -len(".tmp")])
+            seen.append((step, synced >= step))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    all_done(job(2, its(run_dir, "--epochs=1")))
+    assert seen == [(2, True), (4, True)]
+
+
 def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path) -> None:
     options = ["--log-every=3", "--checkpoint-every=5"]
     undisturbed = job(2, its(tmp_path / "undisturbed", *options))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from programs import LIMIT, rank_log, running, verdict
@@ -53,6 +55,57 @@ def test_stop_requests_of_all_ranks_are_one_vector() -> None:
         assert decode(total((8_000, request.encode()))) == (number, False)
         assert decode(total((8_000, request.encode()), (1, request.encode(launcher_died=True)))) == (number, True)
     assert decode([7.0, 3.0, 0.0, 0.0]) == (signal.SIGTERM, False)  # TERM at seven ranks, USR1 at three
+
+
+class EndedError(Exception):
+    """Takes the place of the process's end."""
+
+
+@pytest.mark.parametrize(
+    ("in_training", "words"),
+    [
+        (False, "stopped by SIGTERM before the first step"),
+        (True, "stopped by SIGTERM, unsaved: no step could be saved within 0.05 s (--grace)"),
+    ],
+)
+def test_a_rank_that_ends_itself_lets_the_launch_script_restart(
+    monkeypatch: pytest.MonkeyPatch, in_training: bool, words: str
+) -> None:
+    """The thread that waits for signals, called here: it waits no longer than the grace."""
+    ended: list[Stopped] = []
+    timeouts: list[float | None] = []
+    wait = select.select
+
+    def recorded(*arguments: Any) -> Any:
+        timeouts.append(arguments[3])
+        return wait(*arguments)
+
+    def end(stopped: Stopped) -> NoReturn:
+        ended.append(stopped)
+        raise EndedError
+
+    monkeypatch.setattr(select, "select", recorded)
+    request = StopRequest(0.05, end)
+    request.in_training = in_training
+    request._read_end, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGTERM]))
+    with pytest.raises(EndedError):
+        request._signal_thread()
+    assert [(str(each), each.is_final, each.exit_code) for each in ended] == [(words, False, 128 + signal.SIGTERM)]
+    assert all(timeout is None or timeout <= 0.05 for timeout in timeouts)
+    assert Stopped(signal.SIGTERM, "").is_final
+    os.close(request._read_end)
+    os.close(write_end)
+
+
+def test_two_signals_at_once_are_two() -> None:
+    request = StopRequest(1.0, never)
+    request._read_end, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM]))
+    found = [request._next_signal(deadline=time.monotonic()) for _ in range(3)]
+    assert found == [signal.SIGUSR1, signal.SIGTERM, 0]
+    os.close(request._read_end)
+    os.close(write_end)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -1,0 +1,144 @@
+"""Put each defect of defects.toml into a copy of the tree, and run the test matrix's tests of its place.
+
+bash scripts/test.sh -e defects                 # all
+bash scripts/test.sh -e defects -- no-fsync     # by name; `none`: every place without a defect, which must pass
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomllib
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+from processes import marked  # noqa: E402
+from repository import clone  # noqa: E402
+
+LIMIT = 900.0  # seconds for the tests of one place; a test ends a run that hangs much earlier
+Defect = dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """How pytest ended at one place: its exit code (None: time limit), and its first failed test and its error."""
+
+    code: int | None
+    failed: str
+
+
+def defects() -> list[Defect]:
+    """Return the entries of defects.toml."""
+    found: list[Defect] = tomllib.loads((HERE / "defects.toml").read_text())["defect"]
+    return found
+
+
+def with_defect(text: str, defect: Defect) -> str:
+    """Return a file's ``text`` with the defect. Raises ValueError unless its old code occurs exactly once."""
+    if (count := text.count(defect["old"])) != 1:
+        raise ValueError(f"{defect['name']}: its old code occurs {count} times in {defect['file']}: adapt defects.toml")
+    return text.replace(defect["old"], defect["new"].removeprefix("\n"))
+
+
+def python_of(environment: str) -> Path:
+    """Return the Python of a tox environment, which is made if it does not exist."""
+    python = ROOT / ".tox" / environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run(["bash", "scripts/test.sh", "-e", environment, "--notest"], cwd=ROOT, check=True)
+    return python
+
+
+def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
+    """Run pytest on the copy until the first failure."""
+    python, app = python_of(environment), environment.removesuffix("-cpu")
+    options = ["-x", "-q", f"--basetemp={copy.parent / 'tests'}", "-n", "2", "--dist=worksteal", *arguments]
+    if app != environment:
+        options += [f"--app={app}", "--device=cpu"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TOX_", "PYTEST_"))}
+    search_path = os.pathsep.join([str(python.parent), environ.get("PATH", os.defpath)])
+    environ |= {"PYTHON": str(python), "PYTHONPATH": str(copy / "core"), "PATH": search_path}
+    environ |= {"COLUMNS": "200", "SAMESTEP_DEFECT": str(copy)}
+    process = subprocess.Popen(
+        [python, "-m", "pytest", *options],
+        cwd=copy,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return Outcome(None, "")
+    finally:
+        while pids := marked("SAMESTEP_DEFECT", str(copy)):  # launchers and ranks have sessions of their own
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        process.wait()
+    if failed := re.search(r"^FAILED (.+)", output, re.MULTILINE):
+        return Outcome(1, failed[1])  # the exit code is 2 if xdist interrupts its workers
+    if process.returncode:
+        print(output, file=sys.stderr)
+    return Outcome(process.returncode, "")
+
+
+def try_defect(defect: Defect) -> Iterator[tuple[list[str], Outcome, float]]:
+    """Yield each place of the defect, how its tests ended and the seconds that they took, until one catches it."""
+    with tempfile.TemporaryDirectory(prefix="samestep-defect-") as folder:
+        copy = clone(Path(folder, "copy"))
+        if defect["file"]:
+            path = copy / defect["file"]
+            path.write_text(with_defect(path.read_text(), defect))
+        for place in defect["tests"]:
+            begun = time.monotonic()
+            outcome = run_tests(copy, place[0], place[1:])
+            yield place, outcome, time.monotonic() - begun
+            if outcome.code == 1 and defect["file"]:
+                return
+
+
+def main(names: list[str]) -> int:
+    """Print a row for each place, how many defects were caught, and each miss."""
+    known = defects()
+    places = [list(place) for place in dict.fromkeys(tuple(place) for defect in known for place in defect["tests"])]
+    none: Defect = {"name": "none", "file": "", "tests": places}
+    by_name = {defect["name"]: defect for defect in [*known, none]}
+    if unknown := [name for name in names if name not in by_name]:
+        print(f"error: no defect {unknown[0]}: name one of {', '.join(by_name)}", file=sys.stderr)
+        return 2
+    chosen = [by_name[name] for name in names] or known
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and clean up
+    missed = []
+    print("| defect | blind | tests run | caught | seconds |\n|---|---|---|---|---|", flush=True)
+    for defect in chosen:
+        caught = False
+        for place, (code, failed), seconds in try_defect(defect):
+            caught = caught or code == 1
+            result = {0: "no", 1: "by " + failed.replace("|", "/"), None: "no: time limit"}.get(
+                code, f"no: pytest exited with {code}"
+            )
+            blind = "blind" if defect.get("blind") else ""
+            print(f"| {defect['name']} | {blind} | {' '.join(place)} | {result} | {seconds:.0f} |", flush=True)
+        if caught == (defect is none):
+            missed.append(defect)
+    print(f"caught {len(chosen) - len(missed)} of {len(chosen)}")
+    for defect in missed:
+        print(f"missed: {defect['name']}: {defect.get('why', 'a test fails without a defect')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
