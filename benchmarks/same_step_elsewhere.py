@@ -195,7 +195,7 @@ def rate_difference(one: Training, other: Training) -> str:
     pairs = [(a.lr, b.lr) for a, b in zip(one.updates, other.updates)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     if not known:
-        return "not told"
+        return "not logged"
     difference = max(abs(a - b) for a, b in known) / max(a for a, _ in known)
     return f"{difference:.1%}" if difference > 1e-12 else "same"
 

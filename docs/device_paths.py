@@ -1,10 +1,10 @@
-"""Make docs/devices.md: every device path of every app, and how it is shown.
+"""Make docs/devices.md: the state of testing of every device path of every app.
 
-    python docs/device_paths.py            # writes it
-    python docs/device_paths.py --check    # says where it differs from what it should be
+    python docs/device_paths.py            # writes the page
+    python docs/device_paths.py --check    # compares, and prints the differences
 
-Each app lists its own in tests/<app>/device_paths.py. What is checked of a list: its devices are those that the app's
---device takes, but for auto; what shows a path that was run or simulated is there. With the standard library alone.
+Each app lists its own paths in tests/<app>/device_paths.py. A list must have the devices that the app's --device
+accepts, except auto. Each path that was run or simulated must name a test that exists. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ HOW = ("run", "simulated", "read")
 HEAD = """\
 # Devices
 
-Every device path of every app, and how it is shown. Made by `docs/device_paths.py` of `tests/<app>/device_paths.py`.
+This page lists the device paths of every app, and how each was tested. `docs/device_paths.py` makes it from
+`tests/<app>/device_paths.py`. No GPU or Ascend has been tested yet.
 
-- **run**: on this device, with this transport, by the test that is named. All of it on Linux, x86-64, CPU.
-- **simulated**: the test runs the app's own code, and replaces hardware or a framework's function that is not there.
-- **read**: nothing has run. The app's code was compared with the framework's source that is named. Expect to find
-  something when you are the first to run it.
+- **run**: the named test ran on this device with this transport, on Linux, x86-64.
+- **simulated**: the test runs the app's own code, and replaces missing hardware or a missing function of a framework.
+- **read**: nothing has run. The app's code was compared with the named source of the framework. Expect problems if you
+  are the first to run it.
 """
 
 
 class DevicePath(NamedTuple):
-    """A way by which an app's numbers can come about."""
+    """Describe a device, a transport and a part of an app that a test or a source covers."""
 
     device: str  # as --device has it
     transport: str
@@ -99,11 +100,12 @@ def page(lists: dict[str, list[DevicePath]]) -> str:
     """Return the text of docs/devices.md."""
     lines = [HEAD]
     for app, paths in lists.items():
-        lines += [f"## {app}", "", "| device | transport | | how | by |", "|---|---|---|---|---|"]
+        lines += [f"## {app}", "", "| device | transport | part | status | shown by |", "|---|---|---|---|---|"]
         for path in paths:
             file, _, function = path.by.partition("::")
-            by = path.by if path.how == "read" else f"[{function or file}](../{file})"
-            by += " (in the soak)" if function and tests(ROOT / file).get(function) else ""
+            by = f'[test](../{file} "{function}")' if function else f"[{file}](../{file})"
+            by = path.by if path.how == "read" else by
+            by += ", in the soak" if function and tests(ROOT / file).get(function) else ""
             lines.append(f"| {path.device} | {path.transport} | {path.part} | {path.how} | {by} |")
         lines.append("")
     return "\n".join(lines)

@@ -5,12 +5,13 @@ The pages are written to be read in the repository, where a link leads to any fi
 - the page, for one of docs/, for a README.md and the few other pages of the repository;
 - a page that shows the file, or lists the folder, for everything else that git knows: source/<its path>;
 
-so that no link needs an address of the repository. The README of the repository is the first page. Each public module
-of core/ has a page of its docstrings.
+so that no link needs an address of the repository. The README of the repository is the first page. Each module of core/
+that an app imports has a page of its docstrings. A notebook becomes a page.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import subprocess
@@ -29,7 +30,10 @@ PACKAGE = ROOT / "core" / "samestep"
 IMAGES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".ini": "ini", ".json": "json"}
 # Code, which is left as it is, or the target of a link.
-CODE_OR_TARGET = re.compile(r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.M | re.S)
+CODE_OR_TARGET = re.compile(
+    r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=[)\s])", re.M | re.S
+)
+PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # of which a user's own program may be a copy
 UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -37,14 +41,25 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Give headings GitHub's anchors, and the sections Apps and API their pages."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     apps = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("apps/*/README.md"))
+    coming_from = sorted(path for path in ROOT.glob("docs/coming_from/*.md") if not path.name.endswith(".zh.md"))
     sections: dict[str, list[Any]] = {
         "Apps": [{app.split("/")[1]: app} for app in apps],
         "API": ["api/index.md", *({name: api_page(name)} for name in modules())],
+        "Coming from": [str(path.relative_to(ROOT / "docs")) for path in coming_from],
     }
-    for section in config.nav or []:
-        for title in section.keys() & sections.keys():
-            section[title] = sections[title]
+    fill(config.nav or [], sections)
     return config
+
+
+def fill(nav: list[Any], sections: dict[str, list[Any]]) -> None:
+    """Fill the empty sections of a nav by title. Remove those that stay empty."""
+    for section in [each for each in nav if isinstance(each, dict)]:
+        for title, pages in section.items():
+            if pages == []:
+                section[title] = sections[title]
+            if isinstance(pages, list):
+                fill(pages, sections)
+    nav[:] = [each for each in nav if not isinstance(each, dict) or [] not in each.values()]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -54,13 +69,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, api_page(name), content=f"# {name}\n\n::: {name}\n"))
     seen: set[str] = set()
     waiting = ["README.md", *(f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
-    waiting += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("apps/*/README.md"))
+    waiting += [path for path in sorted(known()) if re.fullmatch(r"apps/\w+/README\.md|docs/\w+\.ipynb", path)]
     while waiting:
         path = waiting.pop()
         if path in seen:
             continue
         seen.add(path)
-        if not path.startswith("docs/") or not is_page(path):
+        if not path.startswith("docs/") or not is_page(path) or path.endswith(".ipynb"):
             add(files, config, path)
         if path.endswith(".md") and (ROOT / path).exists():
             waiting += [found for target in targets((ROOT / path).read_text()) if (found := resolved(path, target))]
@@ -110,12 +125,12 @@ def place(path: str) -> str:
         return "index.md"
     if not is_page(path):
         return f"source/{path}/index.md" if path in folders() else f"source/{path}.md"
-    return path.removeprefix("docs/")
+    return re.sub(r"\.ipynb$", "_notebook.md", path.removeprefix("docs/"))
 
 
 def is_page(path: str) -> bool:
-    """Return whether the site shows the file as it is: a text with links, or an image."""
-    return path.endswith((".md", *IMAGES))
+    """Return whether the site shows the file as it is: a text with links, a notebook or an image."""
+    return path.endswith((".md", ".ipynb", *IMAGES))
 
 
 def add(files: Files, config: MkDocsConfig, path: str) -> None:
@@ -124,17 +139,39 @@ def add(files: Files, config: MkDocsConfig, path: str) -> None:
     if path.endswith(IMAGES):
         files.append(File.generated(config, place(path), abs_src_path=str(source)))
         return
-    if is_page(path):
+    if path.endswith(".ipynb"):
+        content = notebook_page(source)
+    elif is_page(path):
         content = source.read_text()
     elif source.is_dir():
         names = sorted(name.removeprefix(f"{path}/") for name in known() if name.startswith(f"{path}/"))
-        content = "\n".join([f"{UNLISTED}# {path}/\n", *(f"- `{name}`" for name in names)])
+        shown = [name for name in names if path.startswith("docs/") and name.endswith(".md")]
+        links = {name: f"[`{name}`]({posixpath.relpath(place(f'{path}/{name}'), f'source/{path}')})" for name in shown}
+        content = "\n".join([f"{UNLISTED}# {path}/\n", *(f"- {links.get(name, f'`{name}`')}" for name in names)])
     else:
         language = LANGUAGES.get(source.suffix, "text")
         content = f"{UNLISTED}# {path}\n\n``````{language}\n{source.read_text()}\n``````\n"
     made = File.generated(config, place(path), content=content)
     made.inclusion = InclusionLevel.NOT_IN_NAV if place(path) not in in_nav(config.nav) else made.inclusion
     files.append(made)
+
+
+def notebook_page(source: Path) -> str:
+    """Return a notebook as Markdown: its texts, its code, and the text and pictures that the code prints."""
+    cells = json.loads(source.read_text())["cells"]
+    parts = [f"[Download this notebook]({source.name})"]
+    for cell in cells:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            printed = "".join(output.get("text", data.get("text/plain", [])))
+            if "image/png" in data:
+                parts.append(f"![Output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})")
+            elif printed:
+                parts.append(f"```text\n{printed}\n```")
+    first = next((index for index, part in enumerate(parts) if part.startswith("# ")), 0)  # the title comes first
+    return "\n\n".join([parts[first], *parts[:first], *parts[first + 1 :]]) + "\n"
 
 
 def in_nav(nav: Any) -> set[str]:
@@ -146,10 +183,13 @@ def in_nav(nav: Any) -> set[str]:
 
 
 def modules() -> list[str]:
-    """Return the names of the public modules: those of the core first, then those of each package in it."""
-    paths = [path for pattern in ("*.py", "*/*.py") for path in sorted(PACKAGE.glob(pattern))]
-    public = [path for path in paths if not path.stem.startswith("_") and "import runpy" not in path.read_text()]
-    return [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in public]
+    """Return the names of the public modules: those that programs of apps/ and docs/ import."""
+    text = "\n".join((ROOT / name).read_text() for name in sorted(known()) if re.fullmatch(PROGRAM, name))
+    imported = {f"samestep.{name}" for name in re.findall(r"^ *from samestep\.([\w.]+) import", text, re.M)}
+    for package, names in re.findall(r"^ *from (samestep[\w.]*) import ([\w, ]+)", text, re.M):
+        imported |= {f"{package}.{name.split()[0]}" for name in names.split(",")}
+    found = [name for name in imported if (PACKAGE.parent / f"{name.replace('.', '/')}.py").exists()]
+    return sorted(found, key=lambda name: (name.count("."), name))
 
 
 def api_page(name: str) -> str:

@@ -38,13 +38,13 @@ Scope = dict[str, list[str]]  # what the parameters of a function may be, as `So
 HEAD = """\
 # Messages
 
-This page lists every message with which a program here ends on purpose. `docs/messages.py` makes it from the code. A
-message is one line after `error: `. An ellipsis (…) stands for values that differ, so search this page for a few words
-of your message. [Troubleshooting](troubleshooting.md) starts from symptoms.
+This page lists every error message of the programs. `docs/messages.py` makes it from the code. A message is one line
+after `error: `. An ellipsis (…) is a placeholder for values, so search this page for a few words of your message.
+[Troubleshooting](troubleshooting.md) starts from symptoms.
 
 | code | meaning |
 |---|---|
-| 2 | the caller's mistake: the line names the thing and the remedy; there is no restart |
+| 2 | a mistake in the call: the line has the cause and the remedy; no restart |
 | 1 | a failure that a restart cannot fix, or did not fix |
 | again | the launch script restarts the job from its newest good checkpoint, up to `--max-restarts` times; then 1 |
 """

@@ -17,6 +17,8 @@ from samestep.data import datasets
 from samestep.options import Parser, add_common
 
 ROOT = Path(__file__).resolve().parents[1]
+# The text of a link, its target and its title, which of a link "test" is a function; and whether the soak has it.
+LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\ssoak)?')
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 # Errors without words of their own: they pass on a message of another machine or file, which is listed there.
 PASSED_ON = {
@@ -44,7 +46,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_a_heading_and_a_test(page: Path) -> None:
     text = CODE.sub(lambda match: match[0] if "\n" not in match[0] else "", page.read_text())
-    for words, target, note in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)(,? \(?in the soak)?", text):
+    for words, target, title, note in LINK.findall(text):
         if re.match("[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
@@ -53,11 +55,12 @@ def test_every_link_leads_to_a_file_a_heading_and_a_test(page: Path) -> None:
         assert file.is_relative_to(ROOT), target
         if anchor:
             assert anchor in anchors(file / "README.md" if file.is_dir() else file), target
-        if words.strip("`").startswith("test_"):
+        name = title or words.strip("`")
+        if name.startswith("test_"):
             functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
             decorators = {node.name: [*map(ast.unparse, node.decorator_list)] for node in functions}
-            assert words.strip("`") in decorators, target
-            assert bool(note) == ("pytest.mark.soak" in decorators[words.strip("`")]), f"{words}: in the soak, or not?"
+            assert name in decorators, f"{target} has no function {name}"
+            assert bool(note) == ("pytest.mark.soak" in decorators[name]), f"{name}: in the soak, or not?"
 
 
 def test_each_concept_names_the_tests_that_prove_it() -> None:
@@ -70,13 +73,19 @@ def test_each_concept_names_the_tests_that_prove_it() -> None:
         "Signals",
         "Launching",
         "Checkpoints",
-        "Who may write a run dir",
+        "Run dirs",
     }
     for section in sections:
         claims = re.findall(r"^- .*?(?=^- |^$|\Z)", section, re.MULTILINE | re.DOTALL)
         unproved = [claim for claim in claims if "tests/" not in claim]
         assert len(claims) >= 3
         assert not unproved
+
+
+def test_the_page_of_options_lists_those_of_the_parsers() -> None:
+    command = [sys.executable, "docs/options.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["own_loop.py", "own_loop_run.py"])

@@ -19,7 +19,7 @@ from subjects import Setting, Subject, steps_taken
 
 LIMIT = 300.0  # seconds for a job, which takes 10 to 60 by itself
 GRACE = 5.0  # seconds after a job's end for what it started to end too
-IN_FLIGHT = 3  # steps that may be told after a fault although nobody goes on
+IN_FLIGHT = 3  # steps that ranks may record after a fault although none continues
 WAIT_NOTICE_AFTER = 45.0  # seconds after a fault for something to come of it
 EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
 
@@ -82,7 +82,7 @@ def seconds(value: float) -> str:
 
 
 def last_words(job: Job) -> str:
-    """The line in which a job's output says why it ended: the last that is an error."""
+    """Return the line of a job's output that has its error."""
     lines = [line.strip() for line in job.said().splitlines()]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(error: |[\w.]*(Error|Exception)\b)", line)]
     return re.sub(r"\s+", " ", errors[0]).partition(". ")[0][:160].replace("|", "/") if errors else ""
@@ -97,16 +97,16 @@ def sample_words(place: Place, setting: Setting, told: Told) -> str:
     return f"samples repeated {repeated:,}, lost {lost:,}"
 
 
-def go_on(place: Place, setting: Setting, done: int) -> str:
-    """Start it again as its user would, and say where it goes on."""
+def restarted(place: Place, setting: Setting, done: int) -> str:
+    """Restart it as its user would, and return where it resumes."""
     total = place.subject.steps(setting)
     with place.job(setting, again=True) as job:
         if not job.wait(job.done, LIMIT):
-            return f"started again: not ended after {seconds(LIMIT)}"
+            return f"restarted: not ended after {seconds(LIMIT)}"
         if any(each.returncode for each in job.launchers):
-            return f"started again: {codes(job)}: {last_words(job)}"
+            return f"restarted: {codes(job)}: {last_words(job)}"
     first = resumed_at(place, job, setting)
-    words = f"started again: goes on at step {first} of {total}, {max(0, done - first)} of {done} lost"
+    words = f"restarted: resumes at step {first} of {total}, {max(0, done - first)} of {done} lost"
     return ", ".join(filter(None, [words, sample_words(place, setting, place.told())]))
 
 
@@ -167,17 +167,17 @@ def killed_rank(place: Place) -> str:
         words = f"job ends, {codes(job)}, {seconds(took)}{left_behind(job)}"
     if not subject.saves:
         return f"{words}; nothing is saved: all {done} steps lost"
-    return f"{words}; {go_on(place, setting, done)}"
+    return f"{words}; {restarted(place, setting, done)}"
 
 
 def recovered(place: Place, job: Job, setting: Setting, told: Told, struck: float, before: set[int], done: int) -> str:
-    """It went on by itself to its end."""
+    """Describe a job that continued by itself to its end."""
     after = [step for step in told.steps() if step.time > struck]
     old, new = ([step for step in after if (step.pid in before) == kind] for kind in (True, False))
     if place.subject.heals:
         times = [struck, *(step.time for step in old)]
         gaps = [b - a for a, b in itertools.pairwise(times)]
-        words = f"goes on without it after {seconds(max(gaps, default=0.0))}"
+        words = f"continues without it after {seconds(max(gaps, default=0.0))}"
         if new:
             words += f", the rank is back after {seconds(new[0].time - struck)}"
         alone = sum(1 for step in old if not new or step.time < new[0].time)
@@ -187,7 +187,7 @@ def recovered(place: Place, job: Job, setting: Setting, told: Told, struck: floa
         return f"{codes(job)}, no further step"
     length = place.subject.steps(setting) // setting.epochs
     at = new[0].position[0] * length + new[0].position[1]
-    words = f"goes on by itself after {seconds(new[0].time - struck)} at step {at}, {max(0, done - at)} of {done} lost"
+    words = f"resumes by itself after {seconds(new[0].time - struck)} at step {at}, {max(0, done - at)} of {done} lost"
     return f"{words}; {sample_words(place, setting, told)}; {codes(job)}"
 
 
@@ -199,7 +199,7 @@ def ours_recovered(place: Place, job: Job, setting: Setting, done: int, took: fl
     if not restarts or len(at) < 2:
         return f"{codes(job)}: {last_words(job)}"
     lost = max(0, done - int(at[-1]))
-    words = f"goes on by itself after {seconds(took)} at step {at[-1]}, {lost} of {done} lost"
+    words = f"resumes by itself after {seconds(took)} at step {at[-1]}, {lost} of {done} lost"
     return f"{words}; {sample_words(place, setting, place.told())}; {codes(job)}"
 
 
@@ -216,9 +216,9 @@ def killed_launcher(place: Place) -> str:
         after = [step for step in place.told().steps() if step.time > struck + 1]
         ended = steps_taken(place.told()) >= place.subject.steps(setting)
         if len(job.launchers) > 1:
-            return f"the others go on to the end; {codes(job)}" if gone else f"{left} processes left"
+            return f"the others continue to the end; {codes(job)}" if gone else f"{left} processes left"
         if gone and ended:
-            return f"the ranks train on without it to the end ({seconds(took)}), and end"
+            return f"the ranks continue without it to the end ({seconds(took)}), and end"
         if gone:
             return f"all ranks gone within {seconds(took)}"
         return f"{left} processes left after {seconds(took)}, {'still training' if after else 'not training'}"
@@ -236,13 +236,13 @@ def told_to_stop(place: Place) -> str:
         took = time.time() - struck
         if len(job.launchers) > 1:
             job.wait(job.done, WAIT_NOTICE_AFTER)
-            return f"{seconds(took)}; the others go on to the end; {codes(job)}" if ended else "does not end"
+            return f"{seconds(took)}; the others continue to the end; {codes(job)}" if ended else "does not end"
         if not ended:
             return f"does not end in {seconds(took)}"
         words = f"{codes(job)}, {seconds(took)}{left_behind(job)}"
     if not place.subject.saves:
         return f"{words}; nothing is saved: all {done} steps lost"
-    return f"{words}; {go_on(place, setting, done)}"
+    return f"{words}; {restarted(place, setting, done)}"
 
 
 def stalled(place: Place) -> str:
@@ -259,8 +259,8 @@ def stalled(place: Place) -> str:
             job.wait(job.done, LIMIT)
             named = re.search(r"error: ([^\n]*)", job.said())
             at = re.findall(r"steps (\d+) to \d+", job.said())
-            goes_on = f"goes on by itself at step {at[-1]}, {done - int(at[-1])} of {done} lost; {codes(job)}"
-            return f"{quote(named[1] if named else '')} and {goes_on}"
+            resumed = f"resumes by itself at step {at[-1]}, {done - int(at[-1])} of {done} lost; {codes(job)}"
+            return f"{quote(named[1] if named else '')} and {resumed}"
         job.wait(job.done, WAIT_NOTICE_AFTER)
         after = [step.time for step in place.told().steps() if step.time > struck]
         gap = max((b - a for a, b in itertools.pairwise([struck, *after])), default=0.0)
@@ -268,12 +268,12 @@ def stalled(place: Place) -> str:
         if all(others):
             return f"job ends, {codes(job)}, {seconds(time.time() - struck)}: {last_words(job)}"
         if len(after) > IN_FLIGHT:
-            return f"the others go on without it after {seconds(gap)}"
-        return f"stands still: nothing said or done in {seconds(WAIT_NOTICE_AFTER)}"
+            return f"the others continue without it after {seconds(gap)}"
+        return f"hangs: no output and no step in {seconds(WAIT_NOTICE_AFTER)}"
 
 
 def harmed(place: Place, harm: Callable[[Path], str]) -> str:
-    """The newest checkpoint's weights are harmed, after the job was killed in the middle; then it is started again."""
+    """Corrupt the newest checkpoint's weights after a kill in the middle, then restart."""
     subject, setting = place.subject, setting_of(place.subject)
     if not subject.saves:
         return "saves none"
@@ -289,22 +289,22 @@ def harmed(place: Place, harm: Callable[[Path], str]) -> str:
         if subject.name == "mnist_ddp":
             at = resumed_at(place, job, setting)
             named = next((line for line in job.said().splitlines() if "checkpoint" in line and "warning" in line), "")
-            return f"{quote(named)}; goes on from the one before, step {at}, {done - at} of {done} lost; {codes(job)}"
+            return f"{quote(named)}; resumes from the one before, step {at}, {done - at} of {done} lost; {codes(job)}"
         if any(each.returncode for each in job.launchers):
             return f"{codes(job)}: {last_words(job)}"
         if not told.events("restored"):
             at = resumed_at(place, job, setting)
-            return f"not looked at: begins at step {at}" if at == 0 else f"begins at step {at}"
+            return f"not loaded: starts at step {at}" if at == 0 else f"starts at step {at}"
         before = [step.loss for step in Told.read(place.folder / "told-0").steps()][-20:]
         after = [step.loss for step in told.steps()][:20]
         change = f"loss {statistics.mean(before):.2f} before, {statistics.mean(after):.2f} after"
-        return f"loaded without a word, {change}; {codes(job)}"
+        return f"loaded without a warning, {change}; {codes(job)}"
 
 
 def quote(line: str) -> str:
-    """What was said, to where the remedy begins."""
+    """Quote a line up to the remedy."""
     words = re.split(r"; | \(kill ", line.removeprefix("warning: "))[0]
-    return f'says "{words}"' if line else "says nothing"
+    return f'reports "{words}"' if line else "reports nothing"
 
 
 def flip(path: Path) -> str:
@@ -323,7 +323,7 @@ def cut(path: Path) -> str:
 
 
 def flipped(place: Place) -> str:
-    """One byte of its newest checkpoint's weights is another."""
+    """Corrupt one byte of the newest checkpoint's weights."""
     return harmed(place, flip)
 
 
@@ -333,12 +333,12 @@ def halved(place: Place) -> str:
 
 
 def other_n(place: Place) -> str:
-    """Killed in the middle at 2 ranks, started again at 3, with the same global batch where that can be said."""
+    """Kill in the middle at 2 ranks, and restart at 3, with the same global batch if the program can set it."""
     subject, setting = place.subject, setting_of(place.subject)
     if not subject.saves:
         return "nothing is saved"
     done = killed(place, setting)
-    return go_on(place, replace(setting, n=3), done)
+    return restarted(place, replace(setting, n=3), done)
 
 
 def epoch_at_3(place: Place) -> tuple[str, Told, str]:
@@ -417,10 +417,10 @@ ROWS: dict[str, tuple[str, Callable[[Place], str]]] = {
     "rank-killed": ("A rank is killed (SIGKILL) in the middle", killed_rank),
     "launcher-killed": ("The launcher is killed (SIGKILL)", killed_launcher),
     "term": ("TERM to the launcher, as by a preemption", told_to_stop),
-    "stalled": ("A rank stands still (SIGSTOP)", stalled),
-    "flipped": ("A byte of the newest checkpoint is another", flipped),
+    "stalled": ("A rank is stopped (SIGSTOP)", stalled),
+    "flipped": ("A byte of the newest checkpoint is corrupted", flipped),
     "cut": ("Half of the newest checkpoint is missing", halved),
-    "other-n": ("Killed at 2 ranks, started again at 3", other_n),
+    "other-n": ("Killed at 2 ranks, restarted at 3", other_n),
     "evaluation": ("Evaluation at 3 ranks counts", evaluation),
     "odd-batch": ("A global batch of 500 at 3 ranks", odd_batch),
     "same-losses": ("The losses of 1 and 4 ranks", same_losses),

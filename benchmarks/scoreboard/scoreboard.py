@@ -85,7 +85,7 @@ def table(cells: Cells) -> str:
     for row, (title, _) in ROWS.items():
         if row not in cells:
             continue
-        lines += [f"### {title}", "", f"| `--row {row}` | what happened |", "|---|---|"]
+        lines += [f"### {title}", "", f"| `--row {row}` | result |", "|---|---|"]
         those = [(name, cells[row][name]["what"]) for name in SUBJECTS if name in cells[row]]
         lines += [f"| `--only {name}` | {what} |" for name, what in those]
         lines.append("")
@@ -95,7 +95,7 @@ def table(cells: Cells) -> str:
     dates, loads = sorted({found["date"] for found in every}), sorted(int(found["load"]) for found in every)
     lines.append(f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. ")
     busy = f"{loads[0]}" if loads[0] == loads[-1] else f"{loads[0]} to {loads[-1]}"
-    lines[-1] += f"The machine's load was {busy}: where that is more than its cores, the seconds are longer for it."
+    lines[-1] += f"The load of the machine was {busy}. A load above its cores makes the seconds longer."
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ def test_the_table_tells_what_differs_from_one_rank_and_what_is_the_same(tmp_pat
     )
     repeats = 2 * EPOCHS
     assert apart == f"| apart | 2.5e-01 | 0 of {EPOCHS} | 0 of {EPOCHS} | {repeats} | 10.0% | 0.500, 0.500 | 256, 258 |"
-    assert rateless == alike.replace("alike", "no rates").replace("same", "not told")
+    assert rateless == alike.replace("alike", "no rates").replace("same", "not logged")
     SCRIPT["write"](tmp_path / "found.json", "a machine", found)
     assert SCRIPT["read"](tmp_path / "found.json") == ("a machine", found)
 

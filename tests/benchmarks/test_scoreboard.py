@@ -78,7 +78,7 @@ def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None
         board["subjects"].SUBJECTS["mnist_ddp"], "rank-killed", tmp_path, None, tmp_path / "run"
     )
     # The end of the second epoch.
-    assert re.match(r"goes on by itself after [\d.]+ s at step 18, \d of 2\d lost; ", what), what
+    assert re.match(r"resumes by itself after [\d.]+ s at step 18, \d of 2\d lost; ", what), what
     assert what.endswith(" lost; samples repeated 0, lost 0; exit 0"), what
 
 
@@ -96,7 +96,7 @@ def test_a_rank_of_a_tutorials_loop_is_killed(board: dict[str, Any], tmp_path: P
     what = board["scoreboard"].cell(Tutorial(), "rank-killed", tmp_path, None, tmp_path / "run")
     assert what.startswith("job ends, exit 1, "), what
     # From the beginning of the epoch that it had finished: all of it once more.
-    assert re.search(r"started again: goes on at step 9 of 27, ", what), what
+    assert re.search(r"restarted: resumes at step 9 of 27, ", what), what
     assert what.endswith(" lost, samples repeated 4,000, lost 0"), what
     assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-0"))
     assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-1"))
