@@ -233,7 +233,7 @@ def test_a_page_that_has_an_app_started_names_an_app_and_a_start() -> None:
         prose = commands.INLINE.sub("", commands.FENCE.sub("", text))
         notes = commands.NOTE.findall(prose)
         assert len(notes) == prose.count("<!-- run"), page
-        assert {app for app, _ in notes} <= {*APPS}, page
+        assert {app for app, _ in notes} <= {*APPS, "collectives_lab"}, page
         found = list(commands.commands(page, text))
         for note in notes:
             assert any((each.app, each.added) == note and each.started for each in found), (page, note)
@@ -265,6 +265,12 @@ python: can't open file
 import this
 ```
 """
+
+
+def test_first_cells_of_other_tutorials_commands_are_not_ours() -> None:
+    row = "| `ps -ef \\| python a.py`, `python b.py` | `python c.py` |\n"
+    assert [each.text for each in commands.commands("docs/coming_from/x.md", row)] == ["python c.py"]
+    assert [each.text for each in commands.commands("docs/x.md", row)] == ["python b.py", "python c.py"]
 
 
 def test_commands_are_found_where_they_stand() -> None:

@@ -1,0 +1,21 @@
+"""Run the laboratory's commands that a page's comment names; test_commands_started.py runs those of apps that train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import commands
+import pytest
+from harness import Harness
+from repository import clone
+
+STARTED = {each.started: each for each in commands.found() if each.app == "collectives_lab" and each.started}
+
+
+@pytest.mark.parametrize("command", STARTED, ids=[each.place for each in STARTED.values()])
+def test_it_runs(harness: Harness, tmp_path: Path, command: str) -> None:
+    repository = clone(tmp_path / "samestep")
+    outcome = harness.start_command(["bash", "-c", command], harness.folder / "run", repository).finish()
+    assert outcome.code == 0, outcome
+    assert outcome.result["app"] == "collectives_lab"
+    assert (repository / outcome.result["run_dir"]).is_dir()
