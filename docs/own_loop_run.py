@@ -1,4 +1,4 @@
-"""own_loop.py with a `Run`, its options, logs, stops and results: samestep run -n 2 own_loop_run.py --max-steps 200."""
+"""Train as own_loop.py does, with a `Run`: samestep run -n 2 own_loop_run.py --max-steps 200."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def main() -> None:
         loss = F.cross_entropy(model(images[local]), labels[local], reduction="sum")
         (loss / batches.size(step)).backward()
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)  # collective: shards' parts of the mean over samples add up
+            dist.all_reduce(parameter.grad)  # collective: sum the shards' parts of the mean
         optimizer.step()
         running_loss += loss.item()
         run.after_step(step)

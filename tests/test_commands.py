@@ -97,7 +97,7 @@ def shown(repository: Path, text: str) -> Iterator[str]:
 
 
 def seen(repository: Path, text: str) -> Iterator[str]:
-    for name in ("x", "mnist_ddp/x"):
+    for name in ("x", "mnist_ddp/x", *re.findall(r"\bruns/(\w+)", text)):
         (repository / "runs" / name / "log").mkdir(parents=True, exist_ok=True)
     yield from _ends(repository, text)
 

@@ -33,6 +33,7 @@ DEFAULT_APP = "mnist_ddp"  # the app that the common tests and their options nam
 MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characters
 TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # in the name of an environment they select lines of tox.ini
 TOP_FOLDERS = ("apps", "benchmarks", "core", "deploy", "docs", "scripts", "tests", "tools")
+READMES = {"README.md": "want your copy of", "README.zh.md": "复制自"}  # their tables of apps, and a copy's purpose
 GENERATED_PAGES = {"docs/devices.md": "docs/device_paths.py", "docs/messages.md": "docs/messages.py"}
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 PROJECT_FILES = (
@@ -245,20 +246,24 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 def changed_lists(copy: Copy) -> dict[str, str]:
     """Return the files that list apps, with the copy after its origin."""
-    origin, tox, readme = copy.origin, read("tox.ini"), read("README.md")
+    origin, tox = copy.origin, read("tox.ini")
     sections = find_environments(tox, f":{origin}")
     tox = tox.replace(sections[-1], "\n\n".join([sections[-1], *map(copy.environment, sections)]))
     names = [end for line in re.findall(r"(?m)^env_list = (.*)", tox) for end in re.findall(rf"\b{origin}(-\w+)", line)]
-    rows = re.findall(rf"(?m)^\| \[{origin}\]\(apps/{origin}\) .*\n", readme)
     require(names, f"{origin} has no place in tox.ini's env_list: add it")
-    require(rows, f"{origin} has no line in README.md's table of apps: add it")
-    cells = copy.rename(rows[0]).split("|")
-    cells[2] = f" a copy of [{origin}](apps/{origin}) "
+    readmes = {}
+    for page, about in READMES.items():
+        text = read(page)
+        rows = re.findall(rf"(?m)^\| \[{origin}\]\(apps/{origin}\) .*\n", text)
+        require(rows, f"{origin} has no line in {page}'s table of apps: add it")
+        cells = copy.rename(rows[0]).split("|")
+        cells[2] = f" {about} [{origin}](apps/{origin}) "
+        readmes[page] = text.replace(rows[0], rows[0] + "|".join(cells))
     record = json.loads(read("tools/python_versions.json"))
     record = dict(sorted({**record, copy.name: record[origin]}.items()))
     return {
         "tox.ini": re.sub(r"(?m)^env_list = .*", rf"\g<0>{''.join(f', {copy.name}{each}' for each in names)}", tox),
-        "README.md": readme.replace(rows[0], rows[0] + "|".join(cells)),
+        **readmes,
         "tools/python_versions.json": json.dumps(record, indent=2) + "\n",
     }
 
@@ -351,7 +356,7 @@ def check(options: argparse.Namespace) -> None:
     if out is None:
         require(not wheel, "--wheel goes with --out: without --out the copy uses the repository's core")
         tops = ("apps", "docs", "tests/common", *(f"tests/{app}" for app in apps))
-        paths = ["README.md", "CONTRIBUTING.md", *(path for top in tops for path in files_under(top))]
+        paths = [*READMES, "CONTRIBUTING.md", *(path for top in tops for path in files_under(top))]
         pages = [path for path in paths if path.endswith((".md", ".py")) and "_" not in name]
         uses = [path for path in pages if re.search(name_pattern(name), read(path))]
         require(not uses, f"{name} is a word in {', '.join(uses[:1])}: choose another name, such as my_{name}")

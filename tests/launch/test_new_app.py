@@ -28,7 +28,13 @@ ALL = sorted(path.name for path in REPOSITORY.glob("apps/*") if (path / "options
 NAMES = dict(zip(APPS, ["q1", *(f"copy{i}_of_somebodys" for i in range(len(APPS) - 1))]))
 LEFT_BEHIND = {
     "cifar_ddp": {"test_benchmark.py", "test_make_it_yours.py"},
-    "mnist_ddp": {"test_dlc.py", "test_docs_programs.py", "test_gpu_proof.py", "test_torchvision.py"},
+    "mnist_ddp": {
+        "test_dlc.py",
+        "test_docs_programs.py",
+        "test_first_run.py",
+        "test_gpu_proof.py",
+        "test_torchvision.py",
+    },
     "mnist_horovod": {"test_and_mnist_ddp.py"},
     "mnist_lightning": {"test_and_mnist_ddp.py"},
     "gpt_fsdp": {"test_benchmark.py"},
@@ -125,7 +131,7 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
     after = content(root)
     changed = {path for path in before if after.get(path) != before[path]}
     derived = {"docs/devices.md", "docs/messages.md"}
-    assert changed == {"README.md", "tools/python_versions.json", "tox.ini", *derived}
+    assert changed == {"README.md", "README.zh.md", "tools/python_versions.json", "tox.ini", *derived}
     assert listed(root) == there | after.keys()
     for app, name in NAMES.items():
         check_files(root, app, name)
