@@ -32,13 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for mark in (
-        "alone: runs while no other test does",
         "soak: not in the matrix; runs with --soak or --every-case",
         "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
         "torchrun: of apps that torchrun starts",
         "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
-        "best, curves, kills, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
+        "accuracy, best, curves, divergence, kills, launcher, stall, stragglers, slow: what an app's row may leave to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
@@ -67,7 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks += ["soak", *app.skipped_marks]
     skipped_marks = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     items[:] = [item for item in items if item not in skipped_marks]
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # when there is no work left to hold up
     config.hook.pytest_deselected(items=skipped_marks)
 
 
@@ -77,19 +75,6 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
     made = Harness(app_spec(request.config.getoption("--app")), request.config.getoption("--device"), tmp_path)
     yield made
     made.check_nothing_left()
-
-
-@pytest.fixture(autouse=True)
-def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests run beside each other, in several workers, but for those that are marked ``alone``."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    shared = tmp_path_factory.getbasetemp().parent  # of all workers
-    with (shared / "alone.lock").open("w") as lock:
-        # A test that waits to be alone is overtaken: it comes last anyhow, and the other workers would be idle.
-        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -110,6 +110,9 @@ def _exit_on_signal(stopped: Stopped) -> None:
     """End this rank at once. A launcher sends TERM after another rank has failed: report the pending collective."""
     if stopped.exit_code != 128 + signal.SIGTERM:
         os._exit(stopped.exit_code)
+    deadline = time.monotonic() + 0.5
+    while not (session.failed or session.pending) and time.monotonic() < deadline:
+        time.sleep(0.01)  # between two collectives of a loop
     if session.failed:
         threading.main_thread().join(REPORT_SECONDS)  # it ends the process
     elif pending := session.pending:

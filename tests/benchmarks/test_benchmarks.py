@@ -65,7 +65,7 @@ def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_buck
     assert "in rank order: equal bits, " in outcome.stdout
 
 
-@pytest.mark.core_only
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "rows"), [("ddp_step", 12), ("step_cost", 5)])
 def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -75,6 +75,6 @@ def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
 
 
 @pytest.mark.core_only
-@pytest.mark.parametrize("name", ["start_up", "checkpoint", "sharding"])
+@pytest.mark.parametrize("name", [pytest.param("start_up", marks=pytest.mark.soak), "checkpoint", "sharding"])
 def test_it_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3

@@ -72,7 +72,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.soak  # the cell of the tutorial's loop takes the same way
+@pytest.mark.soak
 def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None:
     what = board["scoreboard"].cell(
         board["subjects"].SUBJECTS["mnist_ddp"], "rank-killed", tmp_path, None, tmp_path / "run"
@@ -82,6 +82,7 @@ def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None
     assert what.endswith(" lost; samples repeated 0, lost 0; exit 0"), what
 
 
+@pytest.mark.soak
 def test_a_rank_of_a_tutorials_loop_is_killed(board: dict[str, Any], tmp_path: Path) -> None:
     class Tutorial(board["subjects"].Subject):  # type: ignore[misc]
         name = "tutorial"

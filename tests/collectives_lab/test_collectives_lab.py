@@ -63,7 +63,7 @@ class Lab(Harness):
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
-    """Runs the laboratory. The test marked ``alone`` looks at which rank waits for which."""
+    """Runs the laboratory."""
     app = App(
         name="collectives_lab", accuracy=0, dataset="mnist-5k", test_examples=1000, small=(), exact=(), variants=()
     )
@@ -414,13 +414,12 @@ def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab
 # --- straggler -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
-    lab.measure(2, "straggler", "--delays=0,30", "--steps=16", "--quick", "--global-batch-size=16")
+    lab.measure(2, "straggler", "--delays=0,100", "--steps=16", "--quick", "--global-batch-size=16")
     found = read(lab.folder / "run", "straggler-2")
     assert found["slow_rank"] == 1
     conditions = {condition["name"]: condition for condition in found["conditions"]}
-    slow = conditions["all_reduce, one rank sleeps 30 ms in aggregation"]
+    slow = conditions["all_reduce, one rank sleeps 100 ms in aggregation"]
     for condition in conditions.values():
         (block,) = condition["blocks"]
         for rank in block["ranks"]:
@@ -431,9 +430,9 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
         per_step = {"all_reduce": 16, "overlap": 48, "local_4": 4, "local_16": 1}[condition["strategy"]]
         assert len(block["waited_for"]) == per_step
     (block,) = slow["blocks"]
-    assert block["ranks"][1]["slept"] >= 16 * 0.030  # sleep never returns early
+    assert block["ranks"][1]["slept"] >= 16 * 0.100  # sleep never returns early
     assert block["ranks"][0]["slept"] == 0
-    # Whoever sleeps 30 ms before entering is waited for, at least most of the time, on any machine.
+    # A rank that sleeps 100 ms before entering is waited for, at least most of the time, on any machine.
     assert block["waited_for"].count(1) > 8
     # What one rank waits, another was late: it can be no more than all that the others did outside.
     assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]

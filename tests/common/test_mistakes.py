@@ -117,6 +117,7 @@ def test_help_teaches(harness: Harness) -> None:
     assert all(name in outcome.stdout for name in ("NNODES", "PYTHON", "OMP_NUM_THREADS", "exit codes"))
 
 
+@pytest.mark.divergence
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
     """It is one more start until they know that no flipped bit made it so, which one app shows."""
     restarts = int("core_only" not in harness.app.skipped_marks)

@@ -35,7 +35,6 @@ def named(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(line["step"], each) for line in metrics(run_dir) for each in line.get("stragglers", ())]
 
 
-@pytest.mark.alone  # as a burst of other work makes another rank the slow one
 @pytest.mark.slow
 @pytest.mark.stragglers
 def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:

@@ -23,6 +23,7 @@ RESULT_KEYS = set(
 )
 
 
+@pytest.mark.accuracy
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), None])
 def test_the_defaults_reach_their_accuracy(harness: Harness, n: int | None) -> None:
     """At N = 4 for the app that shows what is of core alone, else at N = 2."""

@@ -131,6 +131,7 @@ def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.soak  # in the matrix the page's own commands run
 def test_the_wheel_alone_runs_a_loop_with_a_run(installed: Path, folder: Path) -> None:
     """A killed rank costs a restart and no bit of the result; TERM saves the step, and nothing is left running."""
     options = ("--epochs=40", "--checkpoint-every=50", "--max-steps=600")

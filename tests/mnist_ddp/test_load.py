@@ -137,7 +137,6 @@ def nothing_left(harness: Harness) -> Iterator[None]:
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undisturbed_runs(
     harness: Harness, table: list[str]
 ) -> None:

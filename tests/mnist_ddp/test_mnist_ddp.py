@@ -63,6 +63,7 @@ def test_one_process_by_plain_python_has_paddles_lenet(harness: Harness) -> None
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_fashion_mnist_is_evaluated_exactly(harness: Harness) -> None:
     write_fashion(harness.folder / "data" / "fashion-mnist")
     outcome = harness.run(3, "--dataset=fashion-mnist", "--max-steps=100", f"--data-dir={harness.folder / 'data'}")

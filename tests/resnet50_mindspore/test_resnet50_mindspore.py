@@ -586,6 +586,7 @@ def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
     assert relative_difference(losses(harness.folder / "1"), losses(harness.folder / "3")) < 1e-4
 
 
+@pytest.mark.soak  # in the matrix the high-level API takes the same losses at any number of ranks
 def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Bit for bit: also in loops of several updates, and in a run that is killed and goes on with the other.
 
