@@ -32,4 +32,9 @@ if [ "${1:-}" = --changed ]; then
   *) set -- -e "$environments" ;;
   esac
 fi
-exec "$venv/bin/tox" run "$@"
+if [ $# -eq 0 ]; then
+  set -- run-parallel --parallel 2
+else
+  set -- run "$@"
+fi
+exec "$venv/bin/tox" "$@"

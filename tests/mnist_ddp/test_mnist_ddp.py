@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import ROOT, Harness, bare, losses, relative_difference, write_fashion
 from samestep import checkpoint
 from samestep.data import datasets
