@@ -28,7 +28,7 @@ LIMITS = ROOT / "tools" / "prose_limits.json"
 GENERATED = ("docs/messages.md", "docs/devices.md", "docs/options.md", "docs/scoreboard.md")
 LONG = 30  # words
 PATTERNS = {
-    "what": r"(?<![\w,:] )(?:^|(?<=[.;] ))(?:What|Who|Whoever)\b(?!.*\?$)|\bof (?:which|whom)\b|\bwhoever\b",
+    "what": r"^(?:What|Who)\b(?!.*\?)|\b(?:of|from|by|with|for|and|or|but|than|if) what\b|\bof (?:which|whom)\b|\b[Ww]hoever\b",
     "stands": r"\b(?:stands|anew|but for|is no(?! longer| more))\b|\bno number\b(?! of)",
     "go on": r"\b(?:go|goes|going|gone|went) on\b",
     "ranks talk": r"\b(?:ranks?|machines?|jobs?|scripts?) (?:that )?(?:talks?|says?|tells?|hears?|knows?|judges?)\b",
@@ -152,7 +152,9 @@ def sample(count: int, seed: str) -> list[Sentence]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--update", action="store_true", help="write today's counts as the limits, where they are lower")
+    parser.add_argument(
+        "--update", action="store_true", help="write today's counts as the limits, where they are lower"
+    )
     parser.add_argument("--list", choices=[*PATTERNS, *EXTRA], help="show each place of this pattern")
     parser.add_argument("--sample", type=int, metavar="N", help="draw N sentences of the pages")
     parser.add_argument("--seed", help="the sample's seed; default: the commit's hash")
@@ -172,7 +174,9 @@ def main() -> int:
     found = counts()
     limits = json.loads(LIMITS.read_text()) if LIMITS.exists() else found
     if options.update:
-        lower = {kind: {name: min(total, limits[kind][name]) for name, total in each.items()} for kind, each in found.items()}
+        lower = {
+            kind: {name: min(total, limits[kind][name]) for name, total in each.items()} for kind, each in found.items()
+        }
         LIMITS.write_text(json.dumps(lower, indent=2) + "\n")
         return 0
     errors = check(found, limits)
