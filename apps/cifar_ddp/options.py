@@ -74,9 +74,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     decay = "weight decay, except for norms and biases (default: 5e-4 with sgd, 0.05 with adamw)"
     add("--weight-decay", type=bounded_float(0.0), metavar="W", help=decay)
     schedules = ("cosine", "linear", "step", "one-cycle", "constant")
-    add(
-        "--schedule", choices=schedules, default="cosine", help=f"schedule of the learning rate over --epochs {default}"
-    )
+    add("--schedule", choices=schedules, default="cosine", help=f"learning-rate schedule over --epochs {default}")
     warmup = f"steps of linear warm-up before the schedule {default}"
     add("--warmup-steps", type=bounded_int(0), default=0, metavar="S", help=warmup)
     average = "decay of a moving average of the weights, which is then evaluated, such as 0.999 (default: none)"

@@ -52,7 +52,7 @@ ATTEMPTS = [
         Attempt(3, f"{name} is a loop", 2, f"{name} loop: Too many", arguments=("2", f"{name}=loop"), prepare=loop)
         for name in PATHS
     ),
-    Attempt(3, "SAMESTEP_LOCK is long", 2, "SAMESTEP_LOCK=x+: there", environ={"SAMESTEP_LOCK": LONG, "PYTHON": ""}),
+    Attempt(3, "SAMESTEP_LOCK is long", 2, "SAMESTEP_LOCK=x+: ", environ={"SAMESTEP_LOCK": LONG, "PYTHON": ""}),
     *(
         Attempt(12, f"{name} is not UTF-8 ({locale})", 2, rf"'{name}=r\\udcff' is not UTF-8",
                 arguments=("2", f"{name}=r\udcff"), environ={"LC_ALL": locale})

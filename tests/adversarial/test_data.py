@@ -200,7 +200,7 @@ def test_what_is_in_the_way_of_the_cache_is_named(place: Path, what: str) -> Non
     make, problem = CACHES[what]
     make(place / "other")
     line = resolve("synthetic-cifar10", place, XDG_CACHE_HOME=str(place / "other"))
-    assert line.startswith(f"error: {problem.format(place / 'other')}; "), line
+    assert line.startswith(f"error: {problem.format(place / 'other')}: "), line
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
@@ -230,7 +230,7 @@ def test_a_lock_that_is_a_link_leaves_its_target_as_it_is(place: Path) -> None:
     lock = cache(place) / ".lock"
     lock.symlink_to(place / "precious")
     line = resolve("synthetic-cifar10", place, XDG_CACHE_HOME=str(place / "cache"))
-    assert line.startswith(f"error: cannot write the data cache {lock}: Too many levels of symbolic links; "), line
+    assert line.startswith(f"error: cannot write the data cache {lock}: Too many levels of symbolic links: "), line
     assert (place / "precious").read_text() == "precious"
 
 
@@ -239,7 +239,7 @@ def test_a_lock_that_is_a_folder_is_named_and_a_partial_file_that_is_one_is_step
     (folder / "x.part").mkdir()
     (folder / ".lock").mkdir()
     line = resolve("synthetic-cifar10", place, XDG_CACHE_HOME=str(place / "cache"))
-    assert line.startswith(f"error: cannot write the data cache {folder}/.lock: Is a directory; "), line
+    assert line.startswith(f"error: cannot write the data cache {folder}/.lock: Is a directory: "), line
     (folder / ".lock").rmdir()
     assert resolve("synthetic-cifar10", place, XDG_CACHE_HOME=str(place / "cache")) == "synthetic-cifar10"
 

@@ -42,7 +42,7 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
-@pytest.mark.soak  # in the matrix collectives_lab shows it
+@pytest.mark.soak
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

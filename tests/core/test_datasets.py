@@ -499,7 +499,7 @@ def test_two_processes_fetch_once(tmp_path: Path, server: Server) -> None:
 def test_disk_full_is_not_taken_for_no_network(tmp_path: Path, server: Server) -> None:
     out, err = start(server, tmp_path, limit=20).communicate(timeout=20)
     cache = tmp_path / "cache" / "samestep" / "mnist"
-    assert out.startswith(f"error: cannot write the data cache {cache}: File too large; make room there"), (out, err)
+    assert out.startswith(f"error: cannot write the data cache {cache}: File too large: make room there"), (out, err)
     assert cached() == []
 
 

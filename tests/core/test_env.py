@@ -322,7 +322,7 @@ REFUSED = {
         for value in [*NOT_NUMBERS.split(), "1 2", "9" * 50]
     },
     "size 0": ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' whole number from 1", "correct"),
-    "rank is size": ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK='4' not below WORLD_SIZE='4'", "correct"),
+    "rank is size": ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK='4' not below WORLD_SIZE='4'", "count ranks from 0"),
     "5,000 digits": ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999 ...", "correct"),
     "two lines": ({"RANK": "1\n2\u2028\x85", "WORLD_SIZE": "4"}, "RANK='1\\n2\\u2028\\x85'", "correct"),
     "not UTF-8": ({"RANK": "\udcff", "WORLD_SIZE": "4"}, "RANK='\\udcff'", "correct"),
@@ -335,10 +335,14 @@ REFUSED = {
     "paddle, elastic range": ({**PADDLE, "PADDLE_NNODES": "1:2"}, "PADDLE_NNODES='1:2'", "correct"),
     "msrun role": ({**MSRUN, "MS_ROLE": "MS_PSERVER"}, "MS_ROLE='MS_PSERVER' MS_WORKER MS_SCHED", "msrun"),
     "msrun name for a rank": ({**MSRUN, "MS_NODE_ID": "a-b"}, "MS_NODE_ID='a-b' whole number", "correct"),
-    "msrun rank": ({**MSRUN, "MS_NODE_ID": "4"}, "MS_NODE_ID='4' not below MS_WORKER_NUM='4'", "correct"),
+    "msrun rank": ({**MSRUN, "MS_NODE_ID": "4"}, "MS_NODE_ID='4' not below MS_WORKER_NUM='4'", "count ranks from 0"),
     "slurm list": ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(3)"}, "SLURM_STEP_TASKS_PER_NODE='2(3)'", "srun"),
     # cannot all be true
-    "local rank": ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK='2' not below LOCAL_WORLD_SIZE='2'", "correct"),
+    "local rank": (
+        {**TORCHRUN, "LOCAL_RANK": "2"},
+        "LOCAL_RANK='2' not below LOCAL_WORLD_SIZE='2'",
+        "count ranks from 0",
+    ),
     "local rank, size unknown": (
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
         "WORLD_SIZE='2' LOCAL_RANK='2' contradict",
