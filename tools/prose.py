@@ -84,7 +84,8 @@ def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 def comments(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each comment and docstring of a Python file."""
-    last, block, start = 0, [], 0
+    last, start = 0, 0
+    block: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         number = token.start[0]
         if token.type == tokenize.STRING and token.string.startswith(('"""', 'r"""')) and "prose:" not in token.line:
