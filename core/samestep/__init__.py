@@ -2,21 +2,21 @@
 
 Modules that every rank uses:
 
-- ``env``: rank, world size and launcher
-- ``options``, ``log``, ``metrics``, ``checkpoint``
-- ``sharding``: this rank's samples
-- ``schedules``: learning rates
-- ``run`` and ``rundir``: the life of one run, and its folder
-- ``stop``, ``step_timer``, ``monitor``
+* ``env``: rank, world size and launcher.
+* ``options``, ``log``, ``metrics``, ``checkpoint``.
+* ``sharding``: this rank's samples.
+* ``schedules``: learning rates.
+* ``run`` and ``rundir``: the life of one run, and its folder.
+* ``stop``, ``step_timer``, ``monitor``.
 
 Packages that build on them:
 
-- ``data``: datasets
-- ``recovery``: watchdog, hang diagnosis, straggler detection, replica check
-- ``sharded``: checkpoints of models that no rank holds
-- ``torch``: shared code of PyTorch apps
-- ``observe``: report, watch, trackers
-- ``launch``: launch scripts and ``samestep run``
+* ``data``: datasets.
+* ``recovery``: watchdog, hang diagnosis, straggler detection, replica check.
+* ``sharded``: checkpoints of models that no rank holds.
+* ``torch``: shared code of PyTorch apps.
+* ``observe``: report, watch, trackers.
+* ``launch``: launch scripts and ``samestep run``.
 
 This module imports nothing.
 """

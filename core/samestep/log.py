@@ -151,7 +151,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
 
 
 def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
-    """Exit as requested, from any thread; ``is_final``: the launch script must not restart the job.
+    """Exit as requested, from any thread. If ``is_final``, the launch script must not restart the job.
 
     No write may delay the exit: the main thread may hold a pipe that nobody reads, or wait for a disk that hangs.
     """

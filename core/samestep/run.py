@@ -53,8 +53,8 @@ class Collectives(Protocol):
 class StepActions(NamedTuple):
     """The actions after an update, the same on all ranks."""
 
-    sync: bool  # reduce the `StepStats` over ranks; also if one of the others follows
-    log: bool  # write a line of metrics.jsonl; also if `evaluate` or `save` follows
+    sync: bool  # reduce the `StepStats` over ranks, also before each of the others
+    log: bool  # write a line of metrics.jsonl, also before `evaluate` or `save`
     evaluate: bool  # an epoch ends, or --evaluate-every
     save: bool  # write a checkpoint
 
@@ -97,7 +97,7 @@ class StepStats:
 class Run:
     """Manage the life of a run.
 
-    Call `restore` and `start`; after each update `after_step` and `actions`; then `finish` and `report`.
+    Call `restore` and `start` first, `after_step` and `actions` after each update, and `finish` and `report` last.
 
     After `restore` the options have the run dir and the dataset. After `start` the steps to train are those from
     ``first_step`` to before ``last_step``. ``eval_metrics`` is the evaluation of the last log line, or {}.

@@ -36,7 +36,7 @@ def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamesp
 
 @dataclass(frozen=True)
 class Resolved:
-    """The decisions before training: run dir, dataset and checkpoint (None: a new run)."""
+    """The decisions before training: run dir, dataset, and checkpoint (None for a new run)."""
 
     run_dir: Path
     lock: Lock

@@ -46,7 +46,7 @@ def cosine(step: int, steps: int, final: float = 0.0) -> float:
 def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> float:
     """Return ``gamma`` to the power of the number of ``milestones`` (steps) reached so far.
 
-    Source: He et al., "Deep residual learning for image recognition", CVPR 2016, section 4.2: 1/10 at two milestones.
+    Source: He et al., "Deep residual learning for image recognition", CVPR 2016, section 4.2 (1/10 at two milestones).
     """
     return float(gamma ** sum(step >= milestone for milestone in milestones))
 

@@ -4,18 +4,18 @@ The order of an epoch is a pseudo-random permutation of [0, n) that is never sto
 from (n, seed, epoch) alone. Step k takes the positions [k * B, (k + 1) * B) of its epoch's order, where B is the global
 batch size. Each rank takes one contiguous shard of them. It follows that:
 
-- The global batches are the same at any world size: the ranks' shards, in rank order, form the batch of one rank.
-- A resume is a seek with the cost of any step. At another world size it repeats no sample and misses none.
-- The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
+* The global batches are the same at any world size: the ranks' shards, in rank order, form the batch of one rank.
+* A resume is a seek with the cost of any step. At another world size it repeats no sample and misses none.
+* The whole state is (seed, epoch, step). Memory holds the current batch and up to PREFETCH_SAMPLES indices.
 
 Checkpoints rely on the order, so it is part of the contract: for given (n, seed, epoch) it must never change, on any
 platform or NumPy version. Therefore all arithmetic is on integers modulo 2**64, without `numpy.random`.
 
 Method: a Feistel network (Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
-SIAM J. Comput. 17(2), 1988) in its generalized form over pairs (left, right) in Z_a x Z_b, with a * b just above n, and
-cycle walking for the few values that land in [n, a * b) (both: Black & Rogaway, "Ciphers with arbitrary finite
-domains", CT-RSA 2002). A power-of-two domain may be twice as large as n. Here a * b - n is below sqrt(n) + 1, so almost
-no value has to walk. The order is a good shuffle, not encryption.
+SIAM J. Comput. 17(2), 1988) in its generalized form over pairs (left, right) in Z_a x Z_b, with a * b just above n.
+Cycle walking handles the few values that land in [n, a * b). Both are from Black & Rogaway, "Ciphers with arbitrary
+finite domains", CT-RSA 2002. A power-of-two domain may be twice as large as n. Here a * b - n is below sqrt(n) + 1, so
+almost no value has to walk. The order is a good shuffle, not encryption.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _SHIFT = np.uint64(32)
 def _mix(z: Any) -> Any:
     """Return SplitMix64's output function of ``z``, an int or a uint64 array: a bijection on [0, 2**64).
 
-    Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of its
-    reference implementation, https://prng.di.unimi.it/splitmix64.c.
+    Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. The constants are
+    its reference implementation's, https://prng.di.unimi.it/splitmix64.c.
     """
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK

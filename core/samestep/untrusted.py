@@ -21,7 +21,7 @@ Check = Callable[[Any], bool]  # whether a JSON value is one of a kind
 
 
 def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
-    """Return the first ``max_bytes`` (-1: all) of a regular file; b"" for anything else. Raises OSError."""
+    """Return the first ``max_bytes`` (all for -1) of a regular file; b"" for anything else. Raises OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         return file.read(max_bytes) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
 

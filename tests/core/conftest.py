@@ -1,4 +1,4 @@
-"""What holds for all tests of core, which make ranks of threads in pytest's own process."""
+"""Fixtures for all tests of core. Their ranks are threads in pytest's own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that use the package, in processes of their own: what they print, and what they leave in a run dir."""
+"""Run programs that use the package in their own processes; read their output and their run dirs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def rank_log(run_dir: Path, rank: int = 0) -> str:
 
 
 def verdict(run_dir: Path) -> Any:
-    """What a rank told the launch script about starting again: the exit code that stands."""
+    """Return the final exit code that a rank left for the launch script, or None."""
     path = run_dir / "log" / "no-restart"
     return {"code": json.loads(path.read_text())["code"]} if path.exists() else None
 

@@ -29,7 +29,7 @@ from samestep.sharded.tensors import StoredGroups, TensorShard
 from samestep.sharding import GlobalBatches
 from threads import LIMIT, loss_of, parse
 
-# Name, whole shape, dtype, and the axis along which ranks cut it; None: every rank has all of it, and the first writes.
+# Name: whole shape, dtype, and the axis along which ranks cut it. With None each rank has all of it, and rank 0 writes.
 LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
     "tall": ((7, 5), "float32", 0),
     "wide": ((4, 6), "float32", 1),
@@ -41,7 +41,7 @@ LAYOUT: dict[str, tuple[tuple[int, ...], str, int | None]] = {
 
 
 class FileCollectives:
-    """What an app's ranks.py is to `Run`, by files in a folder."""
+    """Implement the collectives that `Run` needs, by files in a folder."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size, self._turn = folder, rank, world_size, 0
@@ -95,7 +95,7 @@ def cut(array: NDArray[Any], name: str, rank: int, world_size: int) -> TensorSha
 
 
 class Model:
-    """Weights and momentum, of which a rank holds its part."""
+    """Weights and momentum; a rank holds its part of each."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.groups = {

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, every damage noticed, and weights that hash alike everywhere."""
+"""Checkpoints are atomic, every damage is noticed, and weights hash alike everywhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def no_warning(text: str) -> None:
 
 
 def sealed(body: Any) -> bytes:
-    """A manifest whose own checksum is right, whatever it says."""
+    """Return a manifest with any content and a correct checksum of it."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({"manifest": body, "sha256": hashlib.sha256(canonical).hexdigest()}).encode()
 
@@ -133,7 +133,7 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
 
 
 def test_each_file_is_what_the_safetensors_library_writes(tmp_path: Path) -> None:
-    """Whatever an array's order in memory, of which the library's own writer takes no notice."""
+    """This holds for any memory order of an array; the library's own writer ignores the order."""
     for step in range(1, 5):
         folder = save(tmp_path, step, keep=2)
         assert_same(checkpoint.read(folder).arrays("model"), values()["model"])
@@ -731,7 +731,7 @@ def test_killed_before_any_system_call_of_a_save_only_whole_ones_are_left(tmp_pa
 
 
 def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
-    """A process that saves without a pause is killed 15 times; each next one goes on where the last one was."""
+    """A process that saves without a pause is killed 15 times; each next one continues where the last one was."""
     # The second save waits for the first.
     script = SAVE + "step = whole(0)\nwhile True:\n    step += 1\n    save(step), print(step - 1, flush=True)\n"
     chance = random.Random(1)

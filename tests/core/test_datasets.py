@@ -75,13 +75,13 @@ def put(folder: Path, files: dict[str, bytes], packed: bool = True) -> Path:
 
 
 def cached(name: str = "mnist") -> list[str]:
-    """The names in the cache, but for the lock."""
+    """Return the names in the cache, without the lock."""
     folder = Path(os.environ["XDG_CACHE_HOME"], "samestep", name)
     return sorted(set(os.listdir(folder)) - {".lock"}) if folder.exists() else []
 
 
 def resolved(found: DatasetInfo) -> tuple[str, Path]:
-    """What was found and where, without a notice that it is something else."""
+    """Return the name and the folder of a dataset that has no notice of a replacement."""
     assert found.notice is None
     return found.name, found.folder
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_named_before_ranks_start(kind: str, call: object, 
     assert str(tmp_path / "mnist" / file) in str(caught.value)
 
 
-# What is embedded, what Debian has
+# The embedded samples and Debian's package
 
 
 def test_embedded_sample(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves a folder on a free port of loopback and notes what is asked of it; `trouble` changes its answers."""
+    """Serve a folder on a free port of loopback and record the requests; `trouble` changes the responses."""
 
     daemon_threads = True
 

@@ -466,7 +466,7 @@ def compressed(counts: list[int]) -> str:
 
 
 def launches(counts: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """What each launcher gives every rank, where node i has counts[i] processes."""
+    """Return the environment that each launcher gives every rank, if node i has counts[i] processes."""
     size, nodes = sum(counts), len(counts)
     places = [(node, local, count) for node, count in enumerate(counts) for local in range(count)]
     made: dict[str, list[dict[str, Any]]] = {}

@@ -1,8 +1,8 @@
-"""Checkpoints stay readable: those in stored/, which earlier versions wrote, are read, and gone on from.
+"""Checkpoints stay readable: a run reads and resumes from those in stored/, which earlier versions wrote.
 
 `stored/format-<n>` is the run dir of the toy of threads.py: 2 ranks, stopped after step 6 of 12 by --max-steps, and all
 but that checkpoint deleted. A folder is never written again. A version that changes the format adds one, and keeps
-reading these; one that gives all apps another option that must stay at a resume finds out here, as these lack it.
+reading these. These folders lack later options: a test fails if a new option of all apps must not change at a resume.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_the_format_that_is_written_now_is_among_those_kept(tmp_path: Path) -> N
 
 
 def test_of_a_format_that_is_not_known_one_line_says_how_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A later version's, say, in whose run dir an earlier one is started: an older checkpoint is not gone on from."""
+    """A later version may have written the checkpoint. A run does not resume from an older one instead."""
     unknown, run_dir = checkpoint.FORMAT + 1, tmp_path / "run"
     shutil.copytree(STORED / f"format-{checkpoint.FORMAT}", run_dir)
     newer = shutil.copytree(folder_of(run_dir), checkpoint.folder_of(run_dir, STEP + 1))

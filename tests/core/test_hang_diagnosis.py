@@ -93,7 +93,7 @@ TIMEOUTS = {
 
 
 def place(kind: str) -> str:
-    """Where a rank that is stuck stands, by the program's text."""
+    """Return the location of a stuck rank, from the program's text."""
     lines = PROGRAM.splitlines()
     found = [i for i, line in enumerate(lines, 1) if line.endswith(f"# stuck: {kind}")]
     return f"program.py:{found[0]} in {kind}"
@@ -230,7 +230,7 @@ def check_lone_autopsy(found: Hang, folder: Path, capsys: pytest.CaptureFixture[
     assert f"program.py:{place('interpreter').partition(':')[2].partition(' ')[0]} interpreter" in told
 
 
-# --- where a rank is, and what it waits for --------------------------------------------------------------------------
+# --- a rank's location and the collective it waits for ----------------------------------------------------------------
 
 
 PACKAGE = str(Path(samestep.__file__).parent)

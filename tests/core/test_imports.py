@@ -1,4 +1,4 @@
-"""What a rank of the smallest app imports of the package is thin, and none of it is a framework."""
+"""A rank of the smallest app imports little of the package, and no framework."""
 
 from __future__ import annotations
 

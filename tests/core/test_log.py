@@ -1,4 +1,4 @@
-"""What a run says: metrics without gaps or repeats, a clean console, exit codes, and verdicts for the launch script."""
+"""A run logs metrics without gaps or repeats, keeps the console clean, and reports exit codes and verdicts."""
 
 from __future__ import annotations
 

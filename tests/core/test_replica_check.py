@@ -1,4 +1,4 @@
-"""What a watchdog raises for ranks that differ, and for a loss that is NaN or infinite."""
+"""A watchdog raises errors if ranks differ, or if a loss is NaN or infinite."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ ONCE = f"unless a flipped bit caused it; {AGAIN}"
 
 @dataclasses.dataclass
 class Console:
-    """What `log.start` would take from this process: its standard output and error, and what it was called with."""
+    """The stdout and stderr that `log.start` would take from this process, in memory, and its arguments."""
 
     started: list[tuple[Path, int, bool]]
     out: StringIO
@@ -89,7 +89,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that steps made, but for their speed."""
+    """Return the lines of metrics.jsonl for steps, without their speed."""
     lines = [line for line in lines_of(run_dir) if "step" in line]
     return [{name: value for name, value in line.items() if name != "samples_per_second"} for line in lines]
 
@@ -254,7 +254,7 @@ def test_a_resume_loads_the_same_bytes_on_every_rank(run_dir: Path, world_size: 
 
 
 def refused(ranks: list[Rank], kind: type[Exception], code: int) -> str:
-    """Rank 0 was refused, and all others end with its code, silently; returns what rank 0 says."""
+    """Check that rank 0 was refused and all others end with its code, silently; return rank 0's error."""
     assert type(ranks[0].error) is kind, ranks[0].error
     for rank in ranks[1:]:
         assert isinstance(rank.error, RemoteRankError), rank.error
@@ -431,7 +431,7 @@ def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warn
 
 
 def test_a_run_remembers_which_data_were_asked_for_and_which_it_got(run_dir: Path) -> None:
-    """With no network the launch script gives mnist-5k to who asked for mnist; at a resume there may be one."""
+    """Without a network the launch script replaces mnist by mnist-5k; at a resume there may be a network."""
     options = its(run_dir, "--global-batch-size=1000")
     for rank in job(2, [*options, "--dataset=mnist-5k", "--requested-dataset=mnist"], crash(3)):
         assert isinstance(rank.error, CrashError)
@@ -614,7 +614,7 @@ def test_a_line_says_what_happened_whatever_the_number_of_ranks(run_dir: Path, w
     )
     assert all(line["samples_per_second"] > 0 for line in lines_of(run_dir)[1:])
     assert [line["test_examples"] for line in steps_of(run_dir)[EPOCH - 1 :: EPOCH]] == [threads.TEST] * 3
-    for rank in ranks:  # every rank is told the same, but for the speed that it saw itself
+    for rank in ranks:  # all ranks get the same lines, except the speed, which each measures
         told = [{name: value for name, value in line.items() if name != "samples_per_second"} for line in rank.lines]
         assert told == steps_of(run_dir)
 
@@ -647,7 +647,7 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
-    """In each line those since the last one, on the console those of the epoch; the kill is within an epoch."""
+    """A line counts them since the last line, the console since the epoch began; the kill is within an epoch."""
     arguments = its(run_dir, "--log-every=3", "--checkpoint-every=3")
     for rank in job(2, arguments, crash(8), app=COUNTING):
         assert isinstance(rank.error, CrashError)
@@ -663,7 +663,7 @@ def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run
     assert [line["accuracy"] for line in lines] == [
         share(range(begin, end)) for begin, end in pairwise([0, 3, 4, 6, 8, 9, 12])
     ]
-    assert all(isinstance(line["weight"], float) for line in lines)  # the app's own number, which is no evaluation
+    assert all(isinstance(line["weight"], float) for line in lines)  # the app's own number, not an evaluation
     assert "weight" not in result_of(run_dir)
     said = dict(re.findall(r"^epoch (\d)/.*  train accuracy (\S+)  test loss", console.out.getvalue(), re.MULTILINE))
     epochs = {str(epoch + 1): range(epoch * EPOCH, (epoch + 1) * EPOCH) for epoch in range(3)}
@@ -720,7 +720,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
         for rank in job(3, its(run_dir), Faults(loss_scale={step - 1: np.nan})):
             assert type(rank.error) is kind, rank.error
             assert str(rank.error) == words
-    monkeypatch.setenv("SAMESTEP_RESTARTS", "0")  # the user starts it again, with what made it so mended
+    monkeypatch.setenv("SAMESTEP_RESTARTS", "0")  # the user restarts it after fixing the cause
     for rank in job(3, its(run_dir), Faults(loss_scale={6: np.nan})):
         assert isinstance(rank.error, RetryableError)
     monkeypatch.setenv("SAMESTEP_RESTARTS", "1")
@@ -729,7 +729,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
 
 
 def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(run_dir: Path) -> None:
-    """One update's loss overflows, the next one's does not: the epoch's mean would be no number, nor JSON."""
+    """One update's loss overflows, the next does not: the epoch's mean would be NaN or infinite, which JSON lacks."""
     for scale in (np.nan, np.inf):
         faults = Faults(loss_scale={4: scale})
         for rank in job(2, its(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
@@ -762,7 +762,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
 def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     run_dir: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Batch normalization may do that, a flipped bit does not. Training and its weights are those of any run."""
+    """Batch normalization may do that, a flipped bit does not. Training and its weights equal any other run's."""
     last = 6 if "--max-steps=6" in options else STEPS
     all_done(job(2, its(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
@@ -815,7 +815,7 @@ def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypa
 
 @pytest.fixture
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
-    """Makes ranks spend seconds of a clock of their own: 1 ms in each phase, and what is said for some."""
+    """Make ranks spend seconds of their own clock: 1 ms in each phase, and more where a test asks for it."""
     clock = threading.local()
     monkeypatch.setattr(time, "perf_counter", lambda: getattr(clock, "now", 0.0))
 
@@ -1053,7 +1053,7 @@ def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, mo
 
 
 def test_the_best_is_kept_and_its_weights_are_left(run_dir: Path, tmp_path: Path) -> None:
-    """Whatever --keep-checkpoints says, through kills, the first of equals; 3 is best, 9 as good, 11 not asked."""
+    """At any --keep-checkpoints, through kills, the first of equals stays: 3 is best, 9 as good, 11 not evaluated."""
     faults = Faults(accuracy={3: 0.75, 4: 0.25, 9: 0.75, 11: 0.875})
     options = ["--keep-best", "--evaluate-every=3", "--keep-checkpoints=1"]
     all_done(job(2, its(tmp_path / "undisturbed", *options), faults))

@@ -1,4 +1,4 @@
-"""A run's folder: one writer, nothing of an earlier run lost, and one decision on what a run goes on from."""
+"""A run's folder: one writer, nothing of an earlier run lost, and one decision on what a run resumes from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> StringIO:
-    """What the console's standard error is told."""
+    """Capture the console's standard error."""
     found = StringIO()
     monkeypatch.setattr(log, "_console_errors", found)
     return found
@@ -232,7 +232,7 @@ def test_ranks_that_their_launcher_starts_again_find_their_run_dir_and_a_new_job
     assert rundir.resolve("toy", parse(), fresh=False).run_dir not in (first, second)
 
 
-# --- what a run in it goes on from -------------------------------------------------------------------------------
+# --- what a run in it resumes from -------------------------------------------------------------------------------
 
 
 def begun(run_dir: Path, *saved: int, **state: Any) -> Options:
@@ -324,7 +324,7 @@ def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None
 
 
 def test_an_app_may_bring_a_data_set_of_its_own(run_folder: Path) -> None:
-    """Found by the app's function, with the same promises: what was asked for, and that a resume has the same."""
+    """The app's function finds it, with the same promises: the requested dataset, and the same one at a resume."""
     asked: list[tuple[str, Path, bool]] = []
 
     def resolve(name: str, data_dir: Path, fallback: bool = True) -> files.DatasetInfo:

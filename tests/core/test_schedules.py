@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step: their ends, their forms, and that a resume asks nothing of them."""
+"""Learning rates as functions of the step: their ends, their forms, and that a resume needs no state of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_factor_is_above_0_up_to_1_and_stays_where_the_schedule_ended(name: st
     assert all(0 < factor <= 1 for factor in factors)
     assert schedule(steps + 1, steps) == schedule(steps, steps)
     assert schedule(10 * steps, steps) == schedule(steps, steps)
-    # Any order of asking, as by a run that goes on from a checkpoint, gives the same to the bit.
+    # The result is the same to the bit in any order of calls, as in a run that resumes from a checkpoint.
     assert [schedule(step, steps) for step in reversed(range(steps))] == factors[::-1]
 
 

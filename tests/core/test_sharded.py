@@ -1,4 +1,4 @@
-"""Checkpoints of a model that no rank holds: whole or not at all over all ranks, and read at any number of them."""
+"""Checkpoints of a model that no rank holds are atomic over all ranks, and readable at any world size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODY = {"app": "sharded toy", "state": {}, "arithmetic": {}}
 
 
 def on_each(world_size: int, call: Callable[[Collectives, int], Any]) -> list[Any]:
-    """What ``call`` gives, or raises, on each of ``world_size`` threads."""
+    """Return the result or the exception of ``call`` on each of ``world_size`` threads."""
     meeting, found = Meeting(world_size), [None] * world_size
 
     def live(rank: int) -> None:
@@ -357,7 +357,7 @@ def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str
 
 
 def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy) -> None:
-    """On any rank, before each thing that it does to checkpoints' files: what is there then is whole, and goes on."""
+    """Each rank is killed before each of its operations on checkpoints' files. The files are whole; a run resumes."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]
     template = toy.run_dir.rename(toy.run_dir.with_name("template"))
     shutil.rmtree(template / "checkpoints" / "step-00000004")

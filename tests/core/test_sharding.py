@@ -144,7 +144,7 @@ def test_the_bits_of_samples_are_a_splitmix64_stream_at_their_places(seed: int, 
 
 
 def test_the_bits_of_samples_stay_for_ever() -> None:
-    """Crops and flips of runs that go on from a checkpoint rest on them."""
+    """Crops and flips of runs that resume from a checkpoint depend on them."""
     assert sample_bits(1, 3, np.array([0, 1, 49_999])).tolist() == [
         13625505645108458277,
         8269527995984263926,
@@ -332,7 +332,7 @@ def test_resuming_at_another_world_size_misses_nothing(
 def test_who_walks_and_jumps_gets_what_a_seek_gives(
     n: int, batch: int, seed: int, world_size: int, starts: list[int]
 ) -> None:
-    """The steps that are computed ahead, over an epoch's end too, are those of who asks for one alone."""
+    """Steps computed ahead, also across an epoch's end, equal steps computed one at a time."""
     arguments = (n, batch, seed, world_size - 1, world_size)
     walker = GlobalBatches(*arguments)
     for start in starts:
@@ -352,7 +352,7 @@ def test_who_walks_computes_each_sample_once_in_blocks(monkeypatch: pytest.Monke
 @quick
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 40))
 def test_counters_equal_a_walk(n: int, batch: int, steps: int) -> None:
-    """What seeking says about a step is what one who took every step before it would say."""
+    """A seek to a step gives the same counters as a walk through all steps before it."""
     batches = GlobalBatches(n, batch, seed=1)
     epoch = seen = taken = 0
     for step in range(steps):

@@ -14,7 +14,7 @@ import pytest
 from programs import LIMIT, rank_log, running, verdict
 from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS, Stopped, StopRequest, decode
 
-# A rank that has said "here". Main threads wait in C, where no handler of Python's is run: in a framework's collective.
+# A rank that has printed "here". Main threads wait in C, in a framework's collective, where no Python handler runs.
 RANK = """
 import ctypes
 from samestep import stop
@@ -127,7 +127,7 @@ def test_before_the_first_step_a_signal_ends_the_rank_at_once(tmp_path: Path, nu
     ],
 )
 def test_a_rank_that_hangs_ends_all_the_same(tmp_path: Path, grace: str, sent: Sequence[int | None], why: str) -> None:
-    """What comes within a second of the first signal is the same: launchers repeat theirs."""
+    """A signal within a second of the first counts as the same one, because launchers repeat theirs."""
     with running(TRAINS, tmp_path, grace, "final", until="here") as process:
         for number in sent:
             if number is None:

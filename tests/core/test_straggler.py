@@ -28,7 +28,7 @@ def named(
     more: Callable[[int, int], dict[str, float]],
     begin: int = 0,
 ) -> list[tuple[int, int, str]]:
-    """Who is named when (step, rank, phase); ``more(rank, step)`` seconds are spent beside BASE."""
+    """Return the reports as (step, rank, phase); ranks spend ``more(rank, step)`` seconds beside BASE."""
     found, before = [], begin
     for step in syncs:
         slots = np.zeros((world_size, len(PHASES)))

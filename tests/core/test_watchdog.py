@@ -106,7 +106,7 @@ class Job:
         return process
 
     def alive(self, rank: int, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """What a rank's heartbeat says, once it fulfils the condition."""
+        """Return the values of a rank's heartbeat, once they fulfil the condition."""
         path = self.run_dir / "log" / f"alive-{rank}"
 
         def seen() -> dict[str, Any] | None:
@@ -126,7 +126,7 @@ class Job:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """The one line with which the watchdog ended a rank, but for the command that tells more."""
+    """Return the one line with which the watchdog ended a rank, without the command that shows all stacks."""
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (1, ""), err
     (line,) = err.splitlines()
@@ -182,7 +182,7 @@ def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
     first = job.alive(0, lambda seen: seen["step"] == 5)
     assert (first["rank"], first["pid"], first["host"], first["job"]) == (0, process.pid, HOST, "this")
     assert abs(first["time"] - time.time()) < LIMIT
-    job.alive(0, lambda seen: seen["time"] > first["time"])  # although the rank stands still
+    job.alive(0, lambda seen: seen["time"] > first["time"])  # although the rank hangs
 
 
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:

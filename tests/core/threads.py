@@ -67,7 +67,7 @@ class Meeting:
 
 @dataclass
 class Collectives:
-    """What an app's ``distributed`` module is to `Run`, for one thread."""
+    """Implement an app's ``distributed`` module for `Run`, for one thread."""
 
     meeting: Meeting
     rank: int
@@ -138,7 +138,7 @@ class Model:
     groups: dict[str, Arrays]
 
     def load(self, groups: Groups) -> None:
-        """Raises ValueError for what does not fit."""
+        """Load the groups. Raises ValueError if they do not fit."""
         for group, arrays in groups.items():
             difference = checkpoint.state_dict_diff(arrays, self.groups[group])
             if difference:
@@ -160,18 +160,18 @@ def build_model(size: int = 5, dtype: str = "float32") -> Model:
 
 @dataclass
 class Faults:
-    """What goes wrong in a job; by default nothing does. Called on every rank, with the model, after that update."""
+    """Faults of a job; by default none. Every rank calls them, with the model, after that update."""
 
     after_update: Callable[[int, int, Model], None] = lambda rank, done, model: None
     before_finish: Callable[[int, Model], None] = lambda rank, model: None
     spend: Callable[[int, int, str], None] = lambda rank, step, phase: None  # the time of a phase, in a step from 0
-    loss_scale: Mapping[int, float] = field(default_factory=dict)  # by what a step's loss is multiplied
-    accuracy: Mapping[int, float] = field(default_factory=dict)  # what an evaluation after so many updates finds
+    loss_scale: Mapping[int, float] = field(default_factory=dict)  # a step's loss is multiplied by it
+    accuracy: Mapping[int, float] = field(default_factory=dict)  # an evaluation's result, by updates
 
 
 @dataclass
 class Rank:
-    """What one thread did, and how it ended."""
+    """The work of one thread, and its end."""
 
     options: Options
     model: Model
@@ -268,7 +268,7 @@ def job(
     world: Mapping[str, Any] | None = None,
     ranks: list[Rank] | None = None,
 ) -> list[Rank]:
-    """Run the toy at ``world_size`` ranks to its end, good or bad; ``world`` is what else a launcher says."""
+    """Run the toy at ``world_size`` ranks to its end, good or bad; ``world`` holds other values of a launcher."""
     meeting = Meeting(world_size)
     ranks = [] if ranks is None else ranks  # which a fault may want to see
     ranks += [Rank(parse(*arguments), build_model(size)) for _ in range(world_size)]

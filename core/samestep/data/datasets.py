@@ -5,11 +5,11 @@ MNIST and Fashion-MNIST are four IDX files; CIFAR-10 is the six files of its bin
 `resolve` searches in this order, for plain and .gz names:
 
 1. `<data_dir>/<name>/`, then torchvision's layout, `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the
-   folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`;
-2. the system's folder (Debian's package dataset-fashion-mnist);
-3. the user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`, or
-   `/tmp/samestep-<user id>/<name>` if that cannot be written;
-4. the network, into that cache: once per machine, checked against a SHA-256.
+   folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`.
+2. The system's folder (Debian's package dataset-fashion-mnist).
+3. The user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`, or
+   `/tmp/samestep-<user id>/<name>` if that cannot be written.
+4. The network, into that cache: once per machine, checked against a SHA-256.
 
 `mnist-5k`, 5,000 real MNIST digits, is part of the package. Without a network it replaces `mnist`, with a notice;
 `synthetic-cifar10`, 1,280 generated images in the same format, replaces `cifar10`. The first use generates them.
@@ -87,8 +87,8 @@ def load(name: str, data_dir: Path) -> Dataset:
 def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -> NDArray[np.uint8]:
     """Read an IDX file of unsigned bytes, plain or gzipped; its content, not its name, shows which.
 
-    Format: 0, 0, 8 (the code of uint8), number of dimensions; then each dimension as a big-endian uint32; then the
-    values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
+    Format: 0, 0, 8 (the code of uint8), and the number of dimensions. Each dimension follows as a big-endian uint32,
+    and then the values in C order. Source: http://yann.lecun.com/exdb/mnist/, "The IDX file format".
 
     Args:
         path: the file.

@@ -372,7 +372,7 @@ def _lock(venv: Path) -> IO[str]:
 def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
     """Return the first of ``locks`` whose builds for CPUs pip finds, and pip's options for it.
 
-    pip looks at its configured index, and then at PyTorch's index too, which may be out of reach. pip is asked for
+    pip looks at its configured index, and then at PyTorch's index too, which may be out of reach. It is asked for
     versions alone: `pip install` would download gigabytes before it reports that hashes differ.
 
     Raises:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Variables of an outer job: this process may be a part of one.
 OUTER_JOB = [f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()]
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
-RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep: code that must be the same
+RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep, with code that must be the same
 TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep.torch.run"  # modules
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0

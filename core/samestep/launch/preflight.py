@@ -12,7 +12,7 @@ A machine that will not restart reports that by `abort`, because the others woul
 These connections also show each machine its own address among the others; its host name may not resolve to it.
 
 The protocol is one JSON object per line. Each end first sends a nonce. All later lines carry an HMAC by a key of both
-nonces and SAMESTEP_SECRET: it proves that the sender has the secret, and that nobody on the way has changed, repeated
+nonces and SAMESTEP_SECRET. It proves that the sender has the secret, and that nobody on the way has changed, repeated
 or reordered a line. The secret itself is never sent. Without a secret the HMAC proves nothing: any host that reaches
 MASTER_PORT can take part. Every message is checked when it arrives, nothing received is executed or printed unescaped,
 and connections of other programs are ignored. This module uses the standard library alone.

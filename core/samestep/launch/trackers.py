@@ -69,7 +69,7 @@ def find_python(root: Path, names: Sequence[str]) -> str:
 
 
 class TrackerProcess:
-    """The tracker process: `start` starts it, also after a crash; `finish` waits for its last lines."""
+    """The tracker process. `start` starts it, also after a crash; `finish` waits for its last lines."""
 
     def __init__(self, root: Path, names: Sequence[str], python: str) -> None:
         self._root, self._names, self._python = root, names, python

@@ -32,7 +32,7 @@ from samestep.options import Options
 from samestep.untrusted import printable
 
 # This module selects panels and tables. `report_page` turns them into HTML, with plots as SVG, without a plotting
-# library: so the page is light, and sharp at any width.
+# library, so that the page is light, and sharp at any width.
 MAX_POINTS = 400  # of a curve that are drawn
 MAX_DIFFERENCE = 1e300  # a larger one is drawn there
 LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result

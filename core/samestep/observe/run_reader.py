@@ -29,14 +29,14 @@ from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
 NOT_MEASURED = {"step", "epoch", "samples_seen", "test_examples"}  # numbers of a metrics line that have no curve
-MAX_TIME = 2**36  # seconds since 1970: a later time is damaged
+MAX_TIME = 2**36  # seconds since 1970; a later time is damaged
 BLOCK = 2**20  # bytes that are read at a time, and of the longest line
 MAX_BLOCKS = 2**11  # of a file that are read at a time
 MAX_CURVES = 500  # measurements of a run
 MAX_DEPTH = 50  # of JSON
 MAX_HOST = 255  # characters of a host's name
 
-# Kinds of events that no log file has: START of events.jsonl, from the second on; the stragglers of metrics.jsonl.
+# Kinds of events that no log file has: START of events.jsonl, from the second on, and the stragglers of metrics.jsonl.
 RESTART, STRAGGLER = "restart", "straggler"
 # Kinds of the lines in log/rank-<r>.log, for run dirs of samestep 0.1, without events.jsonl. The first match counts.
 EVENT_PATTERNS = {

@@ -40,7 +40,7 @@ from samestep.untrusted import printable
 BLOCKS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 5.0  # without a heartbeat: the rank is stopped or dead, or its disk hangs
 GONE_SECONDS = 10.0  # that a run may be without a process while its launcher restarts it
-MAX_SECONDS = 1e9  # per step: more is damaged
+MAX_SECONDS = 1e9  # per step, beyond which the line is damaged
 SPEED_LINES = 10  # of metrics.jsonl, from which the speed is computed
 RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
 TAIL_LINES = 6  # of log/launcher.log, if there is room

@@ -15,7 +15,7 @@ from typing import Any
 from samestep.untrusted import open_regular
 
 FILE_NAME = "events.jsonl"
-START = "start"  # steps begin; fields: step, last_step, ranks
+START = "start"  # steps begin; has the fields step, last_step, ranks
 SIGNAL = "signal"  # stopped as requested
 HANG = "hang"
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint

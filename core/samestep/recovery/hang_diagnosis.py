@@ -1,8 +1,8 @@
 """Diagnose a hang: name the rank that the others wait for, and its line of code.
 
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
-threads, taken from within. A rank that cannot answer is examined from outside: by its last heartbeat, the state of its
-process, and ``log/stack-<r>.txt``, to which a C thread of Python writes stacks if the interpreter is blocked. From
+threads, taken from within. A rank that cannot answer is examined from outside, by its last heartbeat, the state of its
+process, and ``log/stack-<r>.txt``. A C thread of Python writes stacks to this file if the interpreter is blocked. From
 these files every rank computes the same diagnosis. `samestep.observe.hang_report` prints the files.
 
 A rank waits for the others if a collective that it called has not ended, or if its code called into a framework's
@@ -276,7 +276,7 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
-    """Return ranks that do not answer; else ranks that do not wait; else waiting ranks that differ."""
+    """Return ranks that do not answer, else ranks that do not wait, else waiting ranks that differ."""
     if silent := [state for state in states if state.trouble]:
         return sorted(silent, key=lambda state: state.values["time"])
     if busy := [state for state in states if not state.is_waiting]:  # the one with the fewest steps is stuck

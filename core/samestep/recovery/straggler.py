@@ -1,9 +1,9 @@
 """Find ranks that slow the others down, from the seconds of all ranks' phases. Only rank 0 does this.
 
 A rank's local time is the time in which it does not wait for others: input, compute, optimizer. A rank is slow over a
-window of steps if its local time is more than ``factor`` times the median of the others', and the difference exceeds
-noise: MIN_SHARE of the steps' time. It is reported if it was slow in consecutive windows of MIN_STEPS steps and cost
-MIN_SECONDS in all. A burst of other work on its machine slows one window and is over in the next.
+window of steps if its local time is more than ``factor`` times the median of the others'. The difference must also
+exceed noise: MIN_SHARE of the steps' time. It is reported if it was slow in consecutive windows of MIN_STEPS steps and
+cost MIN_SECONDS in all. A burst of other work on its machine slows one window and is over in the next.
 """
 
 from __future__ import annotations

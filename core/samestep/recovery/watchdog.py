@@ -259,7 +259,7 @@ def _start_time(pid: int) -> str | None:
         if not Path("/proc/self/stat").exists():
             os.getsid(pid)
             return ""
-        # The command's name, in parentheses, may hold spaces: fields are counted after it (proc(5): 3 state, 22 start).
+        # The command's name, in parentheses, may hold spaces. Count fields after it (proc(5): 3 state, 22 start).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     return None

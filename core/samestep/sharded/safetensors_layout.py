@@ -33,8 +33,8 @@ def layout(arrays: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
 
     Only dtype and shape of the arrays matter. Raises TypeError for a dtype that no safetensors file can hold.
 
-    Format: the header's length in 8 bytes, little-endian; the header in JSON, padded with spaces to a multiple of 8;
-    the arrays in C order, little-endian. Source: https://huggingface.co/docs/safetensors, "Format".
+    Format: the header's length in 8 bytes, little-endian. The header follows in JSON, padded with spaces to a multiple
+    of 8, and then the arrays in C order, little-endian. Source: https://huggingface.co/docs/safetensors, "Format".
     """
     dtypes = {name: array.dtype.str[1:] for name, array in arrays.items()}
     for name, dtype in dtypes.items():

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class TensorShard(NamedTuple):
-    """A rank's part of an array: ``values``, which begin at ``offset`` in an array of ``shape``; may be empty."""
+    """A rank's part of an array, maybe empty: ``values``, which begin at ``offset`` in an array of ``shape``."""
 
     values: NDArray[Any]
     offset: Shape
