@@ -36,7 +36,7 @@ WINDOW = "1280,1800"
 
 
 def step_of(run_dir: Path) -> int:
-    """The last step that a run has recorded."""
+    """Return the last step that a run has recorded."""
     with contextlib.suppress(OSError, ValueError):
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line[-1] == "}"]
         return max((line.get("step", 0) for line in lines), default=0)

@@ -100,7 +100,7 @@ def entries(text: str) -> list[Entry]:
 
 
 def core_requirements() -> str:
-    """What core needs: of its folder, or of its wheel in a project that is a copy of one app."""
+    """Return the requirements of core: of its folder, or of its wheel in a project that is a copy of one app."""
     project = ROOT / "core" / "pyproject.toml"
     if project.exists():
         needs: list[str] = tomllib.loads(project.read_text())["project"]["dependencies"]
@@ -113,7 +113,7 @@ def core_requirements() -> str:
 
 
 def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ()) -> list[Entry]:
-    """What uv finds for a file of requirements, at the versions in ``locked`` where these still fit.
+    """Resolve a file of requirements with uv, at the versions in ``locked`` if these still fit.
 
     uv is not given the hashes of ``locked``: it would take them for PyPI's. Ends the program where uv fails.
     """
@@ -138,7 +138,7 @@ def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ())
 
 
 def for_cpu(found: Sequence[Entry]) -> list[Entry]:
-    """The lock for CPUs, of what uv found without NVIDIA's packages."""
+    """Return the lock for CPUs: uv's result without NVIDIA's packages."""
     made = []
     for entry in found:
         listed = CPU_INDEX.get((entry.name, entry.version), "").split()[::2]
@@ -162,7 +162,7 @@ def header(app: str, hardware: str) -> str:
 
 
 def locks(source: Path, upgrade: bool) -> dict[Path, str]:
-    """The locks of a file of requirements: their paths and what is to be in them."""
+    """Return the locks of a file of requirements: paths and contents."""
     app = app_of(source)
 
     def kept(path: Path) -> list[Entry]:

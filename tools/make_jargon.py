@@ -34,7 +34,7 @@ def unpack(deb: Path, folder: Path) -> str:
 
 
 def cut(text: str) -> bytes:
-    """The introduction's chapters and the lexicon's first entries, without lists of contents and margins."""
+    """Return the introduction's chapters and the lexicon's first entries, without lists of contents and margins."""
     lines = text.replace("\u00a0", " ").split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("Chapter 1."))
     last = next(i for i, line in enumerate(lines) if i > first and line == "Glossary")

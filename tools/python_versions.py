@@ -70,7 +70,7 @@ def app_of(path: Path) -> str:
 
 
 def resolve(path: Path) -> dict[str, Any]:
-    """What uv finds for an app's requirements: the pins, the Pythons for which it found wheels, and why not the others.
+    """Ask uv about an app's requirements: the pins, the Pythons that have wheels, and why the others have none.
 
     Ends the program where uv could not ask.
     """
@@ -100,13 +100,13 @@ def resolve(path: Path) -> dict[str, Any]:
 
 
 def pins(text: str) -> list[str]:
-    """What is resolved: the requirements in ``text``, without comments, and core's."""
+    """Return the requirements in ``text``, without comments, and core's."""
     lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines()]
     return [*filter(None, lines), *tomllib.loads(CORE.read_text())["project"]["dependencies"]]
 
 
 def pythons(text: str, record: dict[str, Any]) -> list[str]:
-    """The Pythons of a requirements.in: those of the record, within the limit that ``text`` sets."""
+    """Return the recorded Pythons of a requirements.in that are within the limit in ``text``."""
     limit = LIMIT.search(text)
     return [python for python in record["wheels"] if limit is None or python in limit.group(1).split()]
 

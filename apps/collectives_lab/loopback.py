@@ -1,4 +1,7 @@
-"""Bring up loopback in a fresh network namespace, then become the command:  unshare --net python loopback.py COMMAND"""
+"""Bring up loopback in a fresh network namespace, then become the command.
+
+Usage: ``unshare --net python loopback.py COMMAND``
+"""
 
 from __future__ import annotations
 

@@ -44,6 +44,10 @@ def generate(model: GPT, context: int, text: bytes, count: int, temperature: flo
     """Return ``text`` and ``count`` more bytes, each drawn by its probability given the last ``context`` bytes.
 
     Args:
+        model: the whole model, on one process.
+        context: the model's window, in bytes.
+        text: the first bytes.
+        count: the number of bytes to draw.
         temperature: divides the scores; 0 takes the most likely byte.
         seed: of the random draws.
     """

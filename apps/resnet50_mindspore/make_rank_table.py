@@ -385,7 +385,7 @@ def as_groups(table: Table) -> dict[str, Any]:
 
 
 def finish(table: Table, product: Product, out: Path | None) -> None:
-    """Number the ranks, check the table like any other, and write it atomically; print it if ``out`` is None."""
+    """Write the table atomically, with numbered ranks and checked like any other; print it if ``out`` is None."""
     table = replace(table, devices=[replace(device, rank=rank) for rank, device in enumerate(table.devices)])
     document = as_groups(table) if table.form == "group" else as_servers(table)
     warn(check(parse(document), product))

@@ -307,7 +307,7 @@ with contextlib.ExitStack() as stack:
 
 
 def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: Path) -> None:
-    """Two processes hold 400 ports each: by chance alone some would be the same. (A job reserves one.)
+    """Two processes hold 400 ports each: by chance alone some would be the same. A job reserves one.
 
     Another TMPDIR makes no difference.
     """

@@ -68,8 +68,10 @@ class Network:
         self.write_names(self.hosts)
 
     def write_names(self, hosts: Sequence[Host], own: bool = False) -> None:
-        """Which hosts' names resolve from now on. A host's own leads to loopback, as Debian installs it, or (``own``)
-        to its address."""
+        """Set which hosts' names resolve from now on.
+
+        A host's own name leads to loopback, as Debian installs it, or (``own``) to its address.
+        """
         for host in self.hosts:
             here = {other.name: "127.0.1.1" if other is host and not own else other.address for other in hosts}
             lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in here.items())]
