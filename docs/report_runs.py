@@ -1,4 +1,4 @@
-"""Make the runs of docs/seeing.md, their page, its picture docs/report.png, and the frames of a run that is watched.
+"""Make the runs of docs/seeing.md, their page, a picture of it, and the frames of a run that is watched.
 
 bash scripts/run_mnist_ddp.sh 1 --max-steps 0                # makes .venvs/mnist_ddp
 bash scripts/run_lenet_paddle.sh 1 --max-steps 0             # makes .venvs/lenet_paddle
@@ -120,7 +120,7 @@ def main() -> None:
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT / "core")}, check=True)
     chromium = [os.environ.get("CHROMIUM", "chromium"), "--headless", "--no-sandbox", "--hide-scrollbars"]
     chromium += [f"--window-size={WINDOW}", f"--user-data-dir={folder / 'profile'}"]
-    subprocess.run([*chromium, f"--screenshot={ROOT / 'docs' / 'report.png'}", page.as_uri()], check=True)
+    subprocess.run([*chromium, f"--screenshot={folder / 'report.png'}", page.as_uri()], check=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     job = harness.start(2, *harness.app.small, "--epochs=12")
     job.wait_for_step(6)
     live = said(harness, "samestep.observe.watch", job.run_dir, "--once")
-    assert live.splitlines()[:2] == [f"mnist_ddp  {job.run_dir}", "running"]
+    assert live.splitlines()[:2] == ["running", f"mnist_ddp  {job.run_dir}"]
     assert re.search(r"^step \d+ of 192  [█░]+ \d+%$", live, re.MULTILINE)
     assert re.search(r"samples/s  .* steps/s  .* left$", live, re.MULTILINE)
     assert re.search(r"^ranks +2 of 2 have heartbeats here$", live, re.MULTILINE)

@@ -119,6 +119,31 @@ def test_a_page_of_three_runs_says_what_happened_to_each(made: dict[str, Path]) 
     ]
 
 
+def test_the_page_begins_with_verdicts_and_results(tmp_path: Path) -> None:
+    losses = {"a": [1.0, 2.0, 4.0], "same": [1.0, 2.0, 4.0], "near": [1.0, 2.0, 4.0 + 1e-15], "far": [1.0, 2.5, 8.0]}
+    steps = {name: [{"step": i, "loss": loss} for i, loss in enumerate(each, 1)] for name, each in losses.items()}
+    steps["none"] = [{"step": 9, "loss": 1.0}]
+    page = page_of(*(write_run(tmp_path / name, each) for name, each in steps.items()))
+    assert page.verdicts == [
+        (True, "same matches a in all bits of the loss at 3 steps"),
+        (True, "near matches a to 2e-16 in the loss at 3 steps"),
+        (False, "far differs from a from step 2 on, by 0.25; 1 at most (tolerance 1e-04)"),
+        (False, "none and a have no step in common"),
+    ]
+    text = report_page.html_of(page)
+    places = [text.index(each) for each in ("2 of 4 runs match a", str(tmp_path / "near"), "<h2>Results", "<h2>Loss")]
+    assert places == sorted(places)
+    assert '<h1 class="differs">far differs' in report_page.html_of(page_of(tmp_path / "a", tmp_path / "far"))
+
+
+def test_float64_must_match_more_closely(tmp_path: Path) -> None:
+    lines = [[{"step": 1, "loss": loss}] for loss in (1.0, 1.0 + 1e-6)]
+    for dtype, matches in (("float32", True), ("float64", False)):
+        options = {"dtype": dtype}
+        runs = [write_run(tmp_path / dtype / str(i), each, options=options) for i, each in enumerate(lines)]
+        assert page_of(*runs).verdicts[0].matches == matches
+
+
 def test_options_that_differ_are_marked_and_equal_ones_folded(made: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert rundirs.start(other, "whole", "--momentum=0.25", "--epochs=1") == 0
@@ -142,6 +167,9 @@ def test_the_page_is_well_formed_names_its_parts_and_loads_nothing(made: dict[st
     assert len(found.ids) == len(set(found.ids))
     assert set(found.named) <= set(found.ids)
     assert found.tags.count("figure") == 5
+    assert re.findall(r'class="axis"[^>]*>([^<]*)<', text) == [
+        *("loss", "step", "relative difference", "step", "test accuracy", "step", "samples/s", "step", "step")
+    ]
     assert not re.search(r"url\(|@import|https?://", text)
     assert "default-src 'none'" in text
     assert len(text) < 60_000
@@ -206,7 +234,8 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(
     named = f"checkpoints/{Path(name).parent.name}" if name.startswith("checkpoints/") else name
     if damage not in FILES[name] and not (name.endswith(".safetensors") and damage == "garbage"):
         assert any(problem.startswith(named) for problem in problems), problems
-        assert "Missing or damaged" in text
+        is_note = (name, damage) == ("log/launcher.log", "missing")  # torchrun, for example, writes none
+        assert ("Missing or damaged" in text, "has no log/launcher.log" in text) == (not is_note, is_note)
     assert all(problem.startswith(named) for problem in problems if "safetensors" not in name), problems
     assert ("Difference from" in text, "<h2>Loss" in text) == (False, name != "metrics.jsonl" or damage == "truncated")
 
@@ -383,6 +412,7 @@ def test_more_runs_than_colors_are_distinguishable(tmp_path: Path) -> None:
     made = [write_run(tmp_path / f"{i}", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": i}]) for i in range(1, 20)]
     text = report_page.html_of(page_of(*made))
     assert Checked(text).wrong == []
+    assert max(float(each) for each in re.findall(r'class="curve[^>]*stroke-width="([\d.]+)"', text)) == 3
     assert text.count('class="curve d2"') >= 2
 
 

@@ -68,6 +68,32 @@ def test_a_frame_of_a_finished_run(made: dict[str, Path]) -> None:
     assert "log/launcher.log" in text
 
 
+def test_ranks_of_a_finished_run_are_not_behind_its_last_step(made: dict[str, Path], tmp_path: Path) -> None:
+    """The last heartbeat is older than the last step, and log lines may be too."""
+    copy = Path(shutil.copytree(made["whole"], tmp_path / "run"))
+    beat(copy, 0, 7)
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:-2]))
+    shown = frame(copy)
+    assert shown[0] == "finished at step 12"
+    assert shown[2].startswith("step 12 of 12 ")
+    assert "ranks          1 ended" in shown
+    (copy / "result.json").unlink()
+    assert "ranks          1 ended; last heartbeat at step 7" in frame(copy)
+
+
+@pytest.mark.parametrize(
+    ("no_color", "state"), [("", "\x1b[32mfinished at step 12\x1b[0m"), ("1", "finished at step 12")]
+)
+def test_the_state_is_in_color_unless_no_color_is_set(
+    no_color: str, state: str, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    view = watch.View(made["whole"])
+    view.update()
+    assert view.colored_frame(100, 60) == [state, *view.frame(100, 60)[1:]]
+
+
 def test_a_frame_of_a_stopped_run_names_the_signal_and_the_resume(made: dict[str, Path]) -> None:
     text = "\n".join(frame(made["stopped"]))
     assert "stopped by SIGTERM at step 6; the same --run-dir resumes from there" in text
@@ -99,7 +125,7 @@ def test_a_frame_of_a_running_run_marks_the_silent_rank(made: dict[str, Path], t
     with held(copy):
         assert run_reader.is_held(copy)
         text = "\n".join(frame(copy))
-    assert "\nrunning\n" in text
+    assert text.startswith("running\n")
     assert re.search(r"0 +\S+ +step 9  0 s ago  train.py:105 in train", text)
     assert re.search(r"1 +\S+ +step 7  31 s ago  2 behind  SILENT  train.py:105 in train", text)
     assert re.search(r"2 +elsewhere +step 9  unchanged 0 s  train.py:105 in train", text)
@@ -123,10 +149,10 @@ def test_ranks_on_another_host_are_running_when_their_files_change(made: dict[st
     beat(copy, 0, 6, host="elsewhere", ago=-900.0)
     view = watch.View(copy)
     assert view.update()
-    assert "ranks on other hosts" in view.frame(100, 50)[1]
+    assert "ranks on other hosts" in view.frame(100, 50)[0]
     beat(copy, 0, 7, host="elsewhere", ago=-901.0)
     assert view.update()
-    assert view.frame(100, 50)[1] == "running on elsewhere"
+    assert view.frame(100, 50)[0] == "running on elsewhere"
 
 
 def test_files_cannot_control_the_terminal(made: dict[str, Path], tmp_path: Path) -> None:
@@ -208,7 +234,7 @@ def test_without_a_run_dir_it_is_the_newest(
     for path in (tmp_path / "runs" / "toy" / "whole").rglob("*"):
         os.utime(path, (1.0, 1.0))
     assert watch.main([]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == f"toy  {Path('runs', 'toy', 'stopped')}"
+    assert capsys.readouterr().out.splitlines()[1] == f"toy  {Path('runs', 'toy', 'stopped')}"
 
 
 # --- in a terminal ---------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
     python -m samestep.report RUN_DIR [RUN_DIR ...] -o report.html
 
-The page has curves of all measurements, differences from the first RUN_DIR,
-the events of each run, different options, results, versions and machines. It
-names missing and damaged files.
+The page begins with a verdict: which runs match the first RUN_DIR, or the first
+step at which they differ. Results follow, then curves of all measurements,
+differences from the first run, events, different options, versions and
+machines. It names missing and damaged files.
 
 Runs may differ in app, framework and world size, and may still be running.
 --png draws only the plots, and needs matplotlib.
@@ -26,7 +27,7 @@ from typing import Any
 from samestep import ConfigError, checkpoint
 from samestep.observe import report_page, run_reader
 from samestep.observe.command import new_parser, run_command
-from samestep.observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline
+from samestep.observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
 from samestep.observe.run_reader import Curve, RunData, finite_number, world_size_of
 from samestep.options import Options
 from samestep.untrusted import printable
@@ -34,6 +35,7 @@ from samestep.untrusted import printable
 # This module selects panels and tables. `report_page` turns them into HTML, with plots as SVG, without a plotting
 # library, so that the page is light, and sharp at any width.
 MAX_POINTS = 400  # of a curve that are drawn
+TOLERANCE, TOLERANCE_FLOAT64 = 1e-4, 1e-9  # relative differences of losses up to which runs match
 MAX_DIFFERENCE = 1e300  # a larger one is drawn there
 LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result
 RESULTS = (  # fields of result.json, in this order; other numbers follow
@@ -82,9 +84,32 @@ def build(runs: Sequence[RunData]) -> Page:
         notes.append("collectives_lab measures and does not train: it has no curves; its measurements are listed below")
     if len({run.app for run in runs if run.trains and run.app}) > 1:
         notes.append("the runs are of several apps: compare losses only if model and data are the same")
+    notes += [
+        f"{name} has no log/launcher.log, which only the launch scripts write"
+        for name, run in zip(names, runs)
+        if report_page.NO_LAUNCHER_LOG in run.problems
+    ]
     timelines = [_timeline(index, run) for index, run in enumerate(runs) if run.trains]
     tables = [table for table in _tables(runs, names) if table.rows]
-    return Page(names, runs, list(_panels(runs)), timelines, tables, notes)
+    verdicts = [_verdict(runs, names, i) for i in range(1, len(runs)) if runs[i].trains and runs[0].trains]
+    return Page(names, runs, verdicts, list(_panels(runs)), timelines, tables, notes)
+
+
+def _verdict(runs: Sequence[RunData], names: Sequence[str], index: int) -> Verdict:
+    """Return whether a run's losses match the first run's, in words."""
+    first, name, differences = names[0], names[index], loss_divergence(runs[0], runs[index])
+    if not differences:
+        return Verdict(False, f"{name} and {first} have no step in common")
+    is_float64 = all(_options_of(run).get("dtype") == "float64" for run in (runs[0], runs[index]))
+    tolerance = TOLERANCE_FLOAT64 if is_float64 else TOLERANCE
+    largest, count = max(differences.values()), f"{len(differences):,} step{'s' * (len(differences) != 1)}"
+    if largest == 0:
+        return Verdict(True, f"{name} matches {first} in all bits of the loss at {count}")
+    if largest <= tolerance:
+        return Verdict(True, f"{name} matches {first} to {largest:.0e} in the loss at {count}")
+    step = next(step for step, difference in differences.items() if difference > tolerance)
+    start = f"{name} differs from {first} from step {step:,} on, by {differences[step]:.2g}"
+    return Verdict(False, f"{start}; {largest:.2g} at most (tolerance {tolerance:.0e})")
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -128,7 +153,8 @@ def _panels(runs: Sequence[RunData]) -> Iterator[Panel]:
             for each in (name, f"test_{name}")
             if (curve := run.metrics.curves.get(each))
         ]
-        yield Panel(name.replace("_", " ").capitalize(), lines, _note(notes, lines))
+        label = "samples/s" if name == "samples_per_second" else name.replace("_", " ")
+        yield Panel(name.replace("_", " ").capitalize(), label, lines, _note(notes, lines))
         if name == "loss":
             yield from _differences(runs)
 
@@ -155,7 +181,7 @@ def _differences(runs: Sequence[RunData]) -> Iterator[Panel]:
             lines.append(thin(i, "difference", list(differences), values))
     if lines:
         note = "|loss - first's| / |first's| at the steps that both logged; the lowest line is 0: equal bits"
-        yield Panel("Difference from the first run", lines, _note([note], lines), log=True)
+        yield Panel("Difference from the first run", "relative difference", lines, _note([note], lines), log=True)
 
 
 def _timeline(index: int, run: RunData) -> Timeline:
@@ -328,7 +354,7 @@ def _draw(page: Page) -> bytes:
             style: dict[str, Any] = {"linestyle": "--", "marker": "."} if line.dashed else {}
             width = report_page.width(line.run, len(page.names))
             axis.plot(line.steps, line.values, color=f"C{line.run % 10}", label=label, linewidth=width, **style)
-        axis.set(title=panel.title, xlabel="step", yscale="log" if panel.log else "linear")
+        axis.set(title=panel.title, xlabel="step", ylabel=panel.label, yscale="log" if panel.log else "linear")
     for axis in cells[len(page.panels) :]:
         axis.set_axis_off()
     if page.panels and cells[0].get_legend_handles_labels()[1]:

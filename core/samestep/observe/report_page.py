@@ -12,6 +12,7 @@ import html
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
@@ -26,6 +27,7 @@ HEIGHT = 240  # pixels of a plot; its width is the window's
 UNITS = 1000  # of a plot's own coordinates, both ways
 COLORS = 8
 MARGIN = 0.04  # of a plot's height, above and below its curves
+NO_LAUNCHER_LOG = "log/launcher.log: missing"  # a note, because only the launch scripts write it
 EQUAL = 1e-17  # where a difference of 0 is drawn, below float64's resolution
 KINDS = {  # of events: the words in the legend, and a shape around 0, 0 that is clear without its color
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
@@ -50,9 +52,10 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A plot over steps; if ``log``, all values are above 0."""
+    """A plot over steps, with the ``label`` of its vertical axis; if ``log``, all values are above 0."""
 
     title: str
+    label: str
     lines: list[Line]
     note: str = ""
     log: bool = False
@@ -78,11 +81,19 @@ class Table(NamedTuple):
     folded: bool = False
 
 
+class Verdict(NamedTuple):
+    """Whether a run's losses match the first run's, in words."""
+
+    matches: bool
+    text: str
+
+
 class Page(NamedTuple):
-    """The content of a page; ``names`` are the runs' names."""
+    """The content of a page; ``names`` are the runs' names. The first table has the results."""
 
     names: list[str]
     runs: Sequence[RunData]
+    verdicts: list[Verdict]
     panels: list[Panel]
     timelines: list[Timeline]
     tables: list[Table]
@@ -95,8 +106,8 @@ def text(value: object) -> str:
 
 
 def width(run: int, count: int) -> float:
-    """Return the width of a run's curve in pixels: the first is the widest, and shows on both sides of equal ones."""
-    return 1.6 + min(count - 1 - run, 7) * (1.5 if count <= 4 else 0.9)
+    """Return a curve's width, at most 3 pixels: the first run's is the widest, so that equal curves show."""
+    return 1.4 + 1.6 * (count - 1 - run) / max(count - 1, 1)
 
 
 def html_of(page: Page) -> str:
@@ -112,18 +123,39 @@ def html_of(page: Page) -> str:
         style_digest=_digest(style),
         script_digest=_digest(script),
         title=text(page.names[0] + (f" and {len(page.names) - 1} more" if len(page.names) > 1 else "")),
+        verdict="\n".join(_verdicts(page)),
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         legend="\n".join(_legend(page)),
+        results="\n".join(_table(page.tables[0])),
         notes="\n".join(f'<p class="note">{text(note)}</p>' for note in page.notes),
         problems="\n".join(_problems(page)),
         panels="\n".join(part for index, panel in enumerate(page.panels) for part in _panel(page, panel, index)),
         timelines="\n".join(_timelines(page)),
-        tables="\n".join(part for table in page.tables for part in _table(table)),
+        tables="\n".join(part for table in page.tables[1:] for part in _table(table)),
         data=json.dumps({"names": page.names, "panels": data}, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
 def _digest(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def _verdicts(page: Page) -> Iterable[str]:
+    """Yield the heading, and a list if there are several verdicts."""
+    verdicts = page.verdicts
+    count = sum(verdict.matches for verdict in verdicts)
+    heading = f"{page.names[0]}: {page.runs[0].state.text}"
+    if verdicts:
+        of_several = f"{count} of {len(verdicts)} runs match {page.names[0]}"
+        heading = verdicts[0].text if len(verdicts) == 1 else of_several
+    yield f"<h1{_match(count == len(verdicts)) if verdicts else ''}>{text(heading)}</h1>"
+    if len(verdicts) > 1:
+        items = (f"<li{_match(verdict.matches)}>{text(verdict.text)}</li>" for verdict in verdicts)
+        yield f"<ul>{''.join(items)}</ul>"
+
+
+def _match(matches: bool) -> str:
+    return f' class="{"match" if matches else "differs"}"'
 
 
 def _legend(page: Page) -> Iterable[str]:
@@ -133,7 +165,7 @@ def _legend(page: Page) -> Iterable[str]:
             f'<button type="button" class="c{i % COLORS}" data-run="{i}" aria-pressed="true">'
             f'<svg class="key" width="26" height="10" aria-hidden="true"><path class="curve{_dash(i)}" d="M2 5 H24"/>'
             f'</svg><b>{text(name)}</b> <span>{text(app)}: <span class="state {state.name}">{text(state.text)}</span>'
-            "</span></button>"
+            f"<br><code>{text(run.folder)}</code></span></button>"
         )
 
 
@@ -143,10 +175,11 @@ def _dash(run: int) -> str:
 
 
 def _problems(page: Page) -> Iterable[str]:
-    if any(run.problems for run in page.runs):
+    problems = [[each for each in run.problems if each != NO_LAUNCHER_LOG] for run in page.runs]
+    if any(problems):
         yield '<section class="problems"><h2>Missing or damaged</h2><ul>'
-        for name, run in zip(page.names, page.runs):
-            yield from (f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in run.problems)
+        for name, of_run in zip(page.names, problems):
+            yield from (f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in of_run)
         yield "</ul></section>"
 
 
@@ -200,9 +233,10 @@ def _panel(page: Page, panel: Panel, index: int) -> Iterable[str]:
     summary = f"{runs} run{'s' * (runs != 1)}, to step {scale.last}, values from {lowest} to {highest}"
     yield f'<figure data-panel="{index}"><figcaption id="t{index}"><h2>{text(panel.title)}</h2></figcaption>'
     yield (
-        f'<svg class="plot" width="100%" height="{HEIGHT + 22}" role="img" tabindex="0" data-last="{scale.last}" '
+        f'<svg class="plot" width="100%" height="{HEIGHT + 40}" role="img" tabindex="0" data-last="{scale.last}" '
         f'aria-labelledby="t{index}" aria-describedby="n{index} o{index}">'
     )
+    yield f'<text class="axis" transform="translate(-12 {HEIGHT // 2}) rotate(-90)">{text(panel.label)}</text>'
     for height, label in scale.marks():
         y = height * HEIGHT
         yield f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -222,13 +256,14 @@ def _sentences(*texts: str) -> str:
 
 
 def _steps(last: int, top: int) -> Iterable[str]:
-    """Yield the labels of the axis of steps."""
+    """Yield the axis of steps: its name and its labels."""
+    yield f'<text class="axis" x="50%" y="{top + 34}">step</text>'
     for value in _ticks(0, last, 5):
         if value == int(value):
             at = 100 * value / last
             anchor = "start" if at < 3 else "end" if at > 97 else "middle"
             yield f'<text class="tick" x="{at:.2f}%" y="{top + 16}" text-anchor="{anchor}">'
-            yield f"{'step ' * (value == 0)}{int(value):,}</text>"
+            yield f"{int(value):,}</text>"
 
 
 def _curve(line: Line, scale: _Scale, stroke: float) -> str:
@@ -248,7 +283,7 @@ def _timelines(page: Page) -> Iterable[str]:
     last, height = max(timeline.last for timeline in page.timelines) or 1, 44
     total = height * len(page.timelines)
     yield '<figure class="lanes"><figcaption id="tl"><h2>What happened, by step</h2></figcaption>'
-    yield f'<svg class="plot" width="100%" height="{total + 22}" role="img" aria-labelledby="tl" aria-describedby="nl">'
+    yield f'<svg class="plot" width="100%" height="{total + 40}" role="img" aria-labelledby="tl" aria-describedby="nl">'
     for row, timeline in enumerate(page.timelines):
         yield f'<g class="c{timeline.run % COLORS}" data-run="{timeline.run}">'
         yield from _timeline(page, timeline, row * height + 28, last)

@@ -45,6 +45,7 @@ SPEED_LINES = 10  # of metrics.jsonl, from which the speed is computed
 RESULT_FIELDS = ("test_loss", "test_accuracy", "bits_per_byte", "seconds")
 TAIL_LINES = 6  # of log/launcher.log, if there is room
 DEFAULT_SIZE = (100, 200)  # columns and lines without a terminal
+COLORS = {"running": 36, "finished": 32, "stopped": 33, "failed": 31, "ended": 31}  # of a state, by ANSI codes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,15 +65,17 @@ def _run(options: Options) -> None:
         raise ConfigError("runs/ holds no run: start one, or give a RUN_DIR")
     run_reader.check(run_dir)
     view = View(run_dir)
+    frame = view.frame
     if options.once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         view.update()
     else:
+        frame = view.colored_frame
         with contextlib.suppress(KeyboardInterrupt), _alternate_screen():
             while view.update():
                 # Write over the lines before, each to its end, so that nothing flickers.
-                _write("\x1b[H" + "\x1b[K\n".join(view.frame(*_size())) + "\x1b[K\x1b[J")
+                _write("\x1b[H" + "\x1b[K\n".join(frame(*_size())) + "\x1b[K\x1b[J")
                 _wait(options.every)
-    print("\n".join(view.frame(*_size())))
+    print("\n".join(frame(*_size())))
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -162,10 +165,16 @@ class View:
             self._state = State("unknown", "ranks on other hosts: seconds will show whether they still write")
         return may_restart and is_recent
 
+    def colored_frame(self, columns: int, lines: int) -> list[str]:
+        """Return the frame, with the state in color unless NO_COLOR is set."""
+        first, *rest = self.frame(columns, lines)
+        color = None if os.environ.get("NO_COLOR") else COLORS.get(self._state.name)
+        return [f"\x1b[{color}m{first}\x1b[0m" if color else first, *rest]
+
     def frame(self, columns: int, lines: int) -> list[str]:
         """Return at most ``lines`` lines of at most ``columns`` characters."""
         app = run_reader.app_of(self._metrics.header, self._result) or "a run"
-        head = [f"{app}  {self.run_dir}", self._state.text, *self._progress(columns), *self._curves(columns)]
+        head = [self._state.text, f"{app}  {self.run_dir}", *self._progress(columns), *self._curves(columns)]
         head += [*self._checkpoints(), *self._events(), ""]
         tail = [f"  {line.rstrip()}" for line in self._log.tail]
         shown = [*head, *self._ranks(max(3, lines - len(head) - 2 - min(TAIL_LINES, len(tail))))]
@@ -177,7 +186,7 @@ class View:
         last_step, rates = self._log.last_step, self._metrics.curves.get("samples_per_second")
         step = max([beat.step for beat in self._heartbeats.values()] + [self._metrics.step or 0])
         if self._state.name == "finished":
-            step = self._metrics.step or step
+            step = run_reader.non_negative_int(self._result.get("steps")) or self._metrics.step or step
         if last_step:
             share, width = min(1.0, step / last_step), max(4, min(30, columns - 40))
             bar = "█" * int(share * width) + "░" * (width - int(share * width))
@@ -240,12 +249,14 @@ class View:
     def _ranks(self, max_lines: int) -> list[str]:
         """Return a line per rank; without room for all, silent and late ranks come first."""
         beats = list(self._heartbeats.values())
+        world_size = max(run_reader.world_size_of(self._metrics.header, self._result) or 0, len(beats))
+        if self._state.name == "finished":
+            return [f"ranks          {world_size} ended"] if world_size else []
         if not beats:
             return ["ranks          none has a heartbeat here"]
         last = max(beat.step for beat in beats)
         if self._state.name not in ("running", "unknown"):
-            return [f"ranks          {len(beats)} were here, to step {last:,}"]
-        world_size = max(run_reader.world_size_of(self._metrics.header, self._result) or 0, len(beats))
+            return [f"ranks          {len(beats)} ended; last heartbeat at step {last:,}"]
         if len(beats) > max_lines - 1:
             beats.sort(key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
         width = max(len(beat.host) for beat in beats)
