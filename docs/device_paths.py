@@ -38,7 +38,7 @@ class DevicePath(NamedTuple):
 
     device: str  # as --device has it
     transport: str
-    part: str  # by what the ranks are started, or which part of the program it is
+    part: str  # how the ranks are started, or which part of the program it is
     how: str  # one of HOW
     by: str  # a folder of tests or file::function; for "read" a source
 
@@ -75,7 +75,7 @@ def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
 
 
 def devices(app: str) -> set[str]:
-    """Return the values of the app's --device except auto; if the app has commands, those of all of them."""
+    """Return the values of the app's --device except auto; if the app has commands, all commands' values."""
     sys.path.insert(0, str(ROOT / "core"))  # an app's options.py needs nothing else
     parser = runpy.run_path(str(ROOT / "apps" / app / "options.py"))["build_parser"]()
     actions = [action for each in [parser, *parser.commands().values()] for action in each._actions]

@@ -1,12 +1,12 @@
-"""Add to the site what is not in docs/. mkdocs.yml names this file.
+"""Add the pages to the site that are not in docs/. mkdocs.yml names this file.
 
-The pages are written to be read in the repository, where a link leads to any file of it. On the site a link leads to
+The pages are written to be read in the repository, where a link leads to any file of it. On the site:
 
-- the page, for one of docs/, for a README.md and the few other pages of the repository;
-- a page that shows the file, or lists the folder, for everything else that git knows: source/<its path>;
+- A link to a page of docs/, a README.md or one of the few other pages of the repository leads to that page.
+- A link to anything else that git knows leads to source/<its path>, which shows the file or lists the folder.
 
-so that no link needs an address of the repository. The README of the repository is the first page. Each module of core/
-that an app imports has a page of its docstrings. A notebook becomes a page.
+No link therefore needs an address of the repository. The README of the repository is the first page. Each module of
+core/ that an app imports has a page of its docstrings. A notebook becomes a page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml",
 CODE_OR_TARGET = re.compile(
     r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=[)\s])", re.M | re.S
 )
-PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # of which a user's own program may be a copy
+PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # a user's own program may be a copy of one
 UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 

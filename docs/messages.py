@@ -3,11 +3,12 @@
     python3.11 docs/messages.py            # writes the page
     python3.11 docs/messages.py --check    # compares, writes nothing
 
-A message is the argument of an error of `ERRORS`, wherever one is made in core/ and apps/, or is printed there by
-`log.error`, or by `print_stderr` or a `Decision` of the launcher after "error: ". What is known only when the program
-runs is shown as an ellipsis: of an f-string the fixed words stay, a name stands for each string that is assigned to it,
-a parameter for the arguments of the calls, a dict's item for its values, and a call for what a function of its file
-returns.
+A message is the argument of an error of `ERRORS` that core/ or apps/ makes. `log.error` prints messages, too, and so do
+`print_stderr` and a `Decision` of the launcher after "error: ".
+
+An ellipsis replaces each part that is known only when the program runs. An f-string keeps its fixed words. A name
+becomes each string that is assigned to it, and a parameter becomes the arguments of the calls. A dict's item becomes
+its values, and a call becomes the values that a function of its file returns.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Source:
         self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self._functions: dict[str, list[ast.FunctionDef]] = {}  # by name, as calls
         self._calls: dict[str, list[ast.Call]] = {}
-        self._imported: set[str] = set()  # names, with those of modules
+        self._imported: set[str] = set()  # names, also of modules
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef):
                 self._functions.setdefault(node.name, []).append(node)

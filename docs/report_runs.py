@@ -6,7 +6,7 @@ apt-get install -y --no-install-recommends chromium          # or CHROMIUM=/path
 .venvs/mnist_ddp/bin/python docs/report_runs.py FOLDER
 
 LeNet in PyTorch and in Paddle, from the same weights, in float64: at 1 and 4 ranks, killed twice, stopped by a signal,
-and with another learning rate. What is in FOLDER already is not run again.
+and with another learning rate. A run that FOLDER already holds does not start again.
 """
 
 from __future__ import annotations

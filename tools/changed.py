@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = "ALL"
-# The first pattern that matches a path decides. `*` matches `/` too; {1} stands for what the first `*` matched.
+# The first pattern that matches a path decides. `*` matches `/` too; {1} is the text that the first `*` matched.
 RULES = [
     ("*.md", "docs core"),
     ("docs/*", "lint docs core"),

@@ -1,6 +1,6 @@
 """Count the lines of code of Python files: neither blank lines nor comments nor docstrings.
 
-    python3 tools/code_lines.py                       # the package's parts, each app, and what a user reads in all
+    python3 tools/code_lines.py                       # the package's parts, each app, and a user's reading in all
     python3 tools/code_lines.py tools apps             # each file of these, and their total
 
 A line counts once, however many statements are on it; a statement over three lines counts three times. Needs the

@@ -1,4 +1,4 @@
-"""Prove the PyTorch apps on one device, and write what was seen to one JSON file.
+"""Prove the PyTorch apps on one device, and write the results to one JSON file.
 
     PYTHON=python3 bash tools/gpu_proof.sh --output gpu_proof.json --mnist DIR     # one NVIDIA GPU, NCCL, one rank
     PYTHON=python3 bash tools/gpu_proof.sh --device cpu --quick                    # the same in short, without a GPU
@@ -6,11 +6,11 @@
 The interpreter needs what the apps pin (other versions are a warning) and no package index. DIR holds MNIST's four
 files. Each row ends with `passed`, `failed` with the reason, or `not run` with the reason; only `passed` is a pass.
 
-- losses: the first losses on the device are those of the CPU (gloo);
-- kill: SIGKILL to the rank in mid-run, a restart, and the weights of an undisturbed run to the bit;
-- stop: SIGTERM, exit code 143, a resume, and the same weights again;
-- speed: samples per second of mnist_ddp, of its own step on batches that stay on the device, of the textbook loop;
-- accuracy: seconds until mnist_ddp has 99% of MNIST's test set.
+- losses: The first losses on the device equal the CPU's (gloo).
+- kill: SIGKILL to the rank in mid-run, a restart, and the weights of an undisturbed run to the bit.
+- stop: SIGTERM, exit code 143, a resume, and the same weights again.
+- speed: Samples per second of mnist_ddp, of its own step on batches that stay on the device, of the textbook loop.
+- accuracy: Seconds until mnist_ddp has 99% of MNIST's test set.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def losses(proof: Proof, app: str, options: Sequence[str], tolerance: float) -> 
 
 
 def recovery(proof: Proof, app: str, number: int) -> dict[str, Any]:
-    """Kill or stop a run in the middle, and compare its weights with those of an undisturbed run."""
+    """Kill or stop a run in the middle, and compare its weights with an undisturbed run's."""
     steps = 40
     options = [f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=10"]
     undisturbed = proof.undisturbed(app, options)
@@ -198,7 +198,7 @@ def accuracy(proof: Proof) -> dict[str, Any]:
 
 
 def rows(proof: Proof) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
-    """Yield the name of each row, and what tries it."""
+    """Yield the name and the function of each row."""
     for app, options, tolerance in LOSSES[:1] if proof.quick else LOSSES:
         yield " ".join(["losses", app, *options]), partial(losses, proof, app, options, tolerance)
     for app in ["mnist_ddp"] if proof.quick else APPS:
@@ -236,7 +236,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def table(seen: Mapping[str, Any]) -> str:
-    """Return a Markdown table of what was seen."""
+    """Return a Markdown table of the results."""
     where = ", ".join(f"{name} {value}" for name, value in seen["machine"].items())
     lines = [f"{where}; {seen['date']}", "", "| row | outcome | seconds | figures |", "|---|---|---|---|"]
     for row in seen["rows"]:

@@ -1,14 +1,15 @@
 """Lock what each app pulls in: every package, its version, and the SHA-256 of every file that PyPI has of it.
 
-    bash scripts/test.sh -e locks                        # makes anew what has changed; versions stay where they can
+    bash scripts/test.sh -e locks                        # updates changed locks; versions stay where they can
     bash scripts/test.sh -e locks -- APP                 # of one app
-    bash scripts/test.sh -e locks -- --upgrade           # the newest versions of what requirements.in does not pin
+    bash scripts/test.sh -e locks -- --upgrade           # the newest versions where requirements.in pins none
     bash scripts/test.sh -e locks -- --check             # compares, and writes nothing
 
 Nothing is installed, and no wheel is downloaded: uv resolves each ``apps/<app>/requirements.in``, together with core's
-own requirements, from metadata alone. pip-compile, whose options and format uv takes, resolves for the Python and the
-machine that run it, and downloads what it hashes where the index has no JSON API: 10 GB with CUDA's packages. uv
-resolves for all Pythons from the first of the line ``# python:`` on, and marks where they differ.
+own requirements, from metadata alone. It resolves for all Pythons from the first of the line ``# python:`` on, and
+marks their differences. uv takes the options and format of pip-compile, which resolves only for the Python and the
+machine that run it. If the index has no JSON API, pip-compile downloads every file that it hashes: 10 GB with CUDA's
+packages.
 
 ``requirements-cuda.txt`` is what PyPI's wheels need. ``requirements-cpu.txt`` is the same without NVIDIA's packages,
 and with the build of torch that does not need them; an app that pulls in none of them has this one alone. Any other
@@ -37,10 +38,10 @@ TRACKERS = ROOT / "core" / "samestep" / "launch" / "tracker_locks"
 PYPI = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")  # a mirror has the same files
 GPU = re.compile(r"(nvidia|cuda)-.*|triton")  # packages that only a build for NVIDIA's GPUs needs
 
-# What https://download.pytorch.org/whl/cpu/<package>/ has for Linux: its SHA-256, as that index lists it. PyPI's wheels
-# of torch, for x86-64 and aarch64 alike, need NVIDIA's packages: so the lock for CPUs names the other build, and no
-# file of PyPI's. torchvision's are some MB, and what apps use of PyPI's works beside either torch: so that
-# lock takes both; the file for Python 3.14 on x86-64 is not known here. Another version needs its hashes here first.
+# The SHA-256 of each Linux file that https://download.pytorch.org/whl/cpu/<package>/ lists. PyPI's wheels of torch, for
+# x86-64 and aarch64 alike, need NVIDIA's packages. The lock for CPUs therefore names the other build, and no file of
+# PyPI's. torchvision's wheels are some MB, and the apps' use of PyPI's works beside either torch. That lock therefore
+# takes both. The file for Python 3.14 on x86-64 is not known here. Another version needs its hashes here first.
 CPU_INDEX = {
     ("torch", "2.13.0"): """
         6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b  cp311-manylinux_2_28_x86_64
@@ -87,7 +88,7 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """Those of a lock, or of what uv prints, in its order."""
+    """Return the entries of a lock, or of uv's output, in its order."""
     found: list[Entry] = []
     for line in text.splitlines():
         if digest := re.match(r"    --hash=sha256:([0-9a-f]{64})", line):

@@ -4,8 +4,8 @@
     bash scripts/new_app.sh my_app --from cifar_ddp --out ~/my_app    # a project of its own, with core as a wheel
 
 The tool renames the app in files, paths and commands; it keeps a path that leads to something it does not copy. It
-writes READMEs from templates. A test file that names another app, `stored` runs of an earlier version, or a folder that
-only the repository has (benchmarks, deploy, docs) is about more than this app: it is left behind. In the copy's
+writes READMEs from templates. A test file stays behind if it names another app, `stored` runs of an earlier version, or
+a folder that only the repository has (benchmarks, deploy, docs), because it is about more than this app. In the copy's
 app_spec.py, `skipped_marks` keeps only what depends on the framework, because no other app runs the rest for the copy.
 
 It runs on the system's Python and needs the standard library only; pip builds the wheel.
@@ -425,7 +425,7 @@ def print_paths(title: str, paths: Sequence[str] | Mapping[str, str]) -> None:
 
 
 def print_advice(copy: Copy) -> None:
-    """Print the commands that train and test the copy, what to change first, and what to keep."""
+    """Print the commands that train and test the copy, the first parts to change, and the parts to keep."""
     _, commands, rest = copy.fill("app_readme.txt").split("```", 2)
     print(commands.strip() + "\n\n" + rest.partition("## Make it yours\n\n")[2])
     print_paths("left behind, because these are about more than the app", copy.left_behind)

@@ -3,8 +3,8 @@
     bash scripts/test.sh -e pythons                 # writes python_versions.json and the lines
     bash scripts/test.sh -e pythons -- --check      # compares
 
-uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone:
-for all apps that is a minute and 20 MB, none of it a wheel. For Linux on x86-64 with glibc 2.28 or newer.
+uv resolves each app's requirements.in, together with core's own requirements, for each Python, from metadata alone. For
+all apps, this takes a minute and 20 MB, none of it a wheel. It resolves for Linux on x86-64 with glibc 2.28 or newer.
 
 What it found is recorded in python_versions.json beside this file, and decides the line ``# python: 3.11 3.12`` of each
 requirements.in, in whose order the launch script looks for a Python. What wheels do not tell is said in the same file,
@@ -112,7 +112,7 @@ def pythons(text: str, record: dict[str, Any]) -> list[str]:
 
 
 def differences(text: str, record: dict[str, Any] | None) -> list[str]:
-    """How a requirements.in, of which ``text`` is the content, differs from what is recorded, in words."""
+    """Return in words how a requirements.in with the content ``text`` differs from the record."""
     if record is None or record["pins"] != pins(text):
         return [f"{RECORD.name} was not made of its pins and {CORE.relative_to(ROOT)}"]
     line, derived = LINE.search(text), " ".join(pythons(text, record))

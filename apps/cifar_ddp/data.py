@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from vision import VisionDataset, functional
 
-# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. CIFAR-10's deviations are those of
-# most programs: means over the images' own deviations.
+# Mean and standard deviation of training pixels, scaled to [0, 1]: red, green, blue. The deviations
+# are the means of each image's own deviation, as in most programs for CIFAR-10.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "fashion-mnist": ((0.2860,) * 3, (0.3530,) * 3),
@@ -38,7 +38,7 @@ class Split:
     def batch(
         self, indices: NDArray[np.int64], dtype: torch.dtype, augment: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return samples ``indices`` [m]: normalized images [m, 3, 32, 32] and labels int64 [m]; m may be 0.
+        """Return samples ``indices`` [m] as normalized images [m, 3, 32, 32] and labels int64 [m]; m may be 0.
 
         With ``augment``, a seed and an epoch, it crops and flips. The images are channels last in memory, as stored.
         """

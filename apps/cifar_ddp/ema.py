@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 class Average:
     """Average weights and running statistics exponentially in ``model``, a copy.
 
-    After update ``step``, from 0, it moves by 1 - min(decay, (step + 1) / (step + 10)) towards the weights: faster at
-    first, so that the initial weights are soon forgotten. Source: TensorFlow's ExponentialMovingAverage with
+    After update ``step``, from 0, it moves by 1 - min(decay, (step + 1) / (step + 10)) towards the weights. It
+    moves faster at first, to forget the initial weights soon. Source: TensorFlow's ExponentialMovingAverage with
     ``num_updates``. The step alone decides it, so checkpoints need only the average.
     """
 

@@ -5,8 +5,8 @@
     python apps/cifar_ddp/train.py                        # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/cifar_ddp/train.py  # per machine
 
-Each part of the step, from the schedule to batch normalization, is a function of the step's number, of the sample or of
-the global batch: the same at any number of ranks, and after a kill. README.md shows what the usual ways break.
+Each part of the step, from the schedule to batch normalization, depends only on the step's number, the sample or the
+global batch. So it is the same at any number of ranks, and after a kill. README.md shows what the usual ways break.
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
@@ -154,7 +154,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         with run.timer.phase(INPUT):  # train_step marks the rest
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        # What torch 2.13 compiles fails on a rank without samples: then no rank uses it.
+        # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
         step_model = compiled if no_empty_shards(options, batches, step) else ddp
         loss = train_step(options, step_model, optimizer, shards, batches, step, run.timer)  # collective
         if average:

@@ -3,11 +3,11 @@
     bash scripts/run_collectives_lab.sh 2 launchers
     torchrun --standalone --nproc-per-node=2 apps/collectives_lab/data_parallel.py
 
-DataParallel is one process and has no ranks. In every step it cuts the batch into a piece for each GPU, copies the
-model to each, computes each piece in a thread of its own, and puts the outputs together on the first GPU. The loss
+DataParallel is one process and has no ranks. In every step it cuts the batch into a piece for each GPU, and copies
+the model to each. It computes each piece in its own thread, and puts the outputs together on the first GPU. The loss
 over them is over the global batch, so its gradient needs no factor; in DDP a rank has the loss of its own part only.
 
-Without a GPU it does nothing: its __init__ finds no device and leaves ``device_ids`` empty, and its forward then calls
+Without a GPU it does nothing. Its __init__ finds no device and leaves ``device_ids`` empty. Its forward then calls
 the module as it is (torch 2.13, torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). ``in_pieces`` is
 what it does with several, written out. DataParallel itself was never run on a GPU here.
 """

@@ -3,7 +3,7 @@
 Every collective of this app runs inside ``with collective("its name"):``. The context gives it a name in the error that
 ends a rank if the collective fails, a time limit, and the timestamps that timelines are made of.
 
-On a GPU, calls return before their work is done, so each timestamp is read after `finish`: a collective begins when
+On a GPU, calls return before their work is done, so each timestamp is read after `finish`. A collective begins when
 this rank's computation is done and ends when its result is there. So a rank cannot queue work ahead of a collective
 here, as it would in a program that is not measured.
 """
@@ -84,8 +84,8 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
 def finish() -> None:
     """Wait until this rank's device has done its work.
 
-    Only the current stream counts: a strategy's all_reduce with async_op goes on beside it, until its ``work.wait()``
-    puts it before all that follows in the stream.
+    Only the current stream counts. A strategy's all_reduce with async_op runs beside it. ``work.wait()`` then orders
+    that all_reduce before the rest of the stream.
     """
     if session.device.type == "cuda":
         torch.cuda.current_stream(session.device).synchronize()
@@ -201,8 +201,8 @@ def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
 def slowest_seconds(spans: list[tuple[float, float]]) -> list[float]:
     """Return how long each of m calls took over all ranks.
 
-    On one machine all ranks read one clock, and a call lasts from the last rank's entry to the last rank's exit, so
-    that the wait for a late rank does not count. Across machines it is the slowest rank's own time.
+    On one machine all ranks read one clock, and a call lasts from the last rank's entry to the last rank's exit. The
+    wait for a late rank does not count. Across machines it is the slowest rank's own time.
 
     Args:
         spans: (begin, end) of each of this rank's m calls, by time.monotonic().

@@ -3,7 +3,8 @@
     lab.py COMMAND [options] --by python -m torch.distributed.run --nproc-per-node=4 ...
 
 scripts/run_collectives_lab.sh hands over torchrun's command line. `primitives`, `aggregate` and `straggler` are
-programs for ranks, which this one starts; `launchers`, `predict` and `report` are one process; `all` runs all in turn.
+programs for ranks, which this one starts. `launchers`, `predict` and `report` are one process. `all` runs all in
+turn.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     bash scripts/run_collectives_lab.sh 2 launchers
 
-Each runs the job twice: once to its end, and once with its last rank killed halfway. small_job.py is the job.
-data_parallel.py compares DataParallel, which has no ranks to start, with DDP.
+Each runs the job twice: once to its end, and once with its last rank killed halfway. The script small_job.py
+is the job. The script data_parallel.py compares DataParallel, which has no ranks to start, with DDP.
 """
 
 from __future__ import annotations

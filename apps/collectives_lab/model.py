@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
-    Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows:
-    what is dropped does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
+    Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows.
+    The result does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
     scale = (drawn >= p).to(x.dtype) / (1 - p)

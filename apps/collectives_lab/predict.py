@@ -2,9 +2,9 @@
 
     bash scripts/run_collectives_lab.sh 2 predict --run-dir=RUN     after primitives with the same --run-dir
 
-Every primitive's times are fitted on every second size and tested on the others. From the fit of isend_irecv (latency
-a, seconds a byte b) and of all_reduce (seconds c for a byte that is summed) come predictions by the standard formulas,
-and a simulation of stragglers. Beyond this machine they follow the formulas, not a network: one link of one speed
+Every primitive's times are fitted on every second size and tested on the others. The fit of isend_irecv gives latency
+a and seconds per byte b; the fit of all_reduce gives seconds per summed byte c. Standard formulas then predict times,
+and a simulation shows stragglers. Beyond this machine they follow the formulas, not a network: one link of one speed
 between any two ranks, no congestion, no topology.
 """
 
@@ -56,7 +56,7 @@ def ring(n: float, p: int, link: Link) -> float:
 
 
 def halving_doubling(n: float, p: int, link: Link) -> float:
-    """Return those of recursive halving, then doubling (Rabenseifner): 2 lg p a + 2n(p-1)/p b + n(p-1)/p c.
+    """Return the seconds of recursive halving and doubling (Rabenseifner): 2 lg p a + 2n(p-1)/p b + n(p-1)/p c.
 
     ``p`` is a power of 2.
     """
@@ -69,15 +69,16 @@ def _reduce_scatter_all_gather(n: float, p: int, link: Link, messages: float) ->
 
 
 def tree(n: float, p: int, link: Link) -> float:
-    """Return those of a binomial tree to the root and back: 2 lg p (a + n b) + lg p n c."""
+    """Return the seconds of a binomial tree to the root and back: 2 lg p (a + n b) + lg p n c."""
     return 2 * math.log2(p) * (link.latency + n * link.byte) + math.log2(p) * n * link.reduce
 
 
 def parameter_server(n: float, p: int, link: Link, shards: int = 1) -> float:
-    """Return those of s servers with n/s bytes each, to which all ranks send: 2p(a + n b / s) + p n c / s.
+    """Return the seconds with s servers that hold n/s bytes each: 2p(a + n b / s) + p n c / s.
 
-    A server's link carries all that the server gets. Li et al., "Scaling distributed machine learning with the
-    parameter server", OSDI 2014, describe the scheme; the cost is that of p messages in and p out of a server.
+    All ranks send to each server, and a server's link carries all that the server gets. The cost counts p messages
+    into a server and p out of it. Source of the scheme: Li et al., "Scaling distributed machine learning with the
+    parameter server", OSDI 2014.
     """
     return 2 * p * (link.latency + n * link.byte / shards) + p * n * link.reduce / shards
 

@@ -3,8 +3,8 @@
     bash scripts/run_collectives_lab.sh 4 primitives
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/primitives.py
 
-Each primitive is one short function below, with the definition that its result is checked against: what every rank must
-hold afterwards, computed from what all ranks held before. A "whole" tensor has a row for each rank, [world_size, m]; a
+Each primitive is one short function below. Its result is checked against a definition, which computes each rank's
+output from all ranks' inputs. A "whole" tensor has a row for each rank, [world_size, m]; a
 "part" is one such row, [m].
 """
 
@@ -62,7 +62,7 @@ def broadcast(x: Tensor, root: int) -> Tensor:
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
-    """Whole: the root gets the sum of all. What the others hold then is undefined (gloo leaves partial sums)."""
+    """Whole: the root gets the sum of all. The other ranks' result is undefined (gloo leaves partial sums)."""
     result = in_place(x, lambda y: dist.reduce(y, dst=root, op=op, group=group))
     return result if dist.get_rank() == root else None
 
@@ -101,7 +101,7 @@ def reduce_scatter(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Te
 
 
 def all_to_all(x: Tensor, root: int) -> Tensor:
-    """Whole: rank i gets every rank's row i, in rank order: a transposition."""
+    """Whole: a transposition, in which rank i gets every rank's row i, in rank order."""
     whole = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all(list(whole), list(x.contiguous()))
     return whole
@@ -114,7 +114,7 @@ def barrier(x: Tensor, root: int) -> Tensor:
 
 
 def send_recv(x: Tensor, root: int) -> Tensor:
-    """Whole: a ring; rank i gets that of rank i - 1. Both calls block, so neighbors must not both send first."""
+    """Whole: a ring, in which rank i gets rank i - 1's. Both calls block, so neighbors must not both send first."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = neighbors()
     if dist.get_rank() % 2 == 0:
@@ -127,7 +127,7 @@ def send_recv(x: Tensor, root: int) -> Tensor:
 
 
 def isend_irecv(x: Tensor, root: int) -> Tensor:
-    """Whole: the same ring; nothing blocks until the rank waits for the result, so the order does not matter."""
+    """Whole: the same ring. Nothing blocks until the rank waits for the result, so the order does not matter."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x.contiguous(), received)
     return received
@@ -145,7 +145,7 @@ class Primitive:
     """Hold a collective and its definition, which maps all ranks' inputs, a rank and the root to that rank's result.
 
     ``bus(p)`` is nccl-tests' factor from algorithm to bus bandwidth among p ranks: with it, a number can be compared
-    with the hardware's whatever p is. The size, here as there, is that of the whole tensor. Source: nccl-tests,
+    with the hardware's whatever p is. The whole tensor's size counts, as it does there. Source: nccl-tests,
     doc/PERFORMANCE.md, and src/gather.cu, scatter.cu and sendrecv.cu.
     """
 
@@ -329,13 +329,13 @@ def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.devi
 def check_operators(names: list[str], operators: list[str], device: torch.device) -> list[dict[str, Any]]:
     """Check each operator by each reducing collective, for every dtype, layout and root; list the wrong ranks.
 
-    A refusal is reported in the backend's words. What a backend accepts although nothing defines it is not checked.
+    A refusal is reported in the backend's words. Undefined cases that a backend accepts are not checked.
 
     Raises:
         NonRetryableError: a backend fails at anything else.
     """
     rank, p = dist.get_rank(), dist.get_world_size()
-    with collective("new_group"):  # for what may be refused: after a failure, a barrier in the same group fails, too
+    with collective("new_group"):  # for calls that may fail: a barrier in the same group would then fail, too
         group = dist.new_group(timeout=timedelta(seconds=session.timeout))
     checks = []
     for operator, name, dtype in itertools.product(operators, names, DTYPES):
@@ -518,7 +518,7 @@ def before_after(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def operator_tables(result: dict[str, Any]) -> list[Table]:
-    """Return what the operators did, and what a backend refuses; [] if no reducing collective was selected."""
+    """Return lines on the operators and on a backend's refusals; [] if no reducing collective was selected."""
     p, checks = result["facts"]["world_size"], result.get("operator_checks", [])
     if not checks:
         return []

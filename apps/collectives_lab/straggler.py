@@ -1,11 +1,11 @@
-"""Measure what one slow rank costs: every rank's time, who waits for whom, and what helps.
+"""Measure the cost of one slow rank: every rank's time, the waits between ranks, and the remedies.
 
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
 
-mnist_ddp's model trains on, in blocks of 16 steps, while a rank sleeps: at the start of a block, before each
-aggregation, or in the middle of each backward pass; a constant time, or a random one of the same mean (exponential);
-one rank, or every rank. The conditions take turns, so that other work on the machine affects all of them.
+mnist_ddp's model trains in blocks of 16 steps while one rank sleeps, or every rank. A rank sleeps at the start of a
+block, before each aggregation, or in the middle of each backward pass. The time is constant, or random with the same
+mean (exponential). The conditions take turns, so that other work on the machine affects all of them.
 
 Nothing is computed from the configured delay. Each rank notes when it entered and left each collective, and each sleep;
 all read one clock. In a collective a rank waits until the last rank has entered it; the rest is communication.
@@ -77,7 +77,7 @@ class Delayed(Strategy):
         self.begin(Condition("none"), sleeps=False, seed=(0,))
 
     def begin(self, condition: Condition, sleeps: bool, seed: Sequence[int]) -> None:
-        """Start a block under a condition; ``sleeps``: this rank does."""
+        """Start a block under a condition. ``sleeps`` is True if this rank sleeps."""
         self.condition, self.sleeps, self.random = condition, sleeps, np.random.default_rng(seed)
         self.slept: list[tuple[float, float]] = []  # (begin, end), by time.monotonic()
 
@@ -86,13 +86,13 @@ class Delayed(Strategy):
         if not self.sleeps or self.condition.where != where or not self.condition.milliseconds:
             return
         seconds = self.condition.milliseconds / 1000
-        finish()  # a GPU would go on computing while its rank sleeps
+        finish()  # a GPU would otherwise compute while its rank sleeps
         begun = time.monotonic()
         time.sleep(seconds if self.condition.kind == "constant" else float(self.random.exponential(seconds)))
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # The middle of the backward pass: fc1's gradient is there, those of the convolutions are not. The hook comes
+        # The middle of the backward pass: fc1 has its gradient, the convolutions do not yet. The hook comes
         # before the strategy's own, as a slow layer would.
         assert isinstance(model, Net)
         model.fc1.weight.register_post_accumulate_grad_hook(lambda _: self.sleep("backward"))
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
-    """Return (slept, cost) in milliseconds per step: what one rank slept, and what that costs ``rank``."""
+    """Return (slept, cost) in milliseconds per step: one rank's sleep, and its cost to ``rank``."""
     base = next(c for c in result["conditions"] if c["strategy"] == condition["strategy"] and c["milliseconds"] == 0)
     slept = statistics.median(max(each["slept"] for each in block["ranks"]) for block in condition["blocks"])
     cost = step_seconds(condition, condition, rank) - step_seconds(base, condition, rank)
@@ -201,8 +201,9 @@ def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple
 def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> float:
     """Return the seconds of a step of the condition ``measured``, computed as suits the condition ``like``.
 
-    That is the median over the strategy's cycles, which are steps or, for local SGD, several; the mean if delays are
-    random, because their median means little; and the median over blocks if the sleep comes once a block.
+    By default, this is the median over the strategy's cycles (one step each, or several for local SGD). If delays are
+    random, it is the mean, because their median means little. If the sleep comes once a block, it is the median over
+    blocks.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] == "start":

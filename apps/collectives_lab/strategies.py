@@ -1,6 +1,6 @@
 """Average gradients, or parameters, over ranks in many ways, each with its collectives in sight.
 
-A rank's gradient is that of its summed loss times world_size / global batch size. The mean over ranks is therefore the
+A rank differentiates its summed loss times world_size / global batch size. The mean over ranks is therefore the
 mean over the samples of the global batch, however they are spread. A strategy leaves that mean in ``.grad``.
 
     module = strategy.prepare(model)           # once; call this module in the forward pass
@@ -73,7 +73,7 @@ def all_gather(x: Tensor) -> None:
 def ring(x: Tensor) -> None:
     """All-reduce by a ring of sends: each of p pieces goes round twice, first as a sum, then as a result.
 
-    Reduce-scatter, then all-gather: 2(p-1) steps, in each of which every rank sends one piece. Patarasuk & Yuan,
+    Reduce-scatter, then all-gather: in each of 2(p-1) steps, every rank sends one piece. Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
     """
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -117,8 +117,8 @@ def gloo_reduce_bytes(n: float, p: int) -> float:
     """Return what all ranks together send in gloo's reduce of n bytes to rank 0.
 
     A ring in segments of at most 1 MiB, at least two for each rank; then the reduced pieces go to the root. The ring
-    could stop after (p-1)/p of a round, and does if a rank has two segments. It always leaves out two segments a rank,
-    so that with many it goes on for nearly a whole round. Source: gloo/reduce.cc.
+    could stop after (p-1)/p of a round, and does if a rank has two segments. It always leaves out two segments a
+    rank. With many segments, it therefore takes nearly a whole round. Source: gloo/reduce.cc.
     """
     if p == 1 or n == 0:
         return 0.0
@@ -132,9 +132,9 @@ def _twice_around(n: float, p: int) -> float:
     return 2 * (p - 1) * n
 
 
-# gloo's other algorithms: all_reduce is a ring; broadcast is a binomial tree, in which everyone but the root receives
-# once; gather and scatter are flat, and the root's own part stays where it is; all_gather is a ring, in which every
-# vector passes p - 1 links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
+# gloo's other algorithms: all_reduce is a ring. In broadcast, a binomial tree, every rank except the root receives
+# once. Gather and scatter are flat, and the root keeps its own part. In all_gather, a ring, every vector passes p - 1
+# links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
 SCHEMES = {
     "all_reduce": Scheme(all_reduce, _twice_around),
     "reduce_broadcast": Scheme(reduce_broadcast, lambda n, p: gloo_reduce_bytes(n, p) + (p - 1) * n),

@@ -36,7 +36,7 @@ class Windows:
 
     @property
     def bytes(self) -> int:
-        """Return the number of target bytes, each of which is in one window."""
+        """Return the number of target bytes. Each is in one window."""
         return self.stop - self.first
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

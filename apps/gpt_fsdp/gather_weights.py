@@ -16,7 +16,7 @@ from samestep.sharded import storage
 
 
 def gather(run_dir: Path, output: Path) -> tuple[int, str]:
-    """Write the weights; return the number of updates and the digest. Raises ConfigError if there is no checkpoint."""
+    """Write the weights; return the number of updates and the digest. Raises ConfigError without a checkpoint."""
     found = checkpoint.newest(run_dir, log.warning, reader=storage.read)
     if found is None or not found.pieces:
         raise ConfigError(f"{run_dir} has no sharded checkpoint: name a run dir of {Path(__file__).parent.name}")

@@ -142,7 +142,7 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> None:
-    """Draw normal weights; each is a function of (seed, parameter, index in the whole array): the same at any mesh.
+    """Draw normal weights, the same at any mesh: each depends on (seed, parameter, index in the whole array).
 
     Matrices that write into a residual are smaller by 1 / sqrt(2 layers).
     Source: Radford et al., GPT-2, 2019, section 2.3.

@@ -6,7 +6,7 @@
     python apps/gpt_fsdp/train.py                         # one process
 
 Every rank runs this file, and holds its part of weights, gradients and optimizer state. The comment "collective" marks
-each call in which a rank waits for the others: FSDP gathers a block and reduces its gradients in the forward and
+each call in which a rank waits for the others. FSDP gathers a block and reduces its gradients in the forward and
 backward passes, and tensor parallelism reduces what the parts of a block computed.
 """
 
@@ -102,7 +102,7 @@ def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> 
 
 
 def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
-    """Scale the gradient down to a norm of ``most``. Each rank adds the squares of what it alone holds."""
+    """Scale the gradient down to a norm of ``most``. Each rank adds the squares of the parts that it alone holds."""
     placed = [weights.place(each.grad, mesh) for each in model.parameters() if isinstance(each.grad, DTensor)]
     square = torch.zeros((), dtype=torch.float64, device=placed[0][0].device)
     for local, _, is_copy in placed:

@@ -21,7 +21,7 @@ def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGro
 
 @torch.no_grad()
 def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups: StoredGroups) -> None:
-    """Load what `groups` returned at any mesh, or weights alone. Raises ValueError for what does not fit."""
+    """Load what `groups` returned at any mesh, or weights alone. Raises ValueError if a part does not fit."""
     shards = model_shards(model, mesh)
     if difference := state_dict_diff(stored_groups["model"], shards):
         raise ValueError(difference)

@@ -27,8 +27,8 @@ def gpu_count() -> int:
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
     """Select the CPU, or this rank's own GPU, and return "cpu" or "gpu".
 
-    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank knows only the ranks before it on its machine. "auto" then
-    takes the GPU only if the machine has one for every rank of the job, so that all ranks decide the same.
+    With LOCAL_RANK but without LOCAL_WORLD_SIZE, a rank can count only the ranks before it on its machine. "auto"
+    then takes the GPU only if the machine has one for every rank of the job, so that all ranks decide the same.
 
     Args:
         requested: "auto", "cpu" or "gpu".

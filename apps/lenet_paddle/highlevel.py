@@ -86,7 +86,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         self.fit(shards(), verbose=0, callbacks=[callback])  # collective
 
     def sum_shards(self, test: Split) -> Tensor:
-        """Return this rank's part of what `evaluate` of train.py sums over ranks, float64 [4].
+        """Return this rank's terms for the sums over ranks in `evaluate` of train.py, float64 [4].
 
         paddle.Model gathers scores and labels of all ranks, and every rank counts. It requires equal shapes, so shorter
         shards are padded with a row that matches no score and does not count.

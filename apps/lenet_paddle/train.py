@@ -6,9 +6,13 @@
     python apps/lenet_paddle/train.py                     # one process
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/lenet_paddle/train.py  # per machine
 
-Every rank runs this file. Comments mark each line in which ranks communicate: the rendezvous; the restore of a
-checkpoint; when the model is distributed and its gradient buckets are ordered; the gradients of each step, in backward;
-the losses of each log line; each evaluation; the comparison of replicas before each checkpoint and at the end.
+Every rank runs this file. Comments mark each line in which ranks communicate:
+
+- the rendezvous, and the restore of a checkpoint;
+- the distribution of the model and the order of its gradient buckets;
+- the gradients of each step, in backward;
+- the losses of each log line, and each evaluation;
+- the comparison of replicas before each checkpoint and at the end.
 
 --api chooses among Paddle's ways to write this. `basic` and `fleet` differ in distributed.py alone; `highlevel`
 (highlevel.py) gives the loop to paddle.Model. All three take the same steps and communicate at the same places.
@@ -142,7 +146,7 @@ def main() -> None:
     """Run this rank, or start the ranks of ``--launcher spawn``."""
     options, world = parse(sys.argv[1:]), env.detect(os.environ)
     if options.launcher == "spawn" and world.launcher == "none":
-        spawn(main, options)  # this process is no rank, so it has no Run
+        spawn(main, options)  # this process is not a rank, so it has no Run
         return
     run = Run(APP, options, world, Watchdog(), datasets.resolve)
     check_gpus(options, world.local_world_size, world.local_rank or 0)

@@ -13,7 +13,7 @@ from samestep import NonRetryableError
 from samestep.checkpoint import Arrays, state_dict_diff
 from samestep.run import Groups
 
-# Paddle's names of what the optimizers keep of each parameter: Momentum, then Adam.
+# Paddle's names of the optimizers' state for each parameter: Momentum, then Adam.
 ACCUMULATORS = ("velocity_0", "moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
@@ -23,7 +23,7 @@ def groups(model: nn.Layer, optimizer: Optimizer) -> Groups:
 
 
 def load(model: nn.Layer, optimizer: Optimizer, groups: Groups) -> None:
-    """Load what `groups` returned, or its "model" alone. Raises ValueError for what does not fit."""
+    """Load what `groups` returned, or its "model" alone. Raises ValueError if a part does not fit."""
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))
 

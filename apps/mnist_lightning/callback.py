@@ -31,7 +31,7 @@ class RunCallback(pl.Callback):
         current: Any = fit.epoch_progress.current
         current.processed = current.completed = first // self.data.batches.steps_per_epoch  # current_epoch
         fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first  # global_step
-        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step of what it gives its loggers
+        fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step that its loggers get
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.run.stop_request.install()  # Lightning's handler of TERM would communicate at once
@@ -50,7 +50,7 @@ class RunCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Do what follows an update; ``outputs`` are those of training_step."""
+        """Take the actions that follow an update; training_step returned ``outputs``."""
         loss = outputs["loss_sum"]
         self.running_loss += loss
         self.run.after_step(batch.step)
@@ -60,7 +60,7 @@ class RunCallback(pl.Callback):
             stats = torch.tensor(local_stats.to_vector(), dtype=torch.float64, device=loss.device)
             dist.all_reduce(stats)  # collective: losses, stop requests, phase times
             self.actions = self.run.apply_global_stats(StepStats.from_vector(stats.tolist()))
-        # By this Lightning now decides whether to validate; at the end of what it has of an epoch it does anyway.
+        # By this, Lightning now decides whether to validate. It always validates at the end of its part of an epoch.
         trainer.val_check_batch = 1 if self.actions.evaluate else math.inf
         if self.actions.log and not self.actions.evaluate:
             self.log_step(trainer, pl_module, {})  # collective

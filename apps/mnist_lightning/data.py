@@ -28,7 +28,7 @@ class Split:
     labels: Tensor
 
     def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return samples ``indices`` [m]: normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
+        """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
         images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
         return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
 
-    Every rank draws for the whole global batch, from generators with the same seed, and takes its own rows, so that the
+    Every rank draws for the whole global batch, from generators with the same seed, and takes its own rows. The
     result does not depend on the number of ranks. torch's own dropout draws for the rank's shard only.
     """
     drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]

@@ -6,8 +6,8 @@
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python apps/mnist_lightning/train.py  # per machine
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others, here and in
-callback.py. Lightning's Trainer adds some of its own: barriers as fit begins; at each epoch a barrier and a sum of the
-lengths for either loader; at each step a broadcast by which rank 0 would announce a SIGTERM.
+callback.py. Lightning's Trainer adds some of its own. It has barriers as fit begins. At each epoch it has a barrier
+and a sum of the lengths for either loader. At each step, rank 0 would announce a SIGTERM in a broadcast.
 """
 
 from __future__ import annotations

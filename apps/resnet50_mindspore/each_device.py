@@ -6,8 +6,8 @@ The launch script calls it. Each rank gets its device's DEVICE_ID, RANK_ID and R
 its own folder, ``<run-dir>/device<device_id>`` (``<run-dir>/server<k>/device<device_id>`` if the table has several
 servers), with its env.log, its train.log, and the files of Ascend's compiler. The first failure ends the other ranks.
 
-Exit codes: that of the rank that failed first (128 + the signal that killed it); 2 a mistake in the call or in the
-table, reported in one line; 130 and 143 stopped by INT and TERM.
+The exit code is the first failed rank's (128 + the signal that killed it). It is 2 after a mistake in the call or in
+the table, reported in one line, and 130 or 143 after INT or TERM.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from options import TABLE_VARIABLES, build_parser, table_variable
 from placement import Placement, find_placement
 from samestep import ConfigError
 
-# Variables of what placed this process on its machine. samestep.env would read a rank's place from them.
+# Variables of the launcher that placed this process on its machine. samestep.env would read a rank's place from them.
 PLACED = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP")
 STOP_SECONDS = 10.0  # from TERM to KILL
 POLL_SECONDS = 0.1  # between checks whether a rank has ended
 
 
 def environment(placement: Placement, device: Device, folder: Path) -> dict[str, str]:
-    """Return the environment of a device's rank: this process's, and what the table lists."""
+    """Return the environment of a device's rank: this process's, and the table's entries."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PLACED)}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
     if environ.get("PYTHONPATH"):  # the rank runs in another folder
@@ -94,7 +94,7 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send TERM to these ranks and what they started, and KILL to what remains after STOP_SECONDS."""
+    """Send TERM to these ranks and their children, and KILL to the remaining ones after STOP_SECONDS."""
     deadline = time.monotonic() + STOP_SECONDS
     for process in processes:
         _signal(process, signal.SIGTERM)

@@ -8,7 +8,7 @@ A table lists every device of the job: its rank, its number within its server (d
 network card (device_ip). HCCL reads two forms: "group", the older one with group_list, and "1.0", with server_list.
 
 Standard library only, on any Python from 3.9, because tables are made on the servers, before anything is installed.
-Exit codes: 0 done; 2 a mistake in the input, told in one line ``error: ...`` that names the thing and the remedy.
+The exit code is 0, or 2 after a mistake in the input. One line ``error: ...`` then names the thing and the remedy.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Table:
     """A rank table in either form."""
 
     form: str  # "group" or "1.0"
-    devices: list[Device]  # those of one server in a row
+    devices: list[Device]  # each server's in a row
     header: dict[str, str] = field(default_factory=dict)  # group: board_id, chip_info, deploy_mode
     server_extra: dict[str, dict[str, Any]] = field(default_factory=dict)  # 1.0: further fields, such as host_ip
 
@@ -97,12 +97,12 @@ PRODUCTS = {
 
 
 def check(table: Table, product: Product | None = None) -> list[str]:
-    """Check a table by the rules of all products, and by those of ``product``.
+    """Check a table by the rules of all products, and by ``product``'s own.
 
     Sources: the rank table pages of the HCCL user guide (CANN 9.0, hcclug_000066 to 000069) and the parsers in CANN's
-    open source (topoinfo_ranktableStandard.cc for the group form, topoinfo_ranktableConcise.cc for form 1.0): server_id
-    of at most 64 characters, device_ip a unique IPv4 or IPv6 address, rank_id unique and from 0 without holes, and
-    consecutive ranks on each server.
+    open source (topoinfo_ranktableStandard.cc for the group form, topoinfo_ranktableConcise.cc for form 1.0). A
+    server_id has at most 64 characters, and a device_ip is a unique IPv4 or IPv6 address. A rank_id is unique, from 0
+    without holes, and consecutive on each server.
 
     Returns:
         Warnings.
@@ -192,7 +192,7 @@ def _check_ranks(table: Table) -> None:
 
 
 def is_placeholder(server_id: str) -> bool:
-    """Return whether it is no address but what documentation writes: 10.*.*.* or 10.0.0.xx."""
+    """Return whether it is a placeholder from documentation, such as 10.*.*.* or 10.0.0.xx."""
     return "*" in server_id or re.search(r"(^|\.)x+(\.|$)", server_id, re.IGNORECASE) is not None
 
 
@@ -257,7 +257,7 @@ def parse(document: dict[str, Any]) -> Table:
 
 @dataclass(frozen=True)
 class Node:
-    """An object in the document, and its location in messages. Its methods raise RankTableError for what is wrong."""
+    """An object in the document, and its location in messages. Its methods raise RankTableError if it is wrong."""
 
     value: Any
     where: str = ""
@@ -377,7 +377,7 @@ def as_groups(table: Table) -> dict[str, Any]:
         instances.append({"devices": listed, "rank_id": str(device.rank), "server_id": device.server_id})
     count, servers = str(len(instances)), str(len(table.servers()))
     group = {"device_num": count, "server_num": servers, "group_name": "", "instance_count": count}
-    # The names are those of one server: HCCL looks each of them up on every server.
+    # One server's names are enough, because HCCL looks up each name on every server.
     nics = [f"eth{nic}" for nic in sorted({device.device_id for device in table.devices})]
     plane = {"para_plane_nic_location": "device", "para_plane_nic_name": nics, "para_plane_nic_num": str(len(nics))}
     groups = {"group_count": "1", "group_list": [{**group, "instance_list": instances}]}
@@ -540,7 +540,7 @@ def run_merge(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Report for each table whether it is right, and if not, which rule it breaks and what to do.
+    """Report for each table whether it is right. If not, name the broken rule and the remedy.
 
     A server_id such as 10.*.*.*, which HCCL only compares, gives a warning in a table of one server, else an error.
     """

@@ -46,7 +46,7 @@ class ResNet(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, depth: int, freeze_bn: bool) -> None:
         super().__init__()
-        statistics = False if freeze_bn else None  # None: those of the batch in training, the stored ones otherwise
+        statistics = False if freeze_bn else None  # None: the batch's in training, otherwise the stored ones
         self.conv1 = convolution(3, 64, 7, 2)
         self.bn1 = nn.BatchNorm2d(64, use_batch_statistics=statistics)
         self.relu = nn.ReLU()

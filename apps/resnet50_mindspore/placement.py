@@ -20,7 +20,7 @@ MAX_DEVICE_ID = max(product.devices for product in PRODUCTS.values()) - 1
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank table lists for this machine."""
+    """Hold a rank table's entries for this machine."""
 
     table: Path  # absolute
     devices: Sequence[Device]  # of this machine, in the order of their ranks

@@ -1,4 +1,4 @@
-"""Count what MindSpore's own sharding gives the ranks in an epoch, and what ours does; print a table in Markdown.
+"""Count the samples that MindSpore's own sharding and ours give the ranks in an epoch; print a Markdown table.
 
 bash scripts/run_resnet50_mindspore.sh 1 --depth 18 --max-steps 0         # makes .venvs/resnet50_mindspore
 .venvs/resnet50_mindspore/bin/python apps/resnet50_mindspore/shards.py    # --help
@@ -35,7 +35,7 @@ HEAD = """
 
 
 class Epoch(NamedTuple):
-    """What all ranks together take in one epoch."""
+    """Hold the samples that all ranks together take in one epoch."""
 
     batches: list[NDArray[np.int64]]  # the samples of each step, in ascending order
     promised: int  # steps, by `get_dataset_size()` or by `GlobalBatches`

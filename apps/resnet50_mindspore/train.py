@@ -5,10 +5,13 @@
     python apps/resnet50_mindspore/train.py               # one process
 
 Every rank runs this file, and so does msrun's scheduler, through which the ranks find each other. A comment marks each
-collective, where a rank waits for the others: the rendezvous; the restore of a checkpoint; the gradients at each step
-(in TrainStep, or in Model); once after the first step, until all have compiled it; the statistics of each log line;
-each evaluation (running statistics, then sums); the running statistics and the comparison of all ranks before a
-checkpoint and at the end.
+collective, where a rank waits for the others:
+
+- the rendezvous, and the restore of a checkpoint;
+- the gradients at each step (in TrainStep, or in Model);
+- once after the first step, until all have compiled it;
+- the statistics of each log line, and each evaluation (running statistics, then sums);
+- the running statistics and the comparison of all ranks, before a checkpoint and at the end.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ def train(run: Run, options: Options) -> None:
             distributed.all_gather(np.zeros(1))  # collective, once: the first step is done when all have compiled it
         run.after_step(step)  # counts, and beats for the watchdog
         actions = run.actions(step)  # the same on all ranks, without communication
-        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are those of its end
+        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are already its last
             with run.monitor.collective("train step"):
                 last, total = float(loss.asnumpy()), float(forward.total.asnumpy())  # collective: waits for the step
             loss_sum = last * batches.size(step) / world.world_size

@@ -3,7 +3,7 @@
 The arrays have torchvision's names. The layouts are the same in both frameworks: convolutions OIHW, linear layers
 [out, in], and the running statistics (unbiased variance, new = 0.9 old + 0.1 batch).
 
-Each rank has its own running statistics ("buffers"), those of its own images. Checkpoints and evaluations have their
+Each rank has its own running statistics ("buffers"), from its own images. Checkpoints and evaluations have their
 average over ranks. A rank then continues with its own, so the result does not depend on the number of checkpoints.
 """
 
@@ -26,7 +26,7 @@ BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", 
 def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
     """Return the groups of a checkpoint, equal on all ranks.
 
-    "model" has the averaged buffers, "buffers" those of each rank [world_size, k].
+    "model" has the averaged buffers, "buffers" has each rank's own [world_size, k].
     """
     average, each = averaged_buffers(model)  # collective
     return {
@@ -79,7 +79,7 @@ def buffers(model: ResNet) -> NDArray[np.float32]:
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the running statistics averaged over ranks [k], and those of each rank [world_size, k]."""
+    """Return the running statistics averaged over ranks [k], and each rank's own [world_size, k]."""
     each = all_gather(buffers(model))  # collective
     return each.mean(axis=0, dtype=np.float64).astype(np.float32), each
 

@@ -4,8 +4,8 @@
 
 Tensors stay on the CPU. `distributed.session.device` is a GPU, and its stream only notes that somebody waited for it. A
 reading is early if something was computed or communicated since the last wait for the stream: on a GPU that work might
-not be done yet. RUN_DIR/clocks.json then holds for each program the number of clock readings, the early ones (file and
-line), and the number of waits; and which device each --device means, by number of GPUs.
+not be done yet. For each program, RUN_DIR/clocks.json then holds the number of clock readings, the early ones (file and
+line), and the number of waits. It also holds the device that each --device means, by number of GPUs.
 """
 
 from __future__ import annotations

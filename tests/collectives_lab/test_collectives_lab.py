@@ -22,7 +22,7 @@ APP = ROOT / "apps" / "collectives_lab"
 PRIMITIVES = (
     "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all barrier send_recv isend_irecv"
 ).split()
-LIMIT = 900  # seconds for a command, of which several start a dozen jobs
+LIMIT = 900  # seconds for a command; several commands start a dozen jobs
 POINT_TO_POINT = {"send_recv", "isend_irecv"}
 
 
@@ -107,7 +107,7 @@ REDUCERS = "reduce all_reduce reduce_scatter".split()
 
 
 def check_operators(found: dict[str, Any], n: int) -> None:
-    """What gloo reduces is right on every rank; what it refuses is told in its words, and is not counted as right."""
+    """gloo's results are right on every rank. A refusal is reported in its words, and is not counted as right."""
     assert all(case["wrong"] == {} for case in found["operator_checks"])
     if found["facts"]["backend"] != "gloo":
         return
@@ -248,7 +248,7 @@ def lab_options() -> Any:
 
 
 def test_help_states_the_defaults_that_the_programs_get() -> None:
-    """What stands in each "(default: ...)" is what ``parse`` gives without the option, and beside --quick."""
+    """Each "(default: ...)" is the value that ``parse`` gives without the option, and beside --quick."""
     options = lab_options()
     stated = {}
     for command, parser in options.build_parser().commands().items():
@@ -327,7 +327,7 @@ def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
 
 
 def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> None:
-    """And rounding that many steps have made grow is no error. Outcomes that gloo does not have: outcomes.py."""
+    """Rounding that has grown over many steps is not an error. outcomes.py has the outcomes that gloo does not."""
     run_dir = lab.folder / "run"
     words = [sys.executable, str(Path(__file__).with_name("outcomes.py")), str(run_dir)]
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
@@ -434,7 +434,7 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
     assert block["ranks"][0]["slept"] == 0
     # A rank that sleeps 100 ms before entering is waited for, at least most of the time, on any machine.
     assert block["waited_for"].count(1) > 8
-    # What one rank waits, another was late: it can be no more than all that the others did outside.
+    # A rank waits because another is late, so it waits no longer than the other's time outside of collectives.
     assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
     assert set(found["timelines"]) == set(conditions)
     assert list((lab.folder / "run").glob("straggler-*.svg"))
@@ -481,7 +481,7 @@ LATENCY, BYTE, REDUCE = 5e-5, 1e-9, 2e-10  # seconds, seconds a byte, seconds a 
 
 
 def measurements(noise: float = 0.0) -> dict[str, Any]:
-    """What primitives would leave on 2 ranks whose times are exactly the formulas'."""
+    """Return the result of primitives on 2 ranks if their times were exactly the formulas'."""
     timings = []
     for index, count in enumerate(2**k for k in range(10, 28, 2)):
         factor = 1 + noise * (-1) ** index

@@ -1,4 +1,4 @@
-"""Run the laboratory's commands that a page's comment names; test_commands_started.py runs those of apps that train."""
+"""Run the laboratory's commands that a page's comment names; test_commands_started.py runs the training apps'."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from samestep.observe import report
 
 
 def test_plots_are_drawn_by_matplotlib(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("$one_", "_two")]  # a name is no formula
+    folders = [tmp_path / name for name in ("$one_", "_two")]  # a name is not a formula
     for run_dir in folders:
         (run_dir / "log").mkdir(parents=True)
         metrics = Metrics(run_dir, {"app": "toy", "options": {}, "world": {}}, None)

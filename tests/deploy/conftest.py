@@ -1,4 +1,4 @@
-"""What the manifests of deploy/kubernetes are once an overlay is rendered."""
+"""Fixtures: the manifests of deploy/kubernetes after an overlay is rendered."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def render() -> Callable[[str], list[dict[str, Any]]]:
 
 
 def kubectl() -> str:
-    """The one on PATH; else Debian's, of which nothing is installed."""
+    """Return the kubectl on PATH, or else Debian's, unpacked but not installed."""
     return shutil.which("kubectl") or str(unpacked("kubernetes-client") / "usr" / "bin" / "kubectl")

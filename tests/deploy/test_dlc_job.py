@@ -13,7 +13,7 @@ from processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DLC = REPOSITORY / "deploy" / "dlc"
-# What `dlc submit pytorchjob` takes, by Alibaba Cloud's documentation: help.aliyun.com/en/pai/developer-reference/
+# Parameters of `dlc submit pytorchjob`, by Alibaba Cloud's documentation: help.aliyun.com/en/pai/developer-reference/
 # commands-used-to-submit-jobs (table 1, 2024-11-19) and the job file of submit-jobs-by-using-the-sdk-for-python.
 PARAMETERS = set(
     "name command data_sources code_source code_branch code_commit thirdparty_libs vpc_id switch_id security_group_id "
@@ -64,6 +64,6 @@ def test_the_commands_of_the_page_have_known_parameters() -> None:
     commands = re.findall(r"^dlc submit pytorchjob (.*)$", text, re.MULTILINE)
     assert commands
     for command in commands:
-        # What is in quotes is the program's.
+        # Options within quotes are the program's.
         names = {word[2:].partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
         assert names <= PARAMETERS | ON_THE_COMMAND_LINE_ALONE, command

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: what every kind's published schema allows, and what the programs in the pods need."""
+"""The Kubernetes manifests follow every kind's published schema and meet the needs of the programs in the pods."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: 
 
 
 def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
-    """The command of every pod, with what its controller sets, is one that its launch script takes: by --dry-run."""
+    """Each launch script accepts its pod's command, with the controller's settings, by --dry-run."""
     manifests = render("cpu")
     seen = set()
     for job in by_name(manifests, "Job").values():

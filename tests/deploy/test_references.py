@@ -1,4 +1,4 @@
-"""What the files of deploy/ name is there: paths, variables, options, arguments of images."""
+"""Paths, variables, options and arguments of images that the files of deploy/ name exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name(path: Path) -> str:
 
 @functools.cache
 def known_options(app: str, command: str = "") -> frozenset[str]:
-    """What its launch script takes, by its own --help."""
+    """Return the options that its launch script takes, by its own --help."""
     script = REPOSITORY / "scripts" / f"run_{app}.sh"
     environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
     words = ["bash", str(script), "1", *filter(None, [command]), "--help"]

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: Debian's controller and one daemon a node, of which nothing is installed.
+"""Run a real Slurm on this machine: Debian's controller and one daemon a node, unpacked but not installed.
 
 The packages are unpacked into a cache folder, and their programs run with the libraries beside them. Each node has a
 loopback address of its own, which is its name as well: no other name would lead there.
@@ -27,8 +27,8 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "slurmstepd", "squeue", "srun"]
 LIMIT = 60  # seconds for any one command, and for the daemons to come up
 
-# Two partitions share the nodes: a job in `urgent` makes one in `normal` leave. What docs/slurm.md asks a cluster for
-# stands in the second half.
+# Two partitions share the nodes: a job in `urgent` makes one in `normal` leave. The second half has the settings that
+# docs/slurm.md requires of a cluster.
 CONFIGURATION = """\
 ClusterName=samestep
 SlurmctldHost={host}(127.0.0.1)
@@ -71,7 +71,7 @@ class Cluster:
     environ: Mapping[str, str]
 
     def run(self, *command: str) -> str:
-        """What a Slurm command says, which must succeed."""
+        """Return the output of a Slurm command, which must succeed."""
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL
         )
@@ -79,7 +79,7 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What ``scontrol show job`` says of it, by name."""
+        """Return the job's fields in ``scontrol show job``, by name."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", number, "--oneliner")))
 
 
@@ -133,14 +133,14 @@ def running(mark: Mapping[str, str], nodes: int = 2, settings: str = "") -> Iter
 
 
 def _write_programs(folder: Path, root: Path, libraries: Path) -> None:
-    """``folder/bin``: each program by its name, run with its libraries, of which no job's environment is to know."""
+    """Fill ``folder/bin`` with each program by its name. It runs with its libraries, outside of jobs' environments."""
     (folder / "bin").mkdir()
     path = f"{libraries}:{libraries / 'slurm-wlm'}"
     loader = next(each for folder in ("/lib64", "/lib") for each in Path(folder).glob("ld-linux-*.so.?"))
     for name in PROGRAMS:
         places = [root / "usr" / part / f"{name}{suffix}" for part in ("bin", "sbin") for suffix in ("", "-wlm")]
         found = next(place for place in places if place.exists())
-        # Jobs find their node's settings in the environment; commands are to have their own.
+        # Jobs find their node's settings in the environment; commands must have their own.
         settings = "" if name.startswith("slurm") else f"SLURM_CONF={folder}/slurm.conf "
         script = folder / "bin" / name
         script.write_text(f'#!/bin/sh\n{settings}exec {loader} --library-path {path} --argv0 {name} {found} "$@"\n')

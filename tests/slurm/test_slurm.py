@@ -70,7 +70,7 @@ class Site:
         return out, err
 
     def wait_for(self, job: str, condition: Callable[[dict[str, str]], Any], limit: float = 180) -> dict[str, str]:
-        """What Slurm says of a job as soon as ``condition`` is true of that."""
+        """Return Slurm's fields of a job as soon as ``condition`` is true of them."""
         deadline = time.monotonic() + limit
         while not condition(told := self.cluster.job(job)):
             assert told["JobState"] not in ENDED, (told, self.said(job))
@@ -94,7 +94,7 @@ class Site:
 
 @pytest.fixture
 def slurm(request: pytest.FixtureRequest, harness: Harness) -> Iterator[Site]:
-    """A cluster of two nodes, of which nothing is left at its end; its settings are the test's parameter."""
+    """Yield a cluster of two nodes, with the test's parameter as its settings. Nothing is left at its end."""
     settings = getattr(request, "param", USER_SIGNAL)
     with cluster.running({"SAMESTEP_TEST": harness.mark}, settings=settings) as running:
         yield Site(running, harness)
@@ -102,7 +102,7 @@ def slurm(request: pytest.FixtureRequest, harness: Harness) -> Iterator[Site]:
 
 
 def check_resumed(site: Site, app: str, job: str, expected: dict[str, Any]) -> None:
-    """The job was stopped, and went on at that very step, to the weights of one that was not."""
+    """The job stopped, resumed at that very step, and reached the weights of an uninterrupted job."""
     result = site.result(job)
     (stopped,) = re.findall(r"stopped by SIG\w+ at step (\d+), which is saved", "".join(site.said(job)))
     assert result["weights_sha256"] == expected["weights_sha256"]
