@@ -1,18 +1,20 @@
-"""How long a step is held up by samestep.checkpoint.save, beside writing the same bytes, and torch.save.
+"""Time how long samestep.checkpoint.save delays a step, against writing the same bytes and torch.save.
 
     python benchmarks/checkpoint.py [--rounds 15] [--dir FOLDER] [--quick] [--json FILE]
 
 Three contestants, in interleaved rounds, on the same disk (--dir; by default a temporary folder under runs/):
 
-- save: what rank 0 of mnist_ddp does between two steps, but for the gather of the sums that ranks compare: model and
-  optimizer as arrays, a sum of the bits of each, then `checkpoint.save`, which makes the
-  checksums and hands the bytes to the operating system. A thread then waits for the disk, renames the folder and
-  deletes the oldest of three checkpoints, while training goes on: *whole* is the time until that is done;
-- plain: as many files of the same sizes, each written and synced, without folder, rename, checksum or deletion;
+- save: the work of rank 0 of mnist_ddp between two steps, without the gather of the sums that ranks compare. It copies
+  model and optimizer to arrays, sums the bits of each, and calls `checkpoint.save`. This call makes the checksums and
+  hands the bytes to the operating system. A thread then waits for the disk, renames the folder and deletes the oldest
+  of three checkpoints. Training continues meanwhile; *whole* is the time until the thread is done.
+
+- plain: as many files of the same sizes, each written and synced, without folder, rename, checksum or deletion.
+
 - torch.save: one file of the same tensors, synced.
 
-Two models: mnist_ddp's with SGD's momentum, and one of 200 MB without optimizer state. The ratios are of save. Run it
-with a Python that has apps/mnist_ddp's requirements.
+The script times two models: mnist_ddp's with SGD's momentum, and one of 200 MB without optimizer state. The ratios are
+of save. Run it with a Python that has apps/mnist_ddp's requirements.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, fol
         for name in names[number % 3 :] + names[: number % 3]:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            os.sync()  # nobody pays for what the one before left
+            os.sync()  # so that no contestant pays for the previous one's writes
             begun = time.perf_counter()
             contestants[name]()
             taken[name].append(1000 * (time.perf_counter() - begun))

@@ -1,15 +1,16 @@
-"""What makes mnist_ddp's training step faster on CPU, and what does not.
+"""Time changes that may make mnist_ddp's training step faster on CPU.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/ddp_step.py [--rounds 25] [--compile]
-    ... benchmarks/ddp_step.py --check      # times nothing: are the gradients of the variants with a hook right?
+    ... benchmarks/ddp_step.py --check      # check the gradients of the variants with a hook; time nothing
 
 All variants take turns in one job, on the same resident batches of 128 real digits over all ranks. Times are medians,
 in milliseconds; ratios to the plain step (contiguous tensors, stock DDP and SGD) are of each round. ``--compile`` adds
 torch.compile, which needs a C++ compiler.
 
-The variants with a hook replace DDP's all-reduce by sums in the order of ranks, the same to the bit wherever a gradient
-lies in a bucket; from 3 ranks on a ring's are not. All gradients of this model are in one bucket, of 87 KB.
+The variants with a hook replace DDP's all-reduce by sums in the order of ranks. These are bitwise equal wherever a
+gradient lies in a bucket; a ring's sums are not, from 3 ranks on. All gradients of this model are in one bucket, of
+87 KB.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: in
 
 
 def check(shards: Shards) -> str:
-    """Raises where a hook's gradient is not DDP's but for rounding, or differs in a bit between buckets or passes."""
+    """Raise if a hook's gradient differs from DDP's by more than rounding, or in a bit between buckets or passes."""
     stock = gradients(shards, DistributedDataParallel, 1)
     sizes = (0.001, 0.03, 25)  # MB of a bucket: a gradient or two in each, some, all
     ways = [(size, passes) for size in sizes for passes in (1, 2, 3)]

@@ -1,16 +1,18 @@
-"""How long a sharded checkpoint holds gpt_fsdp's step up, beside each rank's writing its own bytes.
+"""Time how long a sharded checkpoint delays gpt_fsdp's step, against each rank writing its own bytes.
 
     OMP_NUM_THREADS=1 .venvs/gpt_fsdp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/fsdp_checkpoint.py [--rounds 15] [--dir FOLDER]
 
-In turns, on the same disk (--dir; by default a temporary folder under runs/), all ranks at once:
+The contestants take turns, on the same disk (--dir; by default a temporary folder under runs/), all ranks at once:
 
-- save: what `ShardedRun.save` does between two steps: the parts of model and optimizer as arrays, their digests, each
-  rank's files on the disk, and the exchange of what is in them. Rank 0's thread then writes the manifest, renames the
-  folder and deletes the oldest of two while training goes on: *whole* is the time until that is done;
-- plain: each rank writes and syncs as many files of the same sizes, and tells nobody.
+- save: the work of `ShardedRun.save` between two steps. It makes arrays of the parts of model and optimizer and their
+  digests, writes each rank's files to the disk, and exchanges the lists of their contents. Rank 0's thread then writes
+  the manifest, renames the folder and deletes the oldest of two. Training continues meanwhile; *whole* is the time
+  until the thread is done.
 
-Milliseconds over the rank that took longest; medians, and the range; ratios are of each round.
+- plain: each rank writes and syncs as many files of the same sizes, without an exchange.
+
+Times are milliseconds of the slowest rank, as medians and the range. Ratios are of each round.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[st
         for name in list(contestants)[:: 1 if number % 2 else -1]:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            os.sync()  # nobody pays for what the one before left
+            os.sync()  # so that no contestant pays for the previous one's writes
             dist.barrier()
             begun = time.perf_counter()
             contestants[name]()

@@ -1,9 +1,9 @@
-"""What gpt_fsdp's training step takes beside the same model in plain FSDP2, and in DDP.
+"""Time gpt_fsdp's training step against the same model in plain FSDP2, and in DDP.
 
     OMP_NUM_THREADS=1 .venvs/gpt_fsdp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/fsdp_step.py [--rounds 15] [--keep-memory]
 
-All take turns in one job, on batches of their own. Times are medians in milliseconds, over the rank that took longest;
+All take turns in one job, on batches of their own. Times are medians in milliseconds, of the slowest rank;
 ratios to the app's step are of each round. ``--keep-memory`` keeps the C library's defaults for memory (see
 distributed.release_memory_early).
 """

@@ -1,12 +1,12 @@
-"""What becomes of a job whose launcher, started without the launch script, gets a signal.
+"""Send a signal to a job's launcher, started without the launch script, and report how the job ends.
 
     python3.11 benchmarks/launcher_signals.py mnist_ddp lenet_paddle     # the table of docs/signals.md, of these apps
     PYTHON=/path/to/python python3.11 benchmarks/launcher_signals.py mnist_horovod
 
-Each launcher starts two ranks of the app and gets TERM, INT or USR1 once they train. Told are its exit code, the
-seconds after which the last rank was gone, and whether the ranks had saved the step at which they
-stopped. The environments are .venvs/<app>, made by the app's launch script; with PYTHON that one is used. A launcher
-that is not there is left out.
+Each launcher starts two ranks of the app and gets TERM, INT or USR1 once they train. The table
+shows its exit code, the seconds until the last rank was gone, and whether the ranks had saved the step at which they
+stopped. The environments are .venvs/<app>, made by the app's launch script; PYTHON selects another one. Launchers that
+are not installed are left out.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""ResNet-50's training step on CPU: MindSpore at several settings beside torchvision, from the same weights.
+"""Time ResNet-50's training step on CPU: MindSpore at several settings beside torchvision, from the same weights.
 
-It prints a table in Markdown, and what MindSpore's step spends its time on. MindSpore and torch each have an
+The script prints a table in Markdown, and a breakdown of the time of MindSpore's step. MindSpore and torch each have an
 environment:
 
     bash scripts/run_resnet50_mindspore.sh 1 --max-steps 0        # makes .venvs/resnet50_mindspore
     python3.11 -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 torchvision==0.28.0
     .venvs/resnet50_mindspore/bin/python benchmarks/resnet50_step.py --torch /tmp/torch/bin/python
 
-Each setting is a process of its own, one after another, `--rounds` times over, so that what else the machine does is
-spread over all. The processor time of all threads is shown beside the elapsed time: it is the steadier of the two.
+Each setting is a process of its own, one after another, `--rounds` times over, so that the machine's other
+load is spread over all. The table shows the processor time of all threads beside the elapsed time, which varies more.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> None:
         print("ANSWER", json.dumps(answer), flush=True)
         os._exit(0)
 
-    # What it is called, how it is run, oneDNN's instruction set, threads.
+    # Name, mode, oneDNN's instruction set, threads.
     settings = [
         ("MindSpore, graph (the app's default)", "graph", "app", 1),
         ("MindSpore, graph, 2 threads", "graph", "app", 2),

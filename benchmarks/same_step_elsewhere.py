@@ -3,15 +3,15 @@
     bash scripts/test.sh -e elsewhere       # makes the environment, and draws docs/same_step_elsewhere
 
 Every program trains the same network from the same initial weights on the same images (synthetic-cifar10: 1,024, and
-256 for the test), with the same seed and global batch, in two micro-batches, as many updates: batch normalisation,
-dropout, crops and flips, label smoothing, clipping, SGD, cosine. Theirs divide the batch by the number of ranks, which
-is what their guides ask for. Each program is then compared with itself at 1 rank: the losses of its updates (the mean
-over the samples of all ranks, before the update), the samples of each update, the learning rates, and the accuracy that
-it says it has.
+256 for the test). Seed, global batch and number of updates are the same, in two micro-batches. The training has batch
+normalization, dropout, crops and flips, label smoothing, clipping, SGD and a cosine schedule. The libraries' programs
+divide the batch by the number of ranks, as their guides ask. The script then compares each program with itself at 1
+rank. It compares the losses of the updates (the mean over the samples of all ranks, before the update), the samples of
+each update, the learning rates, and the reported accuracy.
 
-elsewhere/*_loop.py are the programs, in float64, so that rounding is not what differs. "Switches" are those by which a
-library comes closer; "plain" is without batch normalisation, dropout and augmentation: what then differs is not the
-model's. ``--output NAME`` writes the table into NAME.md, between its two marks if it is there, and NAME.png.
+The programs are elsewhere/*_loop.py, in float64, so that rounding causes no difference. "Switches" are the options by
+which a library comes closer. "Plain" is without batch normalization, dropout and augmentation, so that the model causes
+no difference. ``--output NAME`` writes the table into NAME.md, between its two marks if it is there, and NAME.png.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of 
 
 @dataclass(frozen=True)
 class Program:
-    """One row: what is started with which options; ``drawn`` are in the picture's panels of losses."""
+    """One row: a program and its options. Those with ``drawn`` are in the picture's panels of losses."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Training:
-    """What one program did at one number of ranks, and the examples that it counted in its test."""
+    """One program's training at one world size, and the examples that its test counted."""
 
     updates: list[Update]
     accuracy: float
@@ -79,7 +79,7 @@ class Training:
 
 
 def start(command: list[str], folder: Path, n: int) -> None:
-    """Run to the end, or exit with what it said; nothing of it is left behind."""
+    """Run a command to the end, or exit with its output. No process of it remains."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch scripts would choose
@@ -185,7 +185,7 @@ def differences(one: Training, other: Training) -> list[float]:
 
 
 def alike(one: Training, other: Training) -> int:
-    """How many updates there were before the first whose loss was not that at 1 rank, but for a millionth."""
+    """Return the number of updates before the first whose loss differs from 1 rank's by more than a millionth."""
     found = differences(one, other)
     return next((k for k, each in enumerate(found) if each > 1e-6), len(found))
 

@@ -6,7 +6,7 @@ DistributedSampler makes a list of the whole epoch's order before it gives the f
 computes the indices that are asked for, and stores nothing. Both shuffle, for a job of one rank; each measurement is a
 fresh process, in which the clock starts, and memory is counted, after the imports. DistributedSampler is run up to
 10,000,000 samples; whether more would fit into this machine's memory follows from the bytes a sample measured there.
-The memory of sharding is that of batches of 128; a block needs some arrays of its own size, whatever the samples.
+The memory of sharding is measured with batches of 128. A block needs some arrays of its own size at any sample count.
 Without torch in this Python its columns are empty.
 """
 
@@ -39,7 +39,7 @@ def resident(field: str) -> float:
 
 
 def measure_sharding(n: int, seconds: float) -> Figures:
-    """What a process measures of itself, for an epoch of ``n`` samples."""
+    """Measure speed and memory of this process, for an epoch of ``n`` samples."""
     import numpy as np
     from samestep.sharding import GlobalBatches, permute
 
@@ -67,7 +67,7 @@ def measure_sharding(n: int, seconds: float) -> Figures:
 
 
 def measure_sampler(n: int) -> Figures:
-    """The same of torch's sampler: its speed is that of one whole epoch, the making of its list included."""
+    """Measure torch's sampler in the same way. Its speed is over one whole epoch, with the making of its list."""
     from torch.utils.data import Dataset, DistributedSampler
 
     class Samples(Dataset[int]):

@@ -3,10 +3,10 @@
     python benchmarks/start_up.py [--rounds 7] [--ranks 2] [--venv] [--quick] [--json FILE]
 
 The launch script checks the call, finds and verifies the data, locks the run dir, looks for a checkpoint, and watches
-over the job; bare torchrun starts a minimal script: meet, a model of the same size in DDP, one step. Both run with this
-Python (with --venv: that of .venvs/mnist_ddp), with as many threads, and are seen to have taken their first step by a
-file that rank 0 writes. Interleaved rounds, after one start of each that is not counted: the environment and the data
-are in place, and the files in the system's cache.
+over the job. Bare torchrun starts a minimal script: rendezvous, a model of the same size in DDP, one step. Both run
+with this Python (with --venv, that in .venvs/mnist_ddp) and as many threads. Rank 0 writes a file after the first step.
+The rounds are interleaved, after one uncounted start of each: the environment and the data are in place, and the files
+in the system's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def bare(first_step: Path) -> None:
-    """What a rank of the bare job runs."""
+    """Run a rank of the bare job."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F

@@ -109,7 +109,7 @@ def main() -> None:
         "neither, and Lightning's broadcast": variant(False, False, True),
     }
     taken: dict[str, list[float]] = {name: [] for name in loops}
-    for each in range(rounds + 1):  # the first is to warm up
+    for each in range(rounds + 1):  # the first warms up
         first = each % len(loops)  # who comes first changes
         for name in [*loops][first:] + [*loops][:first]:
             begun = time.perf_counter()

@@ -1,31 +1,37 @@
-"""Samples a second of the apps, beside the loops that people copy, their peers, and the compute limit.
+"""Measure samples/s of the apps, beside the loops that people copy, their peers, and the compute limit.
 
     python3.11 benchmarks/throughput.py                        # all; some hours on 2 cores
     python3.11 benchmarks/throughput.py --apps mnist_ddp --ranks 1,2 --rounds 3
     python3.11 benchmarks/throughput.py --apps mnist_ddp --contestants app,limit
 
-On the same machine, in one run, in interleaved rounds: the same model, the same global batch, the same number of steps
-on the same images, with the same number of threads a rank. They are 60,000 digits (the embedded ones, repeated), and
-for cifar_ddp 50,000 made-up images (synthetic-cifar10, repeated), cropped and flipped by all. Start-up, the first
-steps, evaluation and checkpoints are outside of what is timed, for everybody.
+The contestants run on the same machine, in one run, in interleaved rounds. Model, global batch, number of steps,
+images, and threads per rank are the same. The images are 60,000 digits (the embedded ones, repeated), and for cifar_ddp
+50,000 made-up images (synthetic-cifar10, repeated), cropped and flipped by all. The time of no contestant includes
+start-up, the first steps, evaluation or checkpoints.
 
-- *textbook*: the training loop of the framework's own tutorial or example: per-sample transforms, a DataLoader with
-  the faster of 0 and 2 workers (Paddle's aborts with any), DistributedSampler (loops/textbook_ddp.py, loops/<app>.py);
-- *accelerate*, *lightning*: the same layers and data set through Accelerator.prepare and through a Trainer, likewise
-  with the faster of 0 and 2 workers (loops/accelerate_loop.py, loops/lightning_loop.py);
-- *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl;
-- *limit*: the app's own step fed its own first 32 batches, which are in memory, normalised, before the clock starts;
-  nothing is sampled, logged or saved;
-- *plain-limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, which is what the step costs before
-  anything is done to be fast;
+- *textbook*: the training loop of the framework's own tutorial or example (loops/textbook_ddp.py, loops/<app>.py). It
+  has per-sample transforms, DistributedSampler, and a DataLoader with the faster of 0 and 2 workers. Paddle's aborts
+  with any worker.
+
+- *accelerate*, *lightning*: the same layers and dataset through Accelerator.prepare and through a Trainer, likewise
+  with the faster of 0 and 2 workers (loops/accelerate_loop.py, loops/lightning_loop.py).
+
+- *app*: the app as its launch script starts it, with its default options, timed by its own metrics.jsonl.
+
+- *limit*: the app's own step on its own first 32 batches, normalized in memory before the clock starts. The step
+  samples, logs and saves nothing.
+
+- *plain-limit* (mnist_ddp): the same with contiguous tensors and stock DDP and SGD, as the step costs before any
+  optimization.
+
 - *fused-limit* (mnist_horovod): the same with hvd.DistributedOptimizer and Horovod's own tensor fusion.
 
-Where the fastest round of a contestant is over 1.3 times its slowest, the row is measured again, up to --attempts; the
-attempt of the least spread is shown, and its number of attempts.
+If the fastest round of a contestant is over 1.3 times its slowest, the row is measured again, up to --attempts. The
+table shows the attempt of the least spread, and its number of attempts.
 
-The environments are .venvs/benchmark-<app>, made by the first run; with PYTHON=/path/to/python that one is used as it
-is (--png then needs matplotlib there; accelerate and lightning need their packages). torchvision, whose import needs a
-cure beside a CPU torch, is in a folder that the loops alone see.
+The first run makes the environments .venvs/benchmark-<app>. PYTHON=/path/to/python selects another one as it is.
+There --png needs matplotlib, and accelerate and lightning need their packages. torchvision, whose import needs a fix
+beside a CPU torch, is in a folder that only the loops see.
 """
 
 from __future__ import annotations
@@ -95,7 +101,7 @@ CONTESTANTS = tuple(dict.fromkeys(contestant for row in APPS.values() for contes
 
 
 def environment(app: str) -> str:
-    """The Python that runs ``app`` and what stands beside it."""
+    """Return the Python that runs ``app`` and its competitors."""
     if "PYTHON" in os.environ:
         return os.environ["PYTHON"]
     folder = ROOT / ".venvs" / f"benchmark-{app}"
@@ -213,7 +219,7 @@ Speeds = dict[str, list[float]]  # of each contestant, round by round
 
 
 def spread(speeds: Speeds) -> float:
-    """The fastest round divided by the slowest, of the contestant of which that is most."""
+    """Return the largest ratio of a contestant's fastest round to its slowest."""
     return max(max(values) / min(values) for values in speeds.values())
 
 

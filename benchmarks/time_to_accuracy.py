@@ -1,19 +1,21 @@
-"""Seconds until 0.90 of Fashion-MNIST's test set, of cifar_ddp and of the loop that people copy.
+"""Measure the seconds to 0.90 accuracy on Fashion-MNIST's test set, for cifar_ddp and the loop that people copy.
 
     python3.11 benchmarks/time_to_accuracy.py              # N = 1 and 2, twice: about 20 minutes on 2 cores
     python3.11 benchmarks/time_to_accuracy.py --augment    # both crop and flip
-    python3.11 benchmarks/time_to_accuracy.py --shares     # what each setting has of it
+
+    python3.11 benchmarks/time_to_accuracy.py --shares     # each setting's share
     python3.11 benchmarks/time_to_accuracy.py --inputs     # --input memory beside --input loader --workers 2
 
-- *app*: cifar_ddp as its launch script starts it, with the options RECIPE, timed by its own metrics.jsonl;
-- *textbook*: the same layers in the same order and batches of the same size, by torchvision's data set with transforms
-  of one sample at a time, a DataLoader with --workers, DistributedSampler, BatchNorm2d, Adam at 1e-3 without a
-  schedule, float32, contiguous (loops/time_to_accuracy.py).
+- *app*: cifar_ddp as its launch script starts it, with the options RECIPE, timed by its own metrics.jsonl.
 
-They take turns, with the same threads a rank, and evaluate the whole test set on the same grid: every 100 steps, and at
-each epoch's end. Seconds are of the clock, from the first step to the end of the first evaluation that reached the
-target, with all evaluations until then; start-up is outside, for both. The textbook loop is given up after --cap times
-the app's seconds, and then told as "> x".
+- *textbook*: the same layers in the same order, and batches of the same size (loops/time_to_accuracy.py). It has
+  torchvision's dataset with per-sample transforms, a DataLoader with --workers, DistributedSampler, BatchNorm2d, and
+  Adam at 1e-3 without a schedule, in float32, contiguous.
+
+They take turns, with the same threads per rank, and evaluate the whole test set on the same grid: every 100 steps, and
+at each epoch's end. Seconds are wall-clock time from the first step to the end of the first evaluation that reached the
+target, with all evaluations until then. Start-up does not count for either. The script stops the textbook loop after
+--cap times the app's seconds, and then reports "> x".
 
 Fashion-MNIST is Debian's package dataset-fashion-mnist, or --data-dir/fashion-mnist. The environment is
 .venvs/cifar_ddp, or with PYTHON=/path/to/python that one as it is.
@@ -44,8 +46,8 @@ RECIPE = ["--schedule=linear", "--warmup-steps=20", "--lr=0.1", "--ema=0.98", "-
 RECIPE += [f"--global-batch-size={BATCH}"]
 PLAIN = ["--no-augment", "--epochs=1"]
 AUGMENTED = ["--augment", "--epochs=2"]
-# Each setting, and the options by which it is away; the names without any are those of loops/time_to_accuracy.py.
-# Those of SAME take the same steps but for rounding: their steps to the target are the recipe's.
+# Each setting, and the options that turn it off. loops/time_to_accuracy.py defines the names without options.
+# The settings in SAME take the recipe's steps up to rounding, so they reach the target at the same step.
 SHARES = {
     "the recipe": [],
     "contiguous": [],
@@ -95,7 +97,7 @@ def unpack(data_dir: Path, folder: Path, python: str) -> None:
 
 
 def run(command: list[str], folder: Path, n: int, python: str) -> None:
-    """One job, of which nothing is left when this returns."""
+    """Run one job, and return once all its processes are gone."""
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // n)),  # what the launch script would choose
@@ -129,7 +131,7 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 class Bench:
-    """What all runs share; each is in a folder of its own."""
+    """The state that all runs share; each run has a folder of its own."""
 
     def __init__(self, options: argparse.Namespace, data: Path, python: str) -> None:
         self.options, self.data, self.python = options, data, python
@@ -169,7 +171,7 @@ class Bench:
         return self.reached(self.loop(n, *words, *(["--augment"] if self.options.augment else [])))
 
     def loop(self, n: int, *words: str) -> Any:
-        """What loops/time_to_accuracy.py found."""
+        """Return the results of loops/time_to_accuracy.py."""
         with tempfile.TemporaryDirectory() as name:
             folder, out = Path(name), Path(name) / "found.json"
             command = [self.python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
@@ -216,7 +218,7 @@ def compare(bench: Bench) -> None:
 
 
 def shares(bench: Bench) -> None:
-    """Each setting taken away by itself, at one rank: what a step then takes, and what the target."""
+    """Turn off each setting by itself, at one rank, and time a step and the target without it."""
     variants = {name: [*RECIPE, *PLAIN, *words] for name, words in SHARES.items()}
     together = {
         name: words for name, words in variants.items() if "loader" not in name
@@ -240,7 +242,7 @@ def shares(bench: Bench) -> None:
             cells += ["the same", "", f"{1 / ratio:.2f}, as a step"]
         else:
             most = recipe["seconds"] * bench.options.cap if recipe else LIMIT
-            # A constant rate has no horizon: it may go on until the cap.
+            # A constant rate has no horizon, so it may continue until the cap.
             more = ["--epochs=9"] if "--schedule=constant" in words else []
             variant = json.dumps({name: [*words, *more]})
             found = bench.reached(bench.loop(1, "app", f"--variants={variant}", f"--max-seconds={most}")[name])

@@ -5,7 +5,7 @@
 The launch script runs both with this Python, which needs mlflow (not mlflow-skinny). Each step writes a line of
 metrics.jsonl, and every 50th a checkpoint, which is more than runs usually do. The milliseconds per step are the
 seconds in a run's result, divided by its steps. Rounds are interleaved, and a ratio is of the two runs of one round.
-The server has the lowest priority, as the process beside the job has: it stands for a server on another machine.
+The server simulates one on another machine, so it has the lowest priority, as the process beside the job has.
 """
 
 from __future__ import annotations

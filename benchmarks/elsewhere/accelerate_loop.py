@@ -1,8 +1,8 @@
-"""Hugging Face Accelerate, as its guides write it. Started by torchrun.
+"""Train with Hugging Face Accelerate, as its guides write it. Started by torchrun.
 
-The loop is that of "Performing gradient accumulation", the length of the schedule that of its
-examples/by_feature/gradient_accumulation.py, the evaluation that of examples/cv_example.py, the batch size of a rank
-what "Comparing performance between different device setups" asks for.
+The loop comes from "Performing gradient accumulation", and the length of the schedule from Accelerate's
+examples/by_feature/gradient_accumulation.py. The evaluation comes from examples/cv_example.py. The batch size of a rank
+follows "Comparing performance between different device setups".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     loading = DataLoaderConfiguration(split_batches=options.switches, use_seedable_sampler=options.switches)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate, dataloader_config=loading)
     set_seed(options.seed)
-    # With split_batches a loader's batch is that of all ranks, without it that of one.
+    # With split_batches a loader's batch is all ranks' batch; without it, one rank's.
     batch_size = options.batch // options.accumulate // (1 if options.switches else accelerator.num_processes)
     train_dataloader = DataLoader(Cifar(True, not options.plain), batch_size, shuffle=True)
     eval_dataloader = DataLoader(Cifar(False, False), batch_size)

@@ -1,8 +1,8 @@
-"""PyTorch Lightning, as its guides write it. It starts its other ranks itself.
+"""Train with PyTorch Lightning, as its guides write it. Lightning starts its other ranks itself.
 
-The module is that of the tutorial "PyTorch Lightning CIFAR10"; accumulation and clipping are the Trainer's; the length
-of the schedule is ``estimated_stepping_batches``, as documented; the batch size of a device is what "GPU training
-(FAQ)" asks for "if you want distributed training to work exactly the same as single GPU training".
+The module comes from the tutorial "PyTorch Lightning CIFAR10". The Trainer accumulates and clips. The length of the
+schedule is ``estimated_stepping_batches``, as documented. The batch size of a device follows "GPU training (FAQ)", "if
+you want distributed training to work exactly the same as single GPU training".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the two programs beside this one have in common: arguments, model, data, and a record of what was trained on."""
+"""Share arguments, model, data and a record of the training data between the two programs beside this file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10, a
 
 
 def arguments() -> argparse.Namespace:
-    """What same_step_elsewhere.py says to each rank. Both programs compute in float64."""
+    """Parse the options that same_step_elsewhere.py passes to each rank. Both programs compute in float64."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True, help="samples of an update, over all ranks")
@@ -78,7 +78,7 @@ class Cifar(Dataset[tuple[Tensor, int, int]]):
 
 
 class Record:
-    """What one rank trained on, micro-batch by micro-batch, and what it then found."""
+    """Record one rank's samples, micro-batch by micro-batch, and its results."""
 
     def __init__(self) -> None:
         self._trained: list[dict[str, Any]] = []

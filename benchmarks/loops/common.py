@@ -1,4 +1,4 @@
-"""What the loops beside the apps share: their arguments, and the clock that all of them look at."""
+"""Share the arguments and the clock of the loops beside the apps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESIDENT = 32  # batches of a compute limit, in memory before the clock starts, 
 
 
 def arguments() -> argparse.Namespace:
-    """What throughput.py says to each rank of a loop."""
+    """Parse the options that throughput.py passes to each rank of a loop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", help="the contestant")
     parser.add_argument("--task", choices=("mnist", "cifar10"), default="mnist", help="of the torch loops")

@@ -1,6 +1,6 @@
-"""What the torch loops beside the apps train, as tutorials write it: a data set of one sample at a time, and a model.
+"""Define the torch loops' task beside the apps, as tutorials write it: a dataset of one sample at a time, and a model.
 
-The layers, the loss and the optimizer are those of the app with its default options.
+The layers, the loss and the optimizer are the app's with its default options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Task:
 
 
 class Cifar(Dataset[tuple[Any, int]]):
-    """What torchvision's CIFAR10 gives, a PIL image through a transform, without its pickles."""
+    """Return the items of torchvision's CIFAR10, a PIL image through a transform, without its pickles."""
 
     def __init__(self, folder: Path) -> None:
         common.torchvision_that_imports()

@@ -30,7 +30,7 @@ AT_ONCE = 5  # steps of a variant that are timed together
 
 
 def arguments() -> argparse.Namespace:
-    """What time_to_accuracy.py says to each rank."""
+    """Parse the options that time_to_accuracy.py passes to each rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("textbook", "app", "steps"))
     parser.add_argument("--data", type=Path, required=True, help="holds FashionMNIST/raw")
@@ -185,7 +185,7 @@ class AppLoop:
 
 
 def changed(model: Any, name: str) -> nn.Module:
-    """The app's `small` with what ``name``, one of OTHERS, says."""
+    """Return the app's `small` with the change ``name``, one of OTHERS."""
     if name == "contiguous":
         nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     if name in ("torch's norm", "pool last"):

@@ -1,4 +1,4 @@
-"""One job of a program: started, watched by what its ranks tell, harmed, and ended with all that it left."""
+"""Start one job of a program, watch its ranks' logs, inject a fault, and end all its processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Step:
 
 @dataclass
 class Told:
-    """What the ranks of a job, or of several in turn, have told: of each rank the processes that were it, in order."""
+    """The logs of the ranks of a job, or of several in turn: for each rank, its processes' logs in order."""
 
     ranks: dict[int, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
@@ -69,9 +69,9 @@ class Told:
         return sorted(every, key=lambda each: float(each["time"]))
 
     def lineage(self) -> dict[Position, list[list[int]]]:
-        """Of the weights at the end: of each update, as often as it was made, the samples of all its ranks.
+        """Return the updates behind the final weights: for each, as often as it was made, the samples of all its ranks.
 
-        A process that restored a checkpoint goes on from the newest one saved before it; one that did not begins anew.
+        A process that restored a checkpoint resumes from the newest one saved before it; any other starts from scratch.
         """
         history: dict[int, list[Step]] = {}
         saves, restores = self.events("saved"), self.events("restored")
@@ -82,7 +82,7 @@ class Told:
                 before = [s for s in saves if local and s["time"] < local[0]["time"]]
                 if local and before:
                     last = (before[-1]["epoch"], before[-1]["batch"])
-                    # What was made of the newest checkpoint's steps, once: a later process may have made them anew.
+                    # Keep the newest checkpoint's steps once, as a later process may have repeated them.
                     end = max((i for i, step in enumerate(kept) if step.position == last), default=-1)
                     kept = kept[: end + 1]
                 else:
@@ -117,10 +117,10 @@ class Told:
 
 
 def marked(mark: str, sessions: Collection[int]) -> list[int]:
-    """The processes that carry the mark in their environment, whoever their parent is by now; not zombies.
+    """Return the processes with the mark in their environment, whatever their parent is by now; no zombies.
 
-    What has given itself another title, as Ray's agents do, may have written it over its environment: those are known
-    by the session that they are of, one of ``sessions``.
+    A process that changed its title, as Ray's agents do, may have overwritten its environment. Its session, one of
+    ``sessions``, identifies it.
     """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -154,7 +154,7 @@ class Job:
         return marked(self.mark, [each.pid for each in self.launchers + self.services])
 
     def done(self) -> bool:
-        """Whether each launcher that is to end has."""
+        """Return whether all launchers that should end have ended."""
         return all(each.poll() is not None for each in self.launchers)
 
     def wait(self, until: Callable[[], bool], limit: float) -> bool:
@@ -183,7 +183,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Start:
-    """A process of a job: its command, and what its environment has besides ours."""
+    """A process of a job: its command, and its additions to our environment."""
 
     command: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)

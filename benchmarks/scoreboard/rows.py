@@ -1,4 +1,4 @@
-"""The rows of the scoreboard: a fault, or a question, and what one program did, in a few words and numbers."""
+"""The rows of the scoreboard: a fault, or a question, and one program's result, in a few words and numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pathlib import Path
 from job import Job, Told, started
 from subjects import Setting, Subject, steps_taken
 
-LIMIT = 300.0  # seconds for a job, which takes 10 to 60 by itself
-GRACE = 5.0  # seconds after a job's end for what it started to end too
-IN_FLIGHT = 3  # steps that ranks may record after a fault although none continues
-WAIT_NOTICE_AFTER = 45.0  # seconds after a fault for something to come of it
-EPOCHS, MIDDLE = 3, 0.75  # where the fault strikes: early in the last epoch of three
+LIMIT = 300.0  # seconds for a job, which takes 10 to 60 by itself.
+GRACE = 5.0  # Seconds after a job's end until its processes must have ended too.
+IN_FLIGHT = 3  # Steps that ranks may record after a fault although none continues.
+WAIT_NOTICE_AFTER = 45.0  # Seconds after a fault for an effect.
+EPOCHS, MIDDLE = 3, 0.75  # The fault strikes early in the last epoch of three.
 
 
 class NotDoneError(Exception):
-    """A job did not come to where its fault was to strike: nothing is to be told."""
+    """A job did not reach the point of its fault, so the cell has no result."""
 
 
 @dataclass
@@ -342,7 +342,7 @@ def other_n(place: Place) -> str:
 
 
 def epoch_at_3(place: Place) -> tuple[str, Told, str]:
-    """One epoch at 3 ranks, in batches of 500: what went wrong, what it told, and what it said."""
+    """Run one epoch at 3 ranks, in batches of 500, and return its error, its log and its output."""
     shared = place.shared / f"{place.subject.name}-at-3"
     if shared.exists():
         folder = shared
@@ -374,7 +374,7 @@ def evaluation(place: Place) -> str:
 
 
 def odd_batch(place: Place) -> str:
-    """A global batch of 500 at 3 ranks, one epoch: the sizes of its updates, and what of the data was in them."""
+    """Report the sizes of the updates and their share of the data: a global batch of 500, 3 ranks, one epoch."""
     wrong, told, _ = epoch_at_3(place)
     if wrong:
         return wrong

@@ -1,12 +1,13 @@
-"""What becomes of the examples that people copy, and of ours, when something fails?
+"""Measure what a failure does to the examples that people copy, and to ours.
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
     bash scripts/test.sh -e scoreboard     # all of them, into cells.json and the page
+
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
 
-Each example is the file that its authors wrote, at the commit that its origin.json names, downloaded from there and
-known by its SHA-256; what we change in it (where data come from, how long it trains, CPU in place of a GPU, and lines
-that tell what happens) is its samestep.ed.
+Each example is its authors' file, downloaded at the commit that its origin.json names, and verified by its SHA-256. Its
+samestep.ed holds our changes: the source of the data, the length of the training, CPU in place of a GPU, and lines that
+log events.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: what, when
 def cell(subject: Subject, row: str, shared: Path, given: Path | None = None, keep: Path | None = None) -> str:
     """Measure one cell, in a temporary folder, or in ``keep``, which must not be there.
 
-    ``shared`` is a folder for what several cells need.
+    ``shared`` is a folder for files that several cells need.
     """
     rows.GIVEN = given
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary:
@@ -80,7 +81,7 @@ def command(subject: str, row: str) -> str:
 
 
 def table(cells: Cells) -> str:
-    """A table of each row: who, what happened; and with what, where and when."""
+    """Return a table for each row with programs and results, then machines, versions, dates and load."""
     lines = []
     for row, (title, _) in ROWS.items():
         if row not in cells:

@@ -1,8 +1,8 @@
-"""The examples as their authors wrote them: downloaded once, known by their SHA-256, and changed as we say.
+"""Download the authors' examples once, verify their SHA-256, and apply our changes.
 
-Their code is not in this repository. ``<name>/origin.json`` says where a file is and which it must be;
-``<name>/samestep.ed`` says what is changed, as an ed script (``diff -e`` makes one): line numbers of the original,
-and the lines of ours that take their place. As the original is known to the byte, line numbers are exact.
+Their code is not in this repository. ``<name>/origin.json`` gives a file's address and SHA-256. ``<name>/samestep.ed``
+gives our changes as an ed script (``diff -e`` makes one): line numbers of the original, and the lines that replace
+them. The line numbers are exact because the SHA-256 fixes every byte of the original.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """One file of an example, and what it is called in the folder in which it is run."""
+    """One file of an example, and its name in the folder of the run."""
 
     repository: str  # owner/name, on GitHub
     commit: str
     path: str
     sha256: str
     name: str
-    edits: str = ""  # the ed script's file name; empty: it is run as it is
-    package: str = ""  # the wheel that has it at this path, in place of a commit
+    edits: str = ""  # the ed script's file name; empty for an unchanged file
+    package: str = ""  # the wheel that has it at this path, instead of a commit
 
     @property
     def url(self) -> str:
@@ -99,7 +99,7 @@ def fetch(file: File, given: Path | None = None) -> str:
 
 
 def apply(text: str, script: str) -> str:
-    """What an ed script makes of a text. It may hold a (after), c (change) and d (delete), the last line first.
+    """Apply an ed script to a text. It may hold a (after), c (change) and d (delete), the last line first.
 
     Raises:
         ValueError: another command, lines that are not there, or commands in another order.

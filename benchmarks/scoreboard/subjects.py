@@ -1,4 +1,4 @@
-"""Who is on the scoreboard, and how each is started: as its own pages say."""
+"""List the programs of the scoreboard, and start each as its own pages describe."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def torchrun(n: int, *program: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a job trains: ``batch`` is the whole job's, which most of the examples divide by the number of ranks."""
+    """The settings of a job. ``batch`` is the whole job's; most of the examples divide it by the world size."""
 
     n: int
     epochs: int
     batch: int
-    timeout: int = 0  # seconds after which ours is to see that it stands still, if not its default
+    timeout: int = 0  # seconds until our app must detect a hang, if not its default
 
 
 class Subject:
-    """A program of the scoreboard. What is not true of one its class says."""
+    """A program of the scoreboard. Its class overrides the defaults that do not apply."""
 
     name: str
     packages: Sequence[str] = ("torch",)
     examples = 4000  # that it trains on
     saves = True  # checkpoints
     eval_group = True
-    tests = 1000  # examples that its evaluation is of
-    batch = 480  # of the whole job: few steps an epoch, as each is slow where other work is on the machine
-    heals = False  # what a rank lost it gets from the others: a new process does not begin anew
+    tests = 1000  # examples of its evaluation.
+    batch = 480  # Of the whole job. Few steps per epoch, as other work on the machine slows each one.
+    heals = False  # Whether a restarted process gets the lost state from the other ranks.
     epochs_told = True
     pause = 0.05
 
@@ -70,7 +70,7 @@ class Subject:
         mnist(folder / "data" / "MNIST" / "raw")
 
     def starts(self, setting: Setting, folder: Path, again: bool) -> list[Start]:
-        """The processes to start; ``again``: as its user does to go on with a training of the same folder."""
+        """Return the processes to start. With ``again``, resume a training in the same folder, as a user would."""
         raise NotImplementedError
 
     def environ(self, setting: Setting) -> Mapping[str, str]:
@@ -94,7 +94,7 @@ class Subject:
         return setting.epochs * -(-per_rank // (setting.batch // setting.n))
 
     def told(self, folder: Path) -> Told:
-        """What all the jobs of one training told, which were started in turn."""
+        """Return the logs of all jobs of one training, which were started in turn."""
         return Told.read(*sorted(folder.glob("told-?")))
 
     def taken(self, job: Job, folder: Path) -> int:

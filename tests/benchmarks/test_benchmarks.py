@@ -1,4 +1,4 @@
-"""Each benchmark still runs: once, for seconds, with --quick. What it measures then is of no meaning."""
+"""Each benchmark still runs: once, for seconds, with --quick. Its results have no meaning then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What same_step_elsewhere.py makes of what its programs wrote; running them is for the environment `elsewhere`."""
+"""same_step_elsewhere.py evaluates its programs' output; the environment `elsewhere` runs the programs."""
 
 from __future__ import annotations
 

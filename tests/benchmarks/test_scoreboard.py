@@ -1,7 +1,7 @@
-"""The scoreboard: two of its cells for real, and what it makes of what its programs told.
+"""The scoreboard measures two of its cells, and evaluates its programs' logs.
 
-The examples of others need their libraries, and a network for their files: they are for the environment `scoreboard`.
-Here mnist_ddp is killed, and a loop as tutorials write it, which the case has in its text.
+The examples of others need their libraries, and a network for their files, so they run in the environment `scoreboard`.
+These tests kill mnist_ddp, and a loop as tutorials write it, whose text is in the test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the common cases need to know of cifar_ddp."""
+"""Describe cifar_ddp for the common cases."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from harness import ROOT
     [([], 2), *(pytest.param([way], 1, marks=pytest.mark.soak) for way in ("--inputs", "--shares"))],
 )
 def test_the_benchmark_still_runs(data_dir: Path, way: list[str], rows: int) -> None:
-    """Four steps of the app and of what is beside it, whose numbers are of no meaning."""
+    """Four steps of the app and its competitors run; their numbers have no meaning."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "time_to_accuracy.py"), "--quick", f"--data-dir={data_dir}", *way],
         env={**os.environ, "PYTHON": sys.executable},

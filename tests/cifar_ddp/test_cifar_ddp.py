@@ -1,4 +1,4 @@
-"""What is particular to this app: all that a step usually has, the same at any number of ranks and after kills."""
+"""cifar_ddp's own tests: a step with all usual parts is the same at any world size and after kills."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
 
 
 def ends_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    """What two runs that took the same steps have in common: weights, their average, losses, what was evaluated."""
+    """Return the results that equal runs share: weights, their average, losses and evaluations."""
     run_dir = Path(result["run_dir"])
     average = checkpoint.weights_sha256(checkpoint.load_weights(run_dir / "model-ema.safetensors"))
     return result["weights_sha256"], average, losses(run_dir), result["test_loss"], result["test_accuracy"]
@@ -431,7 +431,7 @@ def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
     right = [told.pop(f"{divided}: none") for divided in ("ranks", "micro-batches", "resumed")]
     assert max(right) < 1e-12
     assert right[-1] == 0
-    # What the README says, which another processor or torch may round otherwise.
+    # The README's numbers; another processor or torch may round differently.
     assert told.keys() == APART.keys()
     assert all(apart / 3 < told[way] < 3 * apart for way, apart in APART.items()), told
 

@@ -1,6 +1,6 @@
-"""The walk of docs/make_it_yours.md: a copy of cifar_ddp, the page's patches, and what they must not break.
+"""The steps of docs/make_it_yours.md work: the page's patches do not break a copy of cifar_ddp.
 
-That they fit and are counted as the page says is tests/test_walk.py's.
+tests/test_walk.py tests that the patches apply and that the page counts them correctly.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def start(harness: Harness, copy: Path) -> Callable[..., Job]:
     def start(n: int, run_dir: str, *options: str) -> Job:
         folder = harness.folder / run_dir
         script = ["bash", str(copy / "scripts" / "run_my_app.sh"), str(n), f"--run-dir={folder}", *SMALL, *options]
-        # The copy's own core stands before the one that is installed here.
+        # The copy's own core comes before the installed one.
         return harness.start_command(script, folder, copy, PYTHONPATH=str(copy / "core"))
 
     return start
@@ -84,7 +84,7 @@ def result(job: Job) -> dict[str, Any]:
 
 
 def test_the_walk_of_the_page(copy: Path, start: Callable[..., Job], harness: Harness, soak: bool) -> None:
-    """The losses at N = 1 and 2; the metric, beside one that is computed plainly; a killed run's weights."""
+    """Losses at N = 1 and 2 agree, as do the metric and a plain computation, and a killed run's weights."""
     n = 3 if soak else 2
     options = ["--dtype=float64", "--max-steps=24", "--checkpoint-every=3"]
     jobs = [start(ranks, f"exact-{ranks}", *options) for ranks in (1, n)]

@@ -37,7 +37,7 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
 
 @pytest.mark.soak  # the test above covers it in float64
 def test_weights_travel(harness: Harness, ddp: Harness) -> None:
-    """Each evaluates the other's weights to the same accuracy, but for a few float32 scores that nearly tie."""
+    """Each evaluates the other's weights to the same accuracy, except for a few float32 scores that nearly tie."""
     trained = {
         "paddle": harness.train(2, "--dataset=mnist-5k", "--epochs=2"),
         "torch": ddp.train(2, "--dataset=mnist-5k", "--epochs=2", "--optimizer=adam", *TORCH),

@@ -31,9 +31,10 @@ def family(tmp_path: Path) -> Iterator[dict[str, Harness]]:
     ],
 )
 def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[str]) -> None:
-    """At 3 ranks, of which two have no sample in each epoch's last batch; a global batch is no multiple of 2 or 3.
+    """Losses agree at 3 ranks, two of them without a sample in each epoch's last batch.
 
-    mnist_ddp's own curves are compared in tests/common, mnist_lightning's in the matrix in its own environment.
+    The global batch is not a multiple of 2 or 3. tests/common compares mnist_ddp's own curves, and the test suite
+    compares mnist_lightning's in its own environment.
     """
     batch, steps = (125, 100) if soak else (1333, 5)
 

@@ -89,7 +89,7 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
         loads.feed(page.read_text())
         assert loads.found, page
         assert not [address for address in loads.found if re.match(r"\s*['\"]?(https?:)?//", address)], page
-        # What Material's own script fetches on demand: a library for diagrams, and numbers of a repository on GitHub.
+        # Material's own script fetches on demand a library for diagrams, and numbers of a repository on GitHub.
         assert not re.search(r'class="mermaid"|data-md-component="source"', page.read_text()), page
     styles = list(site.rglob("*.css"))
     assert styles

@@ -1,4 +1,4 @@
-"""What the common cases need to know of gpt_fsdp."""
+"""Describe gpt_fsdp for the common cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to this app: the same step at any mesh, and checkpoints of a model that no rank holds."""
+"""gpt_fsdp's own tests: the same step at any mesh, and checkpoints of a model that no rank holds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def size(mesh: str) -> int:
     return dp * tp
 
 
-# The model and its training once more, in one process, from plain torch alone but for the order of samples.
+# The model and its training once more, in one process, from plain torch except for the order of samples.
 PLAIN = """
 import json, math
 from pathlib import Path
@@ -348,11 +348,11 @@ def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
 
 @pytest.mark.soak
 def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[str]) -> None:
-    """Peak memory of each of four ranks, above that of a tiny model's, while it trains, saves, loads, and ends."""
+    """Peak memory of each of four ranks, above a tiny model's, stays limited: training, saving, loading, ending."""
     few = ("--dataset=jargon-64k", "--context=64", "--global-batch-size=4", "--warmup-steps=2", "--checkpoint-every=2")
     idle = peaks(harness, "tiny", [*few, "--layers=1", "--width=32", "--max-steps=1"])
     options = [*few, "--layers=16", "--width=1024", "--heads=16"]
-    for steps in (2, 3):  # the second goes on from what the first saved
+    for steps in (2, 3):  # the second resumes from the first's checkpoint
         found = peaks(harness, "large", [*options, f"--max-steps={steps}"])
         block = 4 * 1024**2 + 3 * 1024 * 2752 + 2 * 1024
         parameters = 16 * block + 257 * 1024

@@ -1,7 +1,7 @@
 """Each image is built, without a daemon, and trains: buildah, in a chroot, on a Debian made by debootstrap.
 
-Opt-in (``tox -e images``): it wants root, Debian's buildah and debootstrap, some GB of disk and some minutes. The base
-has Debian's Python, as Docker Hub is no package index. Wheels come from a folder that this machine's pip has filled, by
+Opt-in (``tox -e images``): it needs root, Debian's buildah and debootstrap, some GB of disk and some minutes. The base
+has Debian's Python, as Docker Hub is not a package index. Wheels come from a folder that this machine's pip filled, by
 its own settings: ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` spares it CUDA. Horovod is compiled where
 build_horovod.py has no wheel of it in its cache for Debian 12's C library.
 """

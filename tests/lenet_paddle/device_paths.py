@@ -2,7 +2,7 @@
 
 TESTS = "tests/lenet_paddle/test_lenet_paddle.py"
 PATHS = [
-    # device, transport, by what it is started or which part, how it is shown, by what
+    # device, transport, launcher or part, how it is tested, the test
     ("cpu", "gloo", "the launch script: paddle.distributed.launch", "run", "tests/common"),
     ("cpu", "gloo", "the launch script: --launcher spawn", "run", f"{TESTS}::test_a_killed_rank_changes_nothing"),
     (

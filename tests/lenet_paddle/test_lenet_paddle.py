@@ -76,7 +76,7 @@ def test_the_weights_have_pytorchs_names_and_layouts(undisturbed: Callable[..., 
     assert sum(array.size for array in weights.values()) == 61_610
 
 
-# --- collectives, and what a checkpoint holds ------------------------------------------------------------------------
+# --- collectives, and the contents of a checkpoint -------------------------------------------------------------------
 
 RENDEZVOUS = """
 import os
@@ -239,7 +239,7 @@ def test_a_killed_rank_changes_nothing(
     for i in range(5 if soak else 1):
         job = harness.start(n, *options, run_dir=harness.folder / str(i))
         job.wait_for_step(10 + i)
-        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # a rank of spawn has no number in its environment
+        os.kill(job.alive(n - 1)["pid"], signal.SIGKILL)  # spawn puts no rank into the environment
         result = harness.checked(job.finish(), n)
         assert result["restarts"] == 1
         assert result["weights_sha256"] == expected["weights_sha256"]

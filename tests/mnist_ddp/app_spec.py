@@ -1,4 +1,4 @@
-"""What the common cases need to know of mnist_ddp, for which the matrix also runs the cases of core alone."""
+"""Describe mnist_ddp for the common cases; for this app the test suite also runs the cases of core alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU would change, where there is none: which device a rank takes, and that nothing stays behind on the CPU."""
+"""A simulated GPU shows which device a rank takes, and that nothing stays behind on the CPU."""
 
 from __future__ import annotations
 

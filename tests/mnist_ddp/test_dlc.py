@@ -1,4 +1,4 @@
-"""The job of deploy/dlc in two processes that stand for its two pods, with what DLC sets in each of them."""
+"""The job of deploy/dlc runs in two processes that simulate its two pods, with DLC's variables in each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from processes import free_port
 
 
 def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """RANK and WORLD_SIZE count pods. Both write to one run dir, as on NAS; the weights are those of one machine."""
+    """RANK and WORLD_SIZE count pods. Both write to one run dir, as on NAS; the weights equal one machine's."""
     expected = undisturbed(2)
     job_file = dict(
         line.split("=", 1) for line in (ROOT / "deploy" / "dlc" / "mnist_ddp.params").read_text().splitlines()

@@ -69,7 +69,7 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     environ = {**harness.environ(), "PYTHONPATH": str(ROOT / "core")}
     told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
     assert line.partition("s: ")[2].rpartition("; python")[0] in told
-    # Where rank 1 stands, which may be failing already, as its partner has ended.
+    # The line of rank 1, which may be failing already, as its partner has ended.
     assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ \S+\n      \w+", told), told
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
 
 
 def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
-    """Under gloo no hang: who gets more than it expects aborts in C++; the other does so too, or loses a connection."""
+    """Gloo does not hang: a rank that gets more than it expects aborts in C++, and the other aborts or disconnects."""
     outcome = hung(harness, "shapes", 1, 15)
     where = place("train.py", "dist.all_reduce(stats)")
     assert re.search(

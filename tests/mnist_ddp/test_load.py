@@ -22,10 +22,10 @@ from processes import environments
 
 SECONDS = int(os.environ.get("LOAD_SECONDS", "300"))  # of disturbance
 JOBS = int(os.environ.get("LOAD_JOBS", "6"))
-AFTERWARDS = 240.0  # seconds that what is left may then take; with the undisturbed runs all takes less than 15 minutes
-INTERVAL = 15.0 / JOBS  # seconds between two actions, so that each job is hit every 15 s
-STOPPED = 20.0  # seconds at most until a stopped launcher or script continues
-STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # by ranks: about what 2 cores do in that time
+AFTERWARDS = 240.0  # Seconds for the rest to end. With the uninterrupted runs, all takes less than 15 minutes.
+INTERVAL = 15.0 / JOBS  # Seconds between two actions, so that each job is hit every 15 s.
+STOPPED = 20.0  # Seconds at most until a stopped launcher or script continues.
+STEPS = {1: 240 * SECONDS // JOBS, 2: 120 * SECONDS // JOBS}  # By world size, about as many as 2 cores do in that time.
 OPTIONS = ["--dataset=mnist-5k", "--global-batch-size=20", "--epochs=1000", "--checkpoint-every=100", "--quiet"]
 
 
@@ -74,7 +74,7 @@ class Load:
         return code == 0
 
     def victims(self) -> dict[str, list[int]]:
-        """Return the processes of the job by kind, also those of an earlier script."""
+        """Return the processes of the job by kind, also an earlier script's."""
         found: dict[str, list[int]] = {}
         for pid, environ in environments().items():
             if environ.get("SAMESTEP_TEST") == self.harness.mark and environ.get("LOAD_JOB") == self.name:

@@ -1,4 +1,4 @@
-"""What is particular to this app: its models, one process, and a fresh machine."""
+"""mnist_ddp's own tests: its models, one process, and a fresh machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 
 
 def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
-    """What the app does to be fast changes nothing: stock layers, contiguous tensors, one process, the mean loss."""
+    """A plain loop has the same losses: stock layers, contiguous tensors, one process, the mean loss."""
     import torch
     import torch.nn.functional as F
     from torch import nn

@@ -9,7 +9,7 @@ from harness import ROOT, Harness, bare
 
 
 def test_waiting_between_two_buckets_is_no_computing(harness: Harness) -> None:
-    """Where small sums go by rank 0, backward() waits for the first bucket's before it goes on to the others."""
+    """If rank 0 reduces small tensors, backward() waits for the first bucket's sum before the other buckets."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, str(ROOT / "tests" / "mnist_ddp" / "two_buckets.py")]
     outcome = bare(harness, command, GLOO_SOCKET_IFNAME="lo")

@@ -16,7 +16,7 @@ from samestep.observe.run_reader import world_size_of
 
 
 def said(harness: Harness, *arguments: str | Path) -> str:
-    """What one of the programs prints."""
+    """Return the output of one of the programs."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         env=harness.environ(PYTHONPATH=str(ROOT / "core")),

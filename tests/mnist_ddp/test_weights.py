@@ -85,7 +85,7 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(name: str) -> None
 
 
 def test_weights_are_the_models_or_are_refused() -> None:
-    """What --init-from and a checkpoint give: exactly the model's names, shapes and dtypes; else nothing is loaded."""
+    """--init-from and checkpoints load only weights with exactly the model's names, shapes and dtypes."""
     model = small_model()
     right = {name: array.copy() for name, array in weights.model_arrays(model).items()}
     bias = right.pop("2.bias")

@@ -23,7 +23,7 @@ def main() -> None:
     distributed.rendezvous(env.detect(os.environ), torch.device("cpu"), 60)
     rank, timer = int(os.environ["RANK"]), StepTimer()
     last = nn.Linear(512, 512)
-    model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB, of which DDP's first bucket takes 1
+    model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB; DDP's first bucket takes 1 MiB
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
     reduction.fix_reduction_order(ddp, timer, torch.empty(0), torch.empty(0))  # no sample, as it is a small model

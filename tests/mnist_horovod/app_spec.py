@@ -1,4 +1,4 @@
-"""What the common cases need to know of mnist_horovod: mnist_ddp's models with mnist_ddp's options."""
+"""Describe mnist_horovod for the common cases: mnist_ddp's models with mnist_ddp's options."""
 
 from __future__ import annotations
 

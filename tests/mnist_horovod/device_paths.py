@@ -3,7 +3,7 @@
 APP = "tests/mnist_horovod/test_mnist_horovod.py"
 MPI = "tests/mnist_horovod_mpi/test_mpi.py"
 PATHS = [
-    # device, transport, by what it is started or which part, how it is shown, by what
+    # device, transport, launcher or part, how it is tested, the test
     ("cpu", "gloo", "horovodrun --gloo", "run", "tests/common"),
     ("cpu", "gloo", "one process, no launcher", "run", f"{APP}::test_one_process_by_plain_python"),
     (

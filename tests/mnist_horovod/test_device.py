@@ -1,4 +1,4 @@
-"""Which device a rank takes, by the GPUs that are there and by what this Horovod was built with: both simulated."""
+"""The GPUs and the build of Horovod, both simulated, determine which device a rank takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to this app: Horovod's build, its launcher, and what it sends."""
+"""mnist_horovod's own tests: Horovod's build, its launcher, and the data that it sends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disabl
 
 
 def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """On hosts that are named, of which there is one."""
+    """fp16 compression works on a named host."""
     expected = losses(Path(undisturbed(2)["run_dir"]))[:6]
     options = [*harness.app.small, "--max-steps=6", "--compression=fp16"]
     here = harness.train(2, *options, HOROVOD_HOSTS="127.0.0.1:2")
@@ -107,7 +107,7 @@ def test_torchs_old_launcher_is_told_what_to_use(option: str) -> None:
         app_options().parse([option])
 
 
-# --- where it computes, and what carries the gradients --------------------------------------------------------------
+# --- device, and transport of the gradients -------------------------------------------------------------------------
 
 # On PYTHONPATH: machines with GPUs that are not there.
 GPUS = """
@@ -315,7 +315,7 @@ def test_a_second_environment_does_not_build_again(harness: Harness) -> None:
     environ = {"PATH": os.pathsep.join([str(harness.folder), "/nowhere"])}
     venv = harness.folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    # What this environment has, but for Horovod; its packages are not copied.
+    # Link this environment's packages, except Horovod, without copies.
     packages = next((venv / "lib").glob("python*")) / "site-packages"
     for found in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
         for item in found.iterdir():

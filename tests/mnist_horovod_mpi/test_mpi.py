@@ -1,4 +1,4 @@
-"""Horovod over MPI, by horovodrun and by bare mpirun: the same steps as over gloo, and what happens to a killed rank.
+"""Horovod over MPI, by horovodrun and bare mpirun, takes the same steps as over gloo, also after a rank is killed.
 
 Run with the environment's Open MPI or MPICH, by the tox environments mnist_horovod-mpi and -mpich.
 """
@@ -44,9 +44,9 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def test_the_losses_are_gloos(harness: Harness, soak: bool) -> None:
-    """In float64, with a global batch that is no multiple of 2 or 3. One build has both transports.
+    """Losses agree in float64, with a global batch that is not a multiple of 2 or 3. One build has both transports.
 
-    In the matrix by mpirun; a test below compares its weights with horovodrun's.
+    The test suite starts the job by mpirun; a test below compares its weights with horovodrun's.
     """
     steps = 40 if soak else 8
     options = [*harness.app.exact, "--global-batch-size=125", f"--max-steps={steps}"]

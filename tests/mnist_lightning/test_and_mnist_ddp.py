@@ -39,7 +39,7 @@ def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n
 
 
 def recorded(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, but for how fast it went."""
+    """Return the lines of metrics.jsonl without their speeds."""
     return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 

@@ -1,4 +1,4 @@
-"""What is particular to this app: Lightning's epochs, loggers, signals and launchers."""
+"""mnist_lightning's own tests: Lightning's epochs, loggers, signals and launchers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(harness: Harness) -> None:
-    """At 3 ranks, of which none has a third of 1,000; here a plain pass over all of them judges the same weights.
+    """A plain pass over all test images gives the result of 3 ranks, although 1,000 is not a multiple of 3.
 
-    The run dir has no pickle, and what the logger writes once; the console has no chatter.
+    The run dir has no pickle, and one event file of the logger. The console has only the expected lines.
     """
     import torch
     import torch.nn.functional as F
@@ -57,7 +57,7 @@ def test_each_test_image_counts_once_and_the_run_dir_and_the_console_are_clean(h
 
 
 def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness) -> None:
-    """Lightning validates at the end of what it takes for an epoch; that one serves for the result.
+    """Lightning validates when it considers an epoch ended; the result uses that validation.
 
     The CSV logger begins a new version at each start.
     """

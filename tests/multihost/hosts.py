@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces, each with an address, a name and processes of its own, on one switch.
 
-A host is a namespace joined by a pair of veth devices to a bridge, which stands in another namespace: nothing of this
-machine's own network is touched. What is started on a host finds its name, its processes alone, and a hosts file in
-which the others' names stand. Needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2, as CI has.
+A host is a namespace joined by a pair of veth devices to a bridge in another namespace, so this machine's own network
+is untouched. A program on a host sees the host's name, only the host's processes, and a hosts file with the others'
+names. Needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN, and iproute2, as CI has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Runs in a host's namespaces, of which those for files, names and processes are new each time.
+# Runs in a host's namespaces; those for files, names and processes are new each time.
 ENTER = """
 set -e
 mount --make-rprivate /

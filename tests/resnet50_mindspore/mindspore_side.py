@@ -1,11 +1,11 @@
-"""The app's ResNet-50 in a process of its own, beside torchvision_side.py; test_depth_50.py starts both.
+"""Run the app's ResNet-50 in a process of its own, beside torchvision_side.py; test_depth_50.py starts both.
 
     python mindspore_side.py FOLDER
 
-For each `<name>-<size>.safetensors` in FOLDER, weights, this writes a file of that name in FOLDER/told: "images", the
-first of the test set as the app feeds them at that size, float32 [16, 3, size, size], and "logits", what those weights
-make of them. `told/first-step.safetensors` has the app's initial weights of seed 1, and its first two training images
-at 224 x 224.
+For each file of weights `<name>-<size>.safetensors` in FOLDER, this writes a file of that name in FOLDER/told. Its
+"images" are the first of the test set as the app feeds them at that size, float32 [16, 3, size, size]. Its "logits" are
+the model's outputs for them with those weights. `told/first-step.safetensors` has the app's initial weights of seed 1,
+and its first two training images at 224 x 224.
 """
 
 from __future__ import annotations

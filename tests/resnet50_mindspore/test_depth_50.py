@@ -26,7 +26,7 @@ LARGE = ["--dataset=synthetic-cifar10", "--image-size=224", "--global-batch-size
 
 
 def side(harness: Harness, program: str, *arguments: str) -> str:
-    """What torchvision_side.py or mindspore_side.py prints."""
+    """Return the output of torchvision_side.py or mindspore_side.py."""
     command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
     outcome = harness.start_command(command, harness.folder, GLOG_v="3").finish()
     assert outcome.code == 0, outcome

@@ -1,6 +1,6 @@
-"""Ranks started by a rank table: each gets what the table says of its device; what is wrong is told before any starts.
+"""Each rank started by a rank table gets its device's entry; errors are reported before any rank starts.
 
-The ranks are small programs, but real processes: they leave their own environment to be compared with the table.
+The ranks are small programs, but real processes. Each writes its environment, which the tests compare with the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ELSEWHERE, FURTHER = "203.0.113.7", "203.0.113.8"  # of a network that documenta
 
 UTF8 = {"LC_ALL": "C.UTF-8"}  # under which Python adds nothing of its own to its environment
 
-Servers = dict[str, dict[int, int]]  # server_id: device_id: rank_id
+Servers = dict[str, dict[int, int]]  # by server_id, then device_id: rank_id
 # The devices of a server, and their ranks, which need not be in the devices' order.
 FOUR, UPPER = {0: 0, 1: 1, 2: 2, 3: 3}, {4: 3, 5: 1, 6: 0, 7: 2}
 FIRST, SECOND = dict(zip(range(8), range(8))), dict(zip(range(8), (9, 8, 15, 14, 10, 11, 13, 12)))
@@ -40,7 +40,7 @@ with open("told.json.tmp", "w") as file:
 os.rename("told.json.tmp", "told.json")
 print("this is rank", os.environ["RANK_ID"])
 """
-# What does not end by itself; each rank has a child that TERM does not end.
+# A program that does not end by itself; each rank has a child that TERM does not end.
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 LASTING = (
     RANK.partition("os.rename")[0]
@@ -89,7 +89,7 @@ def document(form: str, servers: Servers) -> Any:
 
 
 def listed(table: Path, server_id: str) -> list[tuple[str, str]]:
-    """What is in the file itself: (device_id, rank_id) of each device of a server, in the order of their ranks."""
+    """Return the file's (device_id, rank_id) of each device of a server, in the order of their ranks."""
     content = json.loads(table.read_text())
     if "version" in content:
         (server,) = (each for each in content["server_list"] if each["server_id"] == server_id)
@@ -127,7 +127,7 @@ def of_server(run_dir: Path, table: Path, server_id: str) -> Path:
 
 
 def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: dict[str, str]) -> None:
-    """Every rank's environment, folder and env.log with what the table lists."""
+    """Compare every rank's environment, folder and env.log with the table."""
     folders, devices = of_server(harness.folder / "run", table, server_id), listed(table, server_id)
     assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:
@@ -170,7 +170,7 @@ def test_each_rank_gets_what_the_table_lists(
 
 
 def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) -> None:
-    """Relative paths; a table by its other name; and what placed this process did not place its ranks."""
+    """Ranks get absolute paths, and a table given by its other name, but not the placement of this process."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0, 2: 1}})
     (harness.folder / "run" / "device6").mkdir(parents=True)
     (harness.folder / "run" / "device6" / "kept").touch()

@@ -44,7 +44,7 @@ MENDED = SEED.replace("},\n]", "}\n]")
 
 
 def run(*arguments: object, cwd: Path | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The tool as a process. Without ``path`` there is no hccn_tool on PATH."""
+    """Run the tool as a process. Without ``path``, PATH has no hccn_tool."""
     command = [sys.executable, "-S", str(SCRIPT), *map(str, arguments)]
     env = {"PATH": str(path or "/nowhere")}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)

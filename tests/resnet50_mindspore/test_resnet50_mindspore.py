@@ -1,4 +1,4 @@
-"""What is particular to this app: its model and losses, its images, its launchers, batch normalisation over ranks."""
+"""resnet50_mindspore's own tests: model, losses, images, launchers, and batch normalization over ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
 
 
 def ask(folder: Path, program: str) -> Any:
-    """What a program prints as JSON that imports the app's own files: in a process, as apps share file names.
+    """Return the JSON that a program prints; it imports the app's own files.
 
-    It is a file, because MindSpore compiles from the source.
+    It runs in a process, as apps share file names, and from a file, because MindSpore compiles from the source.
     """
     (folder / "program.py").write_text(program)
     answer = subprocess.run(
@@ -354,12 +354,12 @@ def test_on_ascend_a_rank_takes_its_card(told_of_ranks: Any) -> None:
 
 
 def test_neither_mindspore_nor_hccl_ends_a_rank_that_compiles(told_of_ranks: Any) -> None:
-    """The watchdog is to come first: they would wait for 30, 600 and 1,836 s, and name nobody."""
+    """The watchdog must come first: they would wait for 30, 600 and 1,836 s, and name no rank."""
     assert told_of_ranks["timeouts"] == ["1860", "1860", "1860"]
 
 
 def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
-    """Two loops of three: the run is told of each update, and of a loss that is no number by its step."""
+    """In two loops of three, the run receives each update, and a NaN or infinite loss with its step."""
     assert told_of_ranks["made"] == [
         ["forward", {"optimizer": "optimizer"}],
         [2, "shards", "LossMonitor", {"dataset_sink_mode": True, "sink_size": 3}],
@@ -533,8 +533,8 @@ def test_the_images(tmp_path: Path) -> None:
     assert max(told["weights"]) < 1e-6
     assert told["normalised"] < 1e-5
     assert told["counted"] == [64, 64, 9]
-    # 10 epochs of 195 batches are counted without one, and nothing is asked for before the first loop begins; then
-    # MindSpore's own data_sink, all of it but the device's queue, asks for one batch each to learn types and shapes.
+    # 10 epochs of 195 batches are counted without a batch, and none is requested before the first loop begins.
+    # MindSpore's own data_sink, without the device's queue, then requests one batch each to learn types and shapes.
     size, *asked = told["sinking"]
     assert (size, asked) == (1950, [0, 0, 2, 0])
     assert told["sunk"] == told["loop"] == [32, 3, 224, 224]
@@ -588,9 +588,9 @@ def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
 
 @pytest.mark.soak  # in the matrix the high-level API takes the same losses at any number of ranks
 def test_both_apis_take_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """Bit for bit: also in loops of several updates, and in a run that is killed and goes on with the other.
+    """Both give bitwise equal results, also in loops of several updates, and when one resumes the other's killed run.
 
-    And an epoch may leave out what fills no batch: 1,024 samples are two of 400.
+    An epoch may drop an incomplete batch: 1,024 samples make two batches of 400.
     """
     options = [*TINY, "--global-batch-size=400", "--drop-remainder", "--epochs=2", "--lr=1e-3", "--checkpoint-every=2"]
     high = harness.train(1, *options, "--api=highlevel", run_dir=harness.folder / "high")
@@ -728,7 +728,7 @@ def test_ranks_that_msrun_did_not_start_are_refused(harness: Harness) -> None:
 
 
 def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
-    """What a dry run prints; on a machine without Ascend the options are refused before that, so bash is asked."""
+    """A dry run would print the launcher; without Ascend the options are refused earlier, so the test runs bash."""
     script = (ROOT / "scripts" / "run_resnet50_mindspore.sh").read_text()
     for variable in ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH"):
         shown = subprocess.run(
@@ -745,7 +745,7 @@ def test_the_rank_table_chooses_the_launcher(harness: Harness) -> None:
 
 
 def test_the_made_up_images_are_in_the_binary_format() -> None:
-    """What the ranks read is what CIFAR-10's own files look like: a label, then three planes."""
+    """The ranks read the format of CIFAR-10's own files: a label, then three planes."""
     folder = datasets.resolve("synthetic-cifar10", Path("nowhere")).folder
     first = (folder / "data_batch_1.bin").read_bytes()
     assert len(first) == 205 * 3073

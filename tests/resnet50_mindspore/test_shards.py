@@ -1,4 +1,4 @@
-"""What shards.py counts of MindSpore's own sharding and of ours, where neither batch nor ranks divide the samples."""
+"""shards.py counts MindSpore's own shards and ours, if neither batch nor ranks divide the samples."""
 
 from __future__ import annotations
 

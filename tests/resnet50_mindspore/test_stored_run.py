@@ -17,7 +17,7 @@ STORED_OPTIONS += ["--global-batch-size=8", "--log-every=1", "--checkpoint-every
 
 
 def fill(run_dir: Path) -> dict[str, checkpoint.Arrays]:
-    """Write arrays into the stored checkpoint, whose own would take 90 MB, and sign its manifest anew."""
+    """Write arrays into the stored checkpoint, whose own would take 90 MB, and sign its manifest again."""
     (folder,) = checkpoint.folders(run_dir)
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     random = np.random.default_rng(1)

@@ -1,7 +1,7 @@
-"""What an example of the scoreboard tells of its training; the lines by which the harness changed it call this.
+"""Log the training of a scoreboard example; the lines that the harness added to it call this module.
 
 Each process appends lines of JSON to a file of its own in the folder SCOREBOARD_TOLD, one for each step, each batch of
-an evaluation, each checkpoint saved or restored. Without that folder nothing is told, and nothing is waited for.
+an evaluation, each checkpoint saved or restored. Without that folder the module neither logs nor waits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def evaluated(count: int, epoch: int = 0) -> None:
 
 
 def saved(epoch: int, batch: int = -1) -> None:
-    """A checkpoint holds what was trained up to this step; batch -1: before the first of the epoch."""
+    """Log a checkpoint of the training up to this step. Batch -1 means before the first batch of the epoch."""
     _tell("saved", epoch=epoch, batch=batch)
 
 

@@ -1,14 +1,18 @@
-"""Hangs of one rank at a step: Python imports this at start when its folder is on PYTHONPATH.
+"""Make one rank hang at a step: Python imports this at start when its folder is on PYTHONPATH.
 
-SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``:
+SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``, one of:
 
-- ``never``: the rank comes to nothing, not even to its first import;
-- ``skip``: it leaves out the all_gather by which ranks compare before the next checkpoint;
-- ``order``: it calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast;
-- ``shapes``: it reduces more numbers at the next log line than the others;
-- ``write``: it is stopped while it writes its first checkpoint, with one file open.
+- ``never``: the rank hangs before its first import.
 
-Nothing of the program is replaced but this.
+- ``skip``: the rank leaves out the all_gather by which ranks compare before the next checkpoint.
+
+- ``order``: the rank calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast.
+
+- ``shapes``: the rank reduces more numbers at the next log line than the others.
+
+- ``write``: the rank is stopped while it writes its first checkpoint, with one file open.
+
+The rest of the program is unchanged.
 """
 
 from __future__ import annotations
