@@ -42,7 +42,7 @@ def test_the_rules_name_environments_of_the_matrix_and_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("paths", "environments"),
     [
-        (["README.md"], ["core", "docs"]),
+        (["README.md"], ["core", "docs", "lint"]),
         (["apps/cifar_ddp/ema.py"], ["cifar_ddp-cpu", "core", "lint"]),
         (["tests/lenet_paddle/test_lenet_paddle.py", "README.md"], ["core", "docs", "lenet_paddle-cpu", "lint"]),
         (["README.md", "a/file/of/no/rule"], ["ALL"]),

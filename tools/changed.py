@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALL = "ALL"
 # The first pattern that matches a path decides. `*` matches `/` too; {1} is the text that the first `*` matched.
 RULES = [
-    ("*.md", "docs core"),
+    ("*.md", "lint docs core"),
     ("docs/*", "lint docs core"),
     ("mkdocs.yml", "docs"),
     ("apps/mnist_horovod/*", "lint core mnist_horovod-cpu mnist_horovod-mpi"),

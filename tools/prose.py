@@ -3,15 +3,19 @@
     python tools/prose.py                       compare with tools/prose_limits.json, as lint does
     python tools/prose.py --update              lower the limits to today's counts
     python tools/prose.py --list stands docs    show each place of one pattern, in all files or in those below a path
+    python tools/prose.py --longest             show the 20 longest sentences
     python tools/prose.py --sample 60           draw sentences of the pages, with the commit's hash as the seed
 
 A limit is a total over all Markdown or all Python, and may only fall. Not counted: a line that holds `prose:` and a
 reason, code, tables, quotations, headings, Chinese pages, generated pages, and older entries of the changelog.
+In Python, `# prose: reason` exempts its comment, or the docstring that ends on its line.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import io
 import json
 import random
@@ -19,7 +23,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,18 +36,27 @@ PATTERNS = {
     r"|\bof which\b|\b(?:W|w)hoever\b",
     "stands": r"\b(?:stands|anew|but for|is no(?! longer| more))\b|\bno number\b(?! of)",
     "go on": r"\b(?:go|goes|going|gone|went) on\b",
-    "ranks talk": r"\b(?:ranks?|machines?|jobs?|scripts?) (?:that )?(?:talks?|says?|tells?|hears?|knows?|judges?)\b",
+    "ranks talk": r"\b(?:ranks?|machines?|jobs?|scripts?) (?:\d+ |[A-Z] )?(?:that )?"
+    r"(?:talks?|says?|tells?|hears?|knows?|judges?)\b",
     "that of": r"\b(?:that|those) of\b",
     "is to": r"\b(?:is|are) to (?!the\b|a\b|an\b|its\b|their\b)[a-z]+\b",
 }
 EXTRA = ("long", "colons")
+EXEMPT = re.compile(r"(<!--|#) prose: \w")
+NO_PROSE = re.compile(r"#!|# *(noqa|type:|mypy:|fmt:|ruff:)")
+END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<! vs\.)[)*]*\s+(?=[A-Za-z*(])")
+ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
 class Sentence(NamedTuple):
-    """A sentence, and the file and line at which its paragraph starts."""
+    """A sentence, and the file and line at which it starts."""
 
     place: str
     text: str
+
+
+Faults = dict[str, dict[str, list[Sentence]]]  # by kind and pattern
+Limits = dict[str, dict[str, int]]
 
 
 def tracked(*patterns: str) -> list[str]:
@@ -54,13 +67,23 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
-    """Split a paragraph. Code becomes the word CODE, and a quotation the word QUOTE."""
-    text = re.sub(r"``.+?``|`[^`]+`", "CODE", re.sub(r"\s+", " ", paragraph.strip()))
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r'"[^"]*"|“[^”]*”', "QUOTE", text)
-    for sentence in re.split(r"(?<=[.!?])[)*]* (?=[A-Z*(])", text):
+    """Split the paragraph at a place (FILE:LINE). Code becomes the word CODE, and a quotation the word QUOTE."""
+
+    def word(text: str, match: re.Match[str]) -> str:
+        return text + "\n" * (match[0].count("\n") - text.count("\n"))  # lines are counted below
+
+    text = re.sub(r"``.+?``|`[^`]+`", lambda match: word("CODE", match), paragraph, flags=re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", lambda match: word(match[1], match), text)
+    text = re.sub(r'"[^"]*"|“[^”]*”', lambda match: word("QUOTE", match), text)
+    name, _, start = place.rpartition(":")
+    begin = 0
+    for end in [*END.finditer(text), None]:
+        sentence = text[begin : end.start() if end else None]
         if len(sentence.split()) > 2:
-            yield Sentence(place, sentence)
+            indent = len(sentence) - len(sentence.lstrip())
+            line = int(start or 1) + text[: begin + indent].count("\n")
+            yield Sentence(f"{name}:{line}", " ".join(sentence.split()))
+        begin = end.end() if end else 0
 
 
 def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
@@ -71,69 +94,89 @@ def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
     start, fenced = 1, False
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
-        skipped = fenced or fence or not line.strip() or re.match(r"\s*(\||#|<|>|!\[|---)", line) or "prose:" in line
-        item = re.match(r"\s*([-*]|\d+\.) ", line)
+        skipped = fenced or fence or not line.strip() or re.match(r"\s*(\||#|<|>|!\[|---)", line) or EXEMPT.search(line)
+        item = ITEM.match(line)
         if (skipped or item) and block:
-            yield f"{name}:{start}", " ".join(block)
+            yield f"{name}:{start}", "\n".join(block)
             block = []
         if not skipped:
             start = start if block else number
-            block.append(line.strip()[len(item[0].strip()) :] if item else line)
+            block.append(line[item.end() :] if item else line)
         fenced ^= fence
+
+
+def docstring(name: str, start: int, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the paragraphs, list items and entries of Google's sections of a docstring; its indented lines are code."""
+    block: list[str] = []
+    first, section = start, False
+    for number, line in enumerate([*inspect.cleandoc(text).splitlines(), ""], start):
+        head = re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line)
+        section = bool(head) or (section and line[:1] in ("", " "))
+        entry = ITEM.match(line) or (re.match(r" {4}[*\w, ]+(\([^)]*\))?: ", line) if section else None)
+        code = not section and line.startswith("    " if block else "  ")
+        if (not line or entry or head or code) and block:
+            yield f"{name}:{first}", "\n".join(block)
+            block = []
+        if line and not head and not code:
+            first = first if block else number
+            block.append(line[entry.end() :] if entry else line)
 
 
 def comments(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each comment and docstring of a Python file."""
-    last, start = 0, 0
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            continue
+        value = node.value.value
+        if isinstance(value, str) and not EXEMPT.search(lines[(node.end_lineno or node.lineno) - 1]):
+            yield from docstring(name, node.lineno, value)
     block: list[str] = []
+    last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        number = token.start[0]
-        if token.type == tokenize.STRING and token.string.startswith(('"""', 'r"""')) and "prose:" not in token.line:
-            if not token.line[: token.start[1]].strip():  # a docstring begins its line
-                for part in re.split(r"\n\s*\n", token.string.strip('r"')):
-                    if "::" not in part and not re.search(r"^    {4,}\S", part, re.MULTILINE):
-                        yield f"{name}:{number}", part
-        elif token.type == tokenize.COMMENT and "prose:" not in token.string:
-            if block and number != last + 1:
-                yield f"{name}:{start}", " ".join(block)
-                block = []
-            start, last = (start if block else number), number
+        if token.type != tokenize.COMMENT or EXEMPT.search(token.string) or NO_PROSE.match(token.string):
+            continue
+        number, column = token.start
+        own_line = not token.line[:column].strip()
+        if block and not (own_line and number == last + 1):
+            yield f"{name}:{last - len(block) + 1}", "\n".join(block)
+            block = []
+        if own_line:
             block.append(token.string.lstrip("# "))
+            last = number
+        else:
+            yield f"{name}:{number}", token.string.lstrip("# ")
     if block:
-        yield f"{name}:{start}", " ".join(block)
+        yield f"{name}:{last - len(block) + 1}", "\n".join(block)
 
 
-def read(kind: str, below: str = "") -> Iterator[Sentence]:
-    """Yield all sentences of the kind "markdown" or "python", of files whose path begins with ``below``."""
+def read(kind: str, below: Sequence[str] = ("",)) -> Iterator[Sentence]:
+    """Yield all sentences of the kind "markdown" or "python", of files whose path begins with one of ``below``."""
     split = paragraphs if kind == "markdown" else comments
     for name in tracked("*.md" if kind == "markdown" else "*.py"):
-        if name.startswith(below):
+        if name.startswith(tuple(below)):
             for place, paragraph in split(name, (ROOT / name).read_text()):
                 yield from sentences(place, paragraph)
 
 
-def hits(sentence: str) -> Iterator[str]:
-    """Yield the pattern of each fault in a sentence."""
-    for name, pattern in PATTERNS.items():
-        for _ in re.finditer(pattern, sentence):
-            yield name
-    if len(sentence.split()) > LONG:
-        yield "long"
-    if len(re.findall(r"[;:](?= )", sentence)) > 1:
-        yield "colons"
+def hits(sentence: str) -> list[str]:
+    """Return the pattern of each fault in a sentence."""
+    faults = [name for name, pattern in PATTERNS.items() for _ in re.finditer(pattern, sentence)]
+    faults += ["long"] if len(sentence.split()) > LONG else []
+    return faults + (["colons"] if len(re.findall(r"[;:](?= )", sentence)) > 1 else [])
 
 
-def counts() -> dict[str, dict[str, int]]:
-    """Return the number of faults by kind and pattern."""
-    found = {kind: dict.fromkeys((*PATTERNS, *EXTRA), 0) for kind in ("markdown", "python")}
-    for kind, totals in found.items():
-        for sentence in read(kind):
+def faults(below: Sequence[str] = ("",)) -> Faults:
+    """Return the sentences of each kind and pattern, one that has a fault twice twice."""
+    found: Faults = {kind: {name: [] for name in (*PATTERNS, *EXTRA)} for kind in ("markdown", "python")}
+    for kind, each in found.items():
+        for sentence in read(kind, below):
             for name in hits(sentence.text):
-                totals[name] += 1
+                each[name].append(sentence)
     return found
 
 
-def check(found: dict[str, dict[str, int]], limits: dict[str, dict[str, int]]) -> list[str]:
+def check(found: Limits, limits: Limits) -> list[str]:
     """Return an error for each total that differs from its limit."""
     errors = []
     for kind, totals in found.items():
@@ -153,36 +196,41 @@ def sample(count: int, seed: str) -> list[Sentence]:
 
 
 def main() -> int:
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--update", action="store_true", help="write today's counts as the limits, where they are lower"
-    )
+    parser.add_argument("--update", action="store_true", help="lower the limits to today's counts")
     parser.add_argument("--list", choices=[*PATTERNS, *EXTRA], help="show each place of this pattern")
-    parser.add_argument("--sample", type=int, metavar="N", help="draw N sentences of the pages")
+    parser.add_argument("--longest", action="store_true", help="show the 20 longest sentences")
+    parser.add_argument("--sample", type=int, nargs="?", const=60, metavar="N", help="draw N sentences; default: 60")
     parser.add_argument("--seed", help="the sample's seed; default: the commit's hash")
-    parser.add_argument("below", nargs="?", default="", help="for --list: the beginning of a path")
+    parser.add_argument("below", nargs="*", default=[""], help="for --list and --longest: beginnings of paths")
     options = parser.parse_args()
+    shown: list[Sentence] = []
     if options.sample:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        for sentence in sample(options.sample, options.seed or head.stdout.strip()):
+        shown = sample(options.sample, options.seed or head.stdout.strip())
+    elif options.list:
+        shown = [sentence for each in faults(options.below).values() for sentence in each[options.list]]
+    elif options.longest:
+        both = [*read("markdown", options.below), *read("python", options.below)]
+        shown = sorted(both, key=lambda sentence: -len(sentence.text.split()))[:20]
+    if options.sample or options.list or options.longest:
+        for sentence in shown:
             print(f"{sentence.place}: {sentence.text}")
         return 0
-    if options.list:
-        for kind in ("markdown", "python"):
-            for sentence in read(kind, options.below):
-                if options.list in hits(sentence.text):
-                    print(f"{sentence.place}: {sentence.text}")
-        return 0
-    found = counts()
-    limits = json.loads(LIMITS.read_text()) if LIMITS.exists() else found
+    found, limits = faults(), json.loads(LIMITS.read_text())
+    totals = {kind: {name: len(places) for name, places in each.items()} for kind, each in found.items()}
     if options.update:
-        lower = {
-            kind: {name: min(total, limits[kind][name]) for name, total in each.items()} for kind, each in found.items()
-        }
+        lower = {kind: {name: min(n, limits[kind][name]) for name, n in each.items()} for kind, each in totals.items()}
         LIMITS.write_text(json.dumps(lower, indent=2) + "\n")
         return 0
-    errors = check(found, limits)
-    print("\n".join(f"error: {error}" for error in errors) or f"prose: {json.dumps(found)}")
+    for kind, each in found.items():
+        for name, places in each.items():
+            if len(places) > limits[kind][name]:
+                shown += places
+    errors = check(totals, limits)
+    for line in [*(f"{sentence.place}: {sentence.text}" for sentence in shown), *(f"error: {e}" for e in errors)]:
+        print(line)
     return len(errors) > 0
 
 
