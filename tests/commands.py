@@ -1,13 +1,14 @@
-"""Find the commands that the pages show, what runs each, and what docs/commands.md lists of the others.
+"""Find the commands in the pages, the check that runs each, and the rows of docs/commands.md for the others.
 
-A command stands in a block without a language, or of bash or sh, whose first line is one; in a block that shows output
-too, it begins with `$ `. Or it is inline code: a program of `PROGRAMS`, and at least one word for it. A comment in the
-page, in the line above a block or in the line of inline code, has an app's starts run for real:
+A block without a language, or of bash or sh, holds commands if its first line is one. In a block that also shows
+output, a command begins with `$ `. Inline code is a command if it is a program of `PROGRAMS` and at least one word for
+it. A comment in the page, in the line above a block or in the line of inline code, makes the tests start an app:
 
     <!-- run in mnist_ddp: --max-steps=2 --dataset=mnist-5k -->
 
-those of mnist_ddp in the block, with these options added, in mnist_ddp's environment (test_commands_started.py).
-All other commands match one of `RULES`, or have a row in docs/commands.md (test_commands.py).
+This comment runs mnist_ddp's starts in the block, with these options added, in mnist_ddp's environment
+(test_commands_started.py). All other commands match one of `RULES`, or have a row in docs/commands.md
+(test_commands.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_RUN = "docs/commands.md"
-# Pages that show messages of programs, not commands; the one that lists commands; and the one whose commands are those
-# of README.md (test_readme_zh.py).
+# Pages that show messages of programs, not commands, the page that lists commands, and the page that repeats the
+# commands of README.md (test_readme_zh.py).
 LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md", "README.zh.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
@@ -37,18 +38,18 @@ FOREIGN = "docs/coming_from/"
 FIRST_CELL = re.compile(r"^\|(?:\\\||[^|\n])*\|", re.MULTILINE)
 INLINE = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 NOTE = re.compile(r"<!-- run in (\w+): ?(.*?) ?-->")
-# Placeholders, and what a reader could write instead.
+# Placeholders, and values that a reader could write instead.
 PLACEHOLDERS = {
     r"<app>": "mnist_ddp",
     r"(?<=\.sh )N\b": "2",
     r" (\[options\]|\.\.\.)": "",
     r"\bRUN_DIR\b": "runs/x",
-    r"(?<=new_app\.sh )my_app\b": "one_more",  # there may be one of the pages' name
-    r"(?<=run_)my_app(?=\.sh)|(?<=-e )my_app(?=-cpu)": "cifar_ddp",  # of which it is a copy
+    r"(?<=new_app\.sh )my_app\b": "one_more",  # an app with the pages' name may exist
+    r"(?<=run_)my_app(?=\.sh)|(?<=-e )my_app(?=-cpu)": "cifar_ddp",  # the app that my_app is a copy of
     r"(?<![/\w])own_loop\.py|\bPROGRAM\b": "docs/own_loop.py",
     r"(?<=samestep run -n )N\b": "2",
 }
-# What the core environment can check of a command without a framework, by what the whole of it looks like.
+# Checks that the core environment can make without a framework, by a pattern of the whole command.
 RULES = {
     # With --dry-run.
     "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
@@ -57,7 +58,7 @@ RULES = {
     "seen": r"python -m samestep\.(report|watch)( .*)?",
     # With --dry-run.
     "planned": r"bash scripts/new_app\.sh .*",
-    # The environments are there, and what follows -- selects a test.
+    # The environments exist, and the words after -- select a test.
     "collected": r"bash scripts/test\.sh( .*)?",
     # The file exists and has the options, and a test runs it.
     "known": r"python3\.11 benchmarks/(?!launcher_signals)\w+\.py( .*)?",

@@ -90,7 +90,7 @@ def soak(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines of what a soak has shown, printed at its end: app, ranks, what was done, runs, and how many were good."""
+    """Lines of a soak's results, printed at its end: app, ranks, fault, runs, and number of good runs."""
     lines: list[str] = []
     yield lines
     if request.config.getoption("--soak") and lines:

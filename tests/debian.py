@@ -15,7 +15,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "same
 
 
 def unpacked(*packages: str) -> Path:
-    """The folder that holds these packages, with what they need and this machine lacks: downloaded once.
+    """Return the folder with these packages and their missing dependencies, downloaded once.
 
     Fails with the remedy where they cannot be had.
     """

@@ -1,4 +1,4 @@
-"""Processes as tests find them, by /proc, whoever their parent is by now; and ports for them to listen on."""
+"""Find processes by /proc, even if their parents have changed, and ports for them to listen on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
+    """Return whether this process exists and is not a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -1,4 +1,4 @@
-"""A copy of the repository as it stands here, for what writes into it."""
+"""A copy of the repository in its present state, for tests that write into it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def without_git() -> dict[str, str]:
-    """The environment but for what git tells its hooks of another repository."""
+    """Return the environment without git's variables, which point hooks to another repository."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
 

@@ -221,5 +221,5 @@ def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
     )
     patterns = [".*".join(map(re.escape, words.replace("\\|", "|").split("…"))) for words in shown]
     found = [pattern for pattern in patterns if re.fullmatch(pattern, str(said.value))]
-    # One option's message stands behind its name: "--epochs: '-1' is not a whole number ... (see --help)".
+    # One option's message follows its name: "--epochs: '-1' is not a whole number ... (see --help)".
     assert [pattern for pattern in found if len(pattern) > 15], said.value

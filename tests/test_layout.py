@@ -1,4 +1,4 @@
-"""The layout of the repository: the same functions in each train.py, what apps import, and what belongs to each app.
+"""The layout of the repository: the same functions in each train.py, the imports of apps, and the files of each app.
 
 The layers of the package `samestep` are in .importlinter, which `lint-imports` checks.
 """
@@ -17,10 +17,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL_APPS = sorted(path.parent.name for path in ROOT.glob("apps/*/options.py"))
-APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # those that train
-FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # in this order, if the app has them
-FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's
-# Calls of collectives as train.py makes them: the framework's own, and those of `run` and `distributed`.
+APPS = sorted(path.parent.name for path in ROOT.glob("tests/*/app_spec.py"))  # Those that train.
+FUNCTIONS = ["build_optimizer", "train_step", "evaluate", "train", "main"]  # In this order, if the app has them.
+FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod and Lightning are torch's.
+# Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
 COLLECTIVE = re.compile(
     r"\b(dist|hvd|fleet|distributed)\.(all_reduce|all_gather|allreduce|allgather|broadcast|broadcast_parameters)$"
     r"|\bdistributed\.(rendezvous|distribute|all_reduce_gradients)$|\breduction\.fix_reduction_order$"

@@ -1,4 +1,4 @@
-"""Attempts from outside on a launch script, as data: what is tried, where, and what must follow."""
+"""Attempts from outside on a launch script, as data: the attempt, its place, and the required result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Attempt:
     """One attempt.
 
     Attributes:
-        number: the number of what it attacks, in the list of what was once broken.
+        number: its target's number in the list of former defects.
         what: what is tried, which names the test.
         code: the exit code of the script.
         error: a regular expression for the one line ``error: ...`` on stderr; "" if there must be none.

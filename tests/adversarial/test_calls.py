@@ -31,7 +31,7 @@ def loop(project: ScratchProject) -> Mapping[str, str]:
 
 
 def neighbor(project: ScratchProject) -> Mapping[str, str]:
-    """A module beside the launcher, as an app's model.py stands beside its train.py."""
+    """A module beside the launcher, as an app's model.py is beside its train.py."""
     (project.work / "model.py").write_text("")
     return {}
 

@@ -1,4 +1,4 @@
-"""What is in the way of data files, and files that are not what they claim: one line, no wait, and little memory."""
+"""A blocked data file, or one with false content, costs one line, no wait, and little memory."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_is_in_the_way_of_a_file_is_named(place: Path, what: str, suffix: s
     file.with_suffix("").unlink()
     make(file)
     line = resolve("mnist", place / "data", user="another")
-    # A link that leads nowhere is no plain file: the .gz is looked for, and missing.
+    # A link without a target is not a plain file, so the program looks for the .gz, which is missing.
     wanted = file.with_suffix(".gz") if what == "a loop of links" else file
     problem = "No such file or directory" if what == "a loop of links" and not suffix else problem
     assert line == f"error: cannot read {wanted}: {problem}: put a good file in its place"

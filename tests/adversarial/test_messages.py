@@ -40,7 +40,7 @@ def join(node: NodeInfo, port: int, secret: bytes = b"", limit: float = LIMIT) -
 
 
 def call(port: int, message: Any, secret: bytes = b"") -> Mapping[str, Any]:
-    """What machine 0 replies to a first message; {} if it closes the connection."""
+    """Return machine 0's reply to a first message, or {} if it closes the connection."""
     connection = JsonConnection(connect(port), secret)
     try:
         return connection.introduce(message, time.monotonic() + 10)

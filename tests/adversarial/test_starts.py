@@ -1,4 +1,4 @@
-"""What stands in the way of a start, or stops ranks that cannot report it: one line, and no job that hangs."""
+"""If something blocks a start, or stops ranks that cannot report it, the user gets one line, and no job hangs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ if attempt == 0:
 
 
 def test_a_launch_script_that_was_stopped_itself_gives_ranks_a_new_period(project: ScratchProject) -> None:
-    """As on a machine that slept: everything stops, and goes on, at the same time."""
+    """As on a machine that slept, everything stops and resumes at the same time."""
     code = (
         "ranks = [watched(0, 3)]\nnote(pid=alive(0, 3))\nwhile not (run_dir / 'go').exists(): time.sleep(0.02)\nend()"
     )
@@ -229,7 +229,7 @@ def test_a_verdict_with_a_wrong_type_is_none(tmp_path: Path, code: object) -> No
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in place of /tmp. Its name is short, as those of Unix sockets must be."""
+    """A folder in place of /tmp. Its name is short because names of Unix sockets must be."""
     user_folder._warn_once.cache_clear()
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(user_folder, "BASE", Path(name))

@@ -30,7 +30,7 @@ LIMIT = 240  # seconds for any one run
 
 @dataclass(frozen=True)
 class App:
-    """What the common cases need to know of an app: a row. An app has them all run for it by having one."""
+    """The values of an app that the common cases need: a row. All common cases run for each app that has a row."""
 
     dataset: str  # the embedded one
     test_examples: int
@@ -38,32 +38,32 @@ class App:
     # an epoch has two besides its end's. For an app without "kills" it also takes some seconds: one such
     # run then serves more tests.
     small: Sequence[str]
-    exact: Sequence[str]  # options under which losses are comparable to ``tolerance`` ...
-    variants: Sequence[Sequence[str]]  # ... for each of these models and optimizers
-    accuracy: float | None = None  # the least that its defaults must reach on its embedded data set, where it has one
+    exact: Sequence[str]  # Options under which losses are comparable to ``tolerance``.
+    variants: Sequence[Sequence[str]]  # The models and optimizers that ``exact`` applies to.
+    accuracy: float | None = None  # The minimum for its defaults on its embedded dataset, if it has one.
     tolerance: float = 1e-9
-    resume_invariants: Sequence[str] = ()  # changes of a small run's options, each of which a resume must refuse
-    defaults: Sequence[str] = ()  # what a test changes of the defaults, so that they take minutes
-    parts: tuple[int, int] = (32, 3)  # of the training set, one of which is a batch that 2, 3 and 4 ranks cannot share
-    exact_steps: Sequence[int] = (100, 6)  # of the first variant and of the others
-    first_steps: Sequence[str] = ()  # options under which the first losses are the same at any number of ranks ...
-    first_tolerance: float = 1e-5  # ... but for rounding in float32
-    diverges: Sequence[str] = ("--lr=1e30",)  # options under which the loss is soon no number
-    patience: int = 20  # a --timeout, in seconds, that only a stopped rank exceeds
-    delay: int = 60  # ms that are much more than a step of few samples takes
-    kills: int = 20  # of each kind at random steps, in a soak
-    launcher: str = "torchrun"  # what its launch script starts
-    compared: bool = True  # its ranks hold the same weights, and compare them
-    # Marks of cases that the matrix leaves out for this app: ``once`` where another app shows what core alone decides,
-    # ``best``, ``curves``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun`` where one of the same
-    # framework, or a case of its own, does it, and ``slow`` where a start takes long.
+    resume_invariants: Sequence[str] = ()  # Changes of a small run's options. A resume must refuse each.
+    defaults: Sequence[str] = ()  # A test's changes to the defaults, so that they take minutes.
+    parts: tuple[int, int] = (32, 3)  # Of the training set. One is a batch that 2, 3 and 4 ranks cannot share.
+    exact_steps: Sequence[int] = (100, 6)  # Of the first variant and of the others.
+    first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
+    first_tolerance: float = 1e-5  # The first losses differ at most so much, by rounding in float32.
+    diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss is soon NaN or infinite.
+    patience: int = 20  # A --timeout, in seconds, that only a stopped rank exceeds.
+    delay: int = 60  # In ms, and much longer than a step of few samples.
+    kills: int = 20  # Of each kind at random steps, in a soak.
+    launcher: str = "torchrun"  # The program that its launch script starts.
+    compared: bool = True  # Its ranks hold the same weights, and compare them.
+    # Marks of cases that the matrix leaves out for this app. ``once``: core alone decides the result, and another app
+    # shows it. ``best``, ``curves``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``: an app of the
+    # same framework, or a case of this app's own, shows it. ``slow``: a start takes long.
     skipped_marks: Sequence[str] = ()
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """When something is due in a run, as it says itself."""
+    """The sizes that decide when a run acts, from its own records."""
 
     examples: int  # in the training set
     batch: int
@@ -71,7 +71,7 @@ class Shape:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Shape:
-        """That of the run with this result."""
+        """Return the shape of the run with this result."""
         header = json.loads((Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()[0])
         return cls(result["train_examples"], result["global_batch_size"], header["options"]["checkpoint_every"])
 
@@ -148,7 +148,7 @@ class Job:
         return Outcome(self.process.returncode, stdout, stderr, time.monotonic() - self.begun)
 
     def alive(self, rank: int) -> dict[str, Any]:
-        """What the rank's heartbeat file says; empty when it has none yet."""
+        """Return the rank's heartbeat file, or {} if it has none yet."""
         with contextlib.suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads((self.run_dir / "log" / f"alive-{rank}").read_text())
             return found
@@ -170,7 +170,7 @@ class Job:
         return int(self.wait_for(lambda: (found := last_step(self.run_dir)) >= step and found))
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the job's ranks, by rank; not of what they started, which has their environment."""
+        """Return process ids of the job's ranks, by rank, without their children, which have the same environment."""
         found: dict[int, int] = {}
         for pid, environ in environments().items():
             if environ.get("SAMESTEP_LAUNCHER", "").startswith(f"{self.process.pid}@"):
@@ -225,7 +225,7 @@ class Harness:
         return self.start(n, *options, run_dir=run_dir, **environ).finish()
 
     def train(self, n: int, *options: str, run_dir: Path | None = None, **environ: str) -> dict[str, Any]:
-        """A run that must succeed: checked for what green must mean, its result returned."""
+        """Start a run that must succeed, check all that a passed run must fulfill, and return its result."""
         outcome = self.run(n, *options, run_dir=run_dir, **environ)
         assert outcome.code == 0, outcome
         return self.checked(outcome, n)
@@ -260,7 +260,7 @@ class Harness:
             time.sleep(0.1)
 
     def left_running(self) -> dict[int, str]:
-        """Processes of this test, whoever their parent is by now."""
+        """Return the processes of this test, even if their parents have changed."""
         return {
             pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
             for pid in marked("SAMESTEP_TEST", self.mark)
@@ -315,7 +315,10 @@ def python_path(folder: Path) -> str:
 
 
 def told_by(app: str, program: str) -> Any:
-    """What a program that imports the app's own files says in JSON, last: in a process, as apps share file names."""
+    """Return the last output, in JSON, of a program that imports the app's own files.
+
+    It runs in its own process, because apps share file names.
+    """
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": python_path(ROOT / "apps" / app), "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""What torchvision's resnets hold, as digests: one side needs torchvision, the other MindSpore."""
+"""Digests of the contents of torchvision's resnets: one side needs torchvision, the other MindSpore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the common cases need to know of the apps that train on MNIST: the values that they share."""
+"""The values, for the common cases, that all apps that train on MNIST share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The app's own options.py: the common options, each mistake one line, and what a resume must repeat."""
+"""The app's own options.py: the common options, each mistake one line, and the options that a resume must repeat."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Moment:
 
 
 def written(run: Shape, path: str = "") -> str:
-    """What a file or folder of the second epoch's first checkpoint is called while it is written."""
+    """Return a pattern of a path in the second epoch's first checkpoint while it is written."""
     return rf"/\.step-{first_of_second_epoch(run):08d}\.tmp{path}"
 
 
@@ -139,7 +139,10 @@ def test_a_rank_is_killed_at_an_exact_moment(
 
 
 def stopped_at(run_dir: Path, number: int) -> int:
-    """The step at which the ranks agreed to stop, which must be saved, and the last in metrics.jsonl; 0: at none."""
+    """Return the step at which the ranks agreed to stop, or 0.
+
+    The step must be saved, and be the last in metrics.jsonl.
+    """
     said = re.findall(
         r"stopped by (SIG\w+) at step (\d+), which is saved", (run_dir / "log" / "rank-0.log").read_text()
     )
@@ -505,7 +508,7 @@ def arrays(good: checkpoint.Checkpoint, group: str) -> dict[str, NDArray[Any]]:
 
 
 def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any]]]) -> None:
-    """Put ``groups`` in the place of what is in ``good``, in one piece each where it is sharded."""
+    """Replace the contents of ``good`` by ``groups``, each in one piece if the checkpoint is sharded."""
     run_dir = good.folder.parents[1]
     if good.pieces:
         pieces = {
@@ -530,7 +533,7 @@ class OneRank:
 
 
 def snapshot(run_dir: Path) -> dict[str, bytes]:
-    """What must not be overwritten."""
+    """Return the files that must not be overwritten."""
     return {
         str(path.relative_to(run_dir)): path.read_bytes()
         for path in run_dir.rglob("*")

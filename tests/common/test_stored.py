@@ -2,9 +2,9 @@
 
 ``tests/<app>/stored/version-<v>/`` has, for the apps that store one:
 
-    options                what both runs were started with, one option a line
-    run/ or run.tar.xz     a run dir of --max-steps=2, without logs and final weights
-    longer/metrics.jsonl   the losses of a run of --max-steps=6
+* ``options``: the options of both runs, one a line.
+* ``run/`` or ``run.tar.xz``: a run dir of --max-steps=2, without logs and final weights.
+* ``longer/metrics.jsonl``: the losses of a run of --max-steps=6.
 """
 
 from __future__ import annotations

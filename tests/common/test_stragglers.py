@@ -31,7 +31,7 @@ def said(outcome: Outcome) -> list[str]:
 
 
 def named(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Who was named, and in the line of which step."""
+    """Return each named rank's record, with the step of its line."""
     return [(line["step"], each) for line in metrics(run_dir) for each in line.get("stragglers", ())]
 
 

@@ -46,7 +46,7 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The launcher before torchrun. It gives ranks --local-rank, of which the record says nothing."""
+    """The launcher before torchrun. It gives ranks --local-rank, which the record omits."""
     command = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port", free_port()]
     result = harness.checked(bare(harness, [*command, train(harness), *harness.app.small]), 2)
     assert result["launcher"] == "torchrun"
@@ -58,7 +58,7 @@ def test_torch_distributed_launch_alone_takes_the_same_steps(
 
 
 def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.distributed.launch gives to a rank, in both spellings; without LOCAL_RANK it is not understood."""
+    """A rank accepts torch.distributed.launch's option in both spellings, and refuses it without LOCAL_RANK."""
     parse = options_of(harness.app.name).parse
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert parse(["--local-rank=1"]) == parse(["--local_rank=1"]) == parse([])
@@ -165,7 +165,7 @@ def two_machines(harness: Harness) -> list[Job]:
 def test_two_machines_without_a_shared_disk_stop_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """The second gets a signal, which stops both; started again, they go on where they were."""
+    """The second gets a signal, which stops both. After a new start they resume at the same step."""
     jobs = two_machines(harness)
     jobs[0].wait_for_step(2)
     os.kill(jobs[1].process.pid, signal.SIGUSR1)
@@ -238,7 +238,7 @@ def test_a_flipped_bit_is_named_and_undone(
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir, **faulty(fault))
         job.wait_for_step(after)
-        # The first of a soak makes a weight huge: no number comes of it.
+        # The first of a soak makes a weight huge, so the loss becomes NaN or infinite.
         address, bit = flip_a_bit(
             json.loads(told.read_text()), chance, 30 if soak and not i else chance.randrange(8, 32)
         )

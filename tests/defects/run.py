@@ -1,7 +1,8 @@
 """Put each defect of defects.toml into a copy of the tree, and run the test matrix's tests of its place.
 
 bash scripts/test.sh -e defects                 # all
-bash scripts/test.sh -e defects -- no-fsync     # by name; `none`: every place without a defect, which must pass
+bash scripts/test.sh -e defects -- no-fsync     # by name
+bash scripts/test.sh -e defects -- none         # every place without a defect, which must pass
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Defect = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """How pytest ended at one place: its exit code (None: time limit), and its first failed test and its error."""
+    """How pytest ended at one place: its exit code (None after the time limit), its first failed test and its error."""
 
     code: int | None
     failed: str

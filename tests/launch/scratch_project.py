@@ -64,8 +64,8 @@ def parse(argv, prog=None, usage=None):
 """
 # Of an app whose launcher puts something before each line of a rank's stderr.
 PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
-# Of an app whose launcher reads the machines from a file, whose options need another file of its folder, and which has
-# a question when it is known on what it will train.
+# Of an app whose launcher reads the machines from a file, and whose options need another file of its folder. It also
+# checks the start when its dataset and step are known.
 TABLE_OPTIONS = (
     OPTIONS
     + """
@@ -88,7 +88,7 @@ def place(ranks):
         raise ConfigError(f"N={ranks}, but the table lists 2: give N=2")
     return (3, 1) if os.environ.get("TABLE") else None
 """
-# What every launcher begins with: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
+# The beginning of every launcher: note() leaves a line for the test, heartbeat() is a rank's, rank() starts a child.
 LAUNCHER = """
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Environments: shared by apps with equal locks, made once, whole or not at all, and never changed.
 
-The launch script makes them in a project of its own, with a base Python whose `venv` leaves out pip, and a `pip` that
-notes what it was asked to install. Everything else is real; and so is pip where hashes are what is tested.
+The launch script makes them in a project of its own. There the base Python's `venv` leaves out pip, and `pip` notes
+its arguments. Everything else is real, and the tests of hashes use the real pip.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ elif [ -e {version} ] && [[ "$2" = *python_version* ]]; then
 fi
 exec {python} "$@"
 """
-# On PYTHONPATH: notes its words and the interpreter; fails, or dies, where a file tells it to.
+# On PYTHONPATH. It notes its words and the interpreter, and fails, or dies, if a file requests it.
 PIP = """
 import os, signal, sys, time
 from pathlib import Path
@@ -205,7 +205,7 @@ def test_apps_with_equal_locks_share_one(street: Street) -> None:
 
 
 def test_first_starts_at_once_make_one(street: Street) -> None:
-    """Also those of two apps."""
+    """This includes first starts of two apps."""
     done = [end_of(job) for job in [street.start("toy"), street.start("bench"), street.start("bench", "other")]]
     assert [each.returncode for each in done] == [0, 0, 0]
     assert len({json.loads(each.stdout)[0] for each in done}) == 1
@@ -287,7 +287,7 @@ def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
 
 
 def test_the_options_may_say_what_is_built(street: Street) -> None:
-    """What they ask for has an environment of its own, and each is made once."""
+    """Each requested build has an environment of its own, made once."""
     note = f'echo "setup ${{WITH-nothing}}" >> {shlex.quote(str(street.work / "pip.notes"))}'
     (street.root / "apps" / "toy" / "setup.sh").write_text(f"{note}\n")
     with (street.root / "apps" / "toy" / "options.py").open("a") as file:
@@ -304,7 +304,7 @@ def test_the_options_may_say_what_is_built(street: Street) -> None:
 
 
 def test_another_full_version_of_python_makes_another(street: Street) -> None:
-    """What is there stays in use: its Python has not changed."""
+    """The existing environment stays in use, because its Python is the same."""
     venv = street.python("toy")
     (street.work / "version").write_text(f"{VERSION}99")
     assert street.python("bench") != venv
@@ -470,7 +470,7 @@ class Index:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
     def installed(self, **environ: str) -> str:
-        """What a start has installed as tiny."""
+        """Return the source that a start has installed as tiny."""
         self.street.environ |= environ
         (module,) = self.street.python().glob("lib/python*/site-packages/tiny.py")
         return module.read_text()

@@ -1,7 +1,7 @@
-"""The launch script: mistakes told at once, restarts, signals, and no process left behind.
+"""The launch script: mistakes reported at once, restarts, signals, and no process left behind.
 
-A toy app in a scratch project (a copy of core and of the doors in scripts/) is started by bash, as a user would; its
-launcher and its ranks are small programs of the standard library, but real processes.
+bash starts a toy app in a scratch project (a copy of core and of the doors in scripts/), as a user would. The app's
+launcher and ranks are small programs of the standard library, but real processes.
 """
 
 from __future__ import annotations

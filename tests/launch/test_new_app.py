@@ -111,7 +111,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
-    """git lists the copies; ruff, the launch scripts and the tests of layout and pages pass; nothing else changes."""
+    """git lists the copies. ruff, the launch scripts and the tests of layout and pages pass. Nothing else changes."""
     root = clone(tmp_path / "samestep")
     before, there = content(root), listed(root)
     first = APPS[0]
@@ -230,7 +230,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """The last step fails; then TERM arrives during it; then README.md's table lacks the origin."""
+    """First the last step fails, then TERM arrives during it, then README.md's table lacks the origin."""
     root, page = clone(tmp_path / "samestep"), Path("docs", "device_paths.py")
     (root / page).write_text("import sys\nfrom pathlib import Path\nsys.exit('error: nothing to show')\n")
     before = content(root)
@@ -295,7 +295,7 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> N
     assert content(repository) == before
     assert {path.name for path in tmp_path.iterdir()} == {f"project of {name}" for name in NAMES.values()}
 
-    # In the last one pytest finds all common tests, also those of core alone, and offers no other app.
+    # In the last one pytest finds all common tests, also the tests for core alone, and offers no other app.
     collected = python(root, "-m", "pytest", "--collect-only", "-q", "--every-case", "tests/common").stdout
     assert len(re.findall("^tests/common/.*::", collected, re.MULTILINE)) > 40, collected
     needed = python(root, "-c", "import runpy; print(runpy.run_path('tools/lock.py')['core_requirements']())").stdout

@@ -1,4 +1,4 @@
-"""Machines meet: threads stand for launch scripts here, by real connections on loopback; then the scripts."""
+"""Machines meet: first threads in place of launch scripts, by real connections on loopback, then the scripts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def together(
     prepare: Callable[[Mapping[str, Any]], None] = nothing,
     **settings: Any,
 ) -> list[Rendezvous | Exception]:
-    """What each machine's `preflight` returns or raises; a number is how many seconds it comes late."""
+    """Return each machine's result or error of `preflight`. A number is the delay of a machine in seconds."""
     port = int(free_port())
 
     def one(info: NodeInfo, late: float) -> Rendezvous:
@@ -184,7 +184,7 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
         for stranger, words in zip(strangers, said):
             stranger.sendall(words)
         strangers[0].close()
-        once = preflight.JsonConnection(connect(port, 5))  # a machine that says who it is, and dies
+        once = preflight.JsonConnection(connect(port, 5))  # a machine introduces itself, and dies
         assert once.introduce(asdict(node(1, 3, nonce="one")), time.monotonic() + 10) == {"here": True}
         once.close()
         again = pool.submit(preflight.preflight, node(1, 3), "127.0.0.1", port, 20.0, dict, nothing)

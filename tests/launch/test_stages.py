@@ -1,4 +1,4 @@
-"""What may import what: the first stage runs on the system's Python, and ranks need no launcher."""
+"""The allowed imports: the first stage runs on the system's Python, and ranks need no launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--track: what is said of it before anything is started. What it does: tests/trackers."""
+"""--track: messages before anything starts. tests/trackers tests its effect."""
 
 from __future__ import annotations
 

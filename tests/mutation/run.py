@@ -61,7 +61,7 @@ class Mutant(NamedTuple):
 
 
 def _variants(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what may replace ``node``, a copy of which each is."""
+    """Yield each replacement of ``node``, as a changed copy."""
     changed: Any = copy.deepcopy(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
         changed.ops[0] = OPERATORS[type(node.ops[0])]()
@@ -161,7 +161,7 @@ def is_noticed(core: Path, module: str, limit: float) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Try the mutants; print each that no test notices and that `explained` lacks; return 1 if there is one."""
+    """Try the mutants, print each that no test notices and that `explained` lacks, and return 1 if there is one."""
     parser = argparse.ArgumentParser(description="Mutation tests of core.")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"default: {' '.join(MODULES)}")
     parser.add_argument("--minutes", type=float, default=45.0, help="start no mutant after this time")

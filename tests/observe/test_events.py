@@ -1,4 +1,4 @@
-"""Test the events of a run: recorded ones, and those of samestep 0.1, which only log lines tell."""
+"""Test the events of a run: recorded events, and samestep 0.1's events, which only log lines show."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAILURE_TEXT = (
     "application. Check the logs of the remote worker before reporting an error. GLHF! 🏖️; more in "
     "/home/user/runs/mnist/log/rank-0.log"
 )
-# What samestep 0.1 showed of it.
+# The events that samestep 0.1 showed.
 STORED_EVENTS = [
     ("failure", None, "2026-11-24 23:47:08", FAILURE_TEXT, "log/rank-0.log"),
     ("restart", 6, "2026-11-24 23:47:11", "resumed at step 6, 2 ranks", "log/rank-0.log"),

@@ -1,20 +1,23 @@
 """Faults at an exact moment: Python imports this at start when its folder is on PYTHONPATH.
 
-SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of
+SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These send the signal:
 
-- ``audit`` and ``match``: at the first audit event of that name whose first argument matches (a file about to be
-  opened, a folder about to be renamed),
-- ``updates``: when so many updates are done,
-- ``step``: at the beginning of this step,
-- ``differ``: at the beginning of this step one weight of this rank is changed, and nothing is ended (torch alone),
-- ``evaluating``: at this evaluated batch since the first step, from 1,
-- ``slow`` and ``seconds``: nothing is ended; from and to these steps this rank sleeps in this phase of each step, for
-  each ``[rank, phase, from, to]`` of the list,
-- ``modules``: nothing is ended; as a rank exits, it writes the samestep modules that it has loaded, and their files, as
-  JSON into this file, to whose name "-<rank>" is added,
-- ``tell``: nothing is ended; this file gets the address and the number of values of each parameter (torch alone).
+* ``audit`` and ``match``: at the first audit event of that name whose first argument matches. An example is a file
+  about to be opened, or a folder about to be renamed.
+* ``updates``: after this many updates.
+* ``step``: at the beginning of this step.
+* ``evaluating``: at this evaluated batch since the first step, from 1.
 
-Only the first start of a job is disturbed. Nothing of the program is replaced but the moment it is ended.
+These end nothing:
+
+* ``differ``: at the beginning of this step one weight of this rank changes (torch alone).
+* ``slow`` and ``seconds``: for each ``[rank, phase, from, to]`` of the list, that rank sleeps in that phase of
+  each step, starting at ``from`` and ending before ``to``.
+* ``modules``: as a rank exits, it writes its loaded samestep modules and their files, as JSON, into this file. The
+  file's name gets "-<rank>" at its end.
+* ``tell``: this file gets the address and the number of values of each parameter (torch alone).
+
+A fault disturbs only the first start of a job. It changes when the program ends, and replaces none of its code.
 """
 
 from __future__ import annotations
