@@ -40,7 +40,7 @@ MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of 
 
 @dataclass(frozen=True)
 class Program:
-    """One row: a program and its options. Those with ``drawn`` are in the picture's panels of losses."""
+    """One row: a program and its options. Rows with ``drawn`` are in the picture's panels of losses."""
 
     name: str
     kind: str

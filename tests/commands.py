@@ -22,9 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_RUN = "docs/commands.md"
-# Pages that show messages of programs, not commands, the page that lists commands, and the page that repeats the
-# commands of README.md (test_readme_zh.py).
-LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md", "README.zh.md"}
+# Pages that show messages of programs, not commands, and the page that lists commands.
+LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
     *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),

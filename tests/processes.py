@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,17 @@ def environments() -> dict[int, dict[str, str]]:
 def marked(name: str, value: str) -> list[int]:
     """The processes that carry this variable in their environment."""
     return [pid for pid, environ in environments().items() if environ.get(name) == value]
+
+
+def kill_marked(name: str, value: str, limit: float) -> None:
+    """Kill the processes that carry this variable, whatever their sessions; fail after ``limit`` seconds."""
+    deadline = time.monotonic() + limit
+    while left := marked(name, value):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:

@@ -56,7 +56,9 @@ class Subject:
     saves = True  # checkpoints
     eval_group = True
     tests = 1000  # examples of its evaluation.
-    batch = 480  # Of the whole job. Few steps per epoch, as other work on the machine slows each one.
+    batch = (
+        480  # The samples per step of all ranks. An epoch has few steps, as other work on the machine slows each one.
+    )
     heals = False  # Whether a restarted process gets the lost state from the other ranks.
     epochs_told = True
     pause = 0.05

@@ -44,19 +44,20 @@ class App:
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Changes of a small run's options. A resume must refuse each.
     defaults: Sequence[str] = ()  # A test's changes to the defaults, so that they take minutes.
-    parts: tuple[int, int] = (32, 3)  # Of the training set. One is a batch that 2, 3 and 4 ranks cannot share.
-    exact_steps: Sequence[int] = (100, 6)  # Of the first variant and of the others.
+    parts: tuple[int, int] = (32, 3)  # For `Shape.odd_batch`: the training set has about so many batches.
+    exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the others.
     first_steps: Sequence[str] = ()  # Options under which the first losses are the same at any world size.
     first_tolerance: float = 1e-5  # The first losses differ at most so much, by rounding in float32.
     diverges: Sequence[str] = ("--lr=1e30",)  # Options under which the loss is soon NaN or infinite.
     patience: int = 20  # A --timeout, in seconds, that only a stopped rank exceeds.
     delay: int = 60  # In ms, and much longer than a step of few samples.
-    kills: int = 20  # Of each kind at random steps, in a soak.
+    kills: int = 20  # The number of kills of each kind at random steps, in a soak.
     launcher: str = "torchrun"  # The program that its launch script starts.
     compared: bool = True  # Its ranks hold the same weights, and compare them.
-    # Marks of cases that the matrix leaves out for this app. ``once``: core alone decides the result, and another app
-    # shows it. ``best``, ``curves``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``: an app of the
-    # same framework, or a case of this app's own, shows it. ``slow``: a start takes long.
+    # Marks of cases that the matrix leaves out for this app. ``core_only``: core alone decides the result, and another
+    # app shows it. ``accuracy``, ``best``, ``curves``, ``divergence``, ``kills``, ``launcher``, ``stall``,
+    # ``stragglers``, ``torchrun``: an app of the same framework, or a case of this app's own, shows it. ``slow``: a
+    # start takes long.
     skipped_marks: Sequence[str] = ()
     name: str = ""
 

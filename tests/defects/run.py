@@ -7,7 +7,6 @@ bash scripts/test.sh -e defects -- none         # every place without a defect, 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ import tomllib
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
-from processes import marked  # noqa: E402
+from processes import kill_marked  # noqa: E402
 from repository import clone  # noqa: E402
 
 LIMIT = 900.0  # seconds for the tests of one place; a test ends a run that hangs much earlier
@@ -83,11 +82,7 @@ def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
     except subprocess.TimeoutExpired:
         return Outcome(None, "")
     finally:
-        while pids := marked("SAMESTEP_DEFECT", str(copy)):  # launchers and ranks have sessions of their own
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
+        kill_marked("SAMESTEP_DEFECT", str(copy), LIMIT)  # launchers and ranks have sessions of their own
         process.wait()
     if failed := re.search(r"^FAILED (.+)", output, re.MULTILINE):
         return Outcome(1, failed[1])  # the exit code is 2 if xdist interrupts its workers

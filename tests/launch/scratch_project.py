@@ -43,7 +43,7 @@ def build_parser(prog=None, usage=None):
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
 """
-# Of an app that measures: commands, and neither a data set nor checkpoints.
+# The options of an app that measures: it has commands, and neither a data set nor checkpoints.
 BENCH_OPTIONS = """
 from pathlib import Path
 from samestep.options import Parser
@@ -62,10 +62,10 @@ def build_parser(prog=None, usage=None):
 def parse(argv, prog=None, usage=None):
     return build_parser(prog, usage).parse(argv)
 """
-# Of an app whose launcher puts something before each line of a rank's stderr.
+# The options of an app whose launcher puts something before each line of a rank's stderr.
 PREFIX_OPTIONS = OPTIONS + 'LAUNCHER = {"line_prefix": r"\\[\\d+\\]<stderr>:"}\n'
-# Of an app whose launcher reads the machines from a file, and whose options need another file of its folder. It also
-# checks the start when its dataset and step are known.
+# The options of an app whose launcher reads the machines from a file, and that need another file of its folder. The
+# app also checks the start when its dataset and step are known.
 TABLE_OPTIONS = (
     OPTIONS
     + """

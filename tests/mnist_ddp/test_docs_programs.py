@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import marked
+from processes import kill_marked, marked
 from samestep import checkpoint
 from wheel import build, clean_environment, run
 
@@ -30,13 +29,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 def kill_all(folder: Path) -> None:
     """Every process of `environ`: torchrun's ranks have sessions of their own, and outlive it."""
-    until = time.monotonic() + LIMIT
-    while left := marked("SAMESTEP_TEST", str(folder)):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
+    kill_marked("SAMESTEP_TEST", str(folder), LIMIT)
 
 
 def test_a_runs_weights_are_loaded_as_the_page_says(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def _statements(tree: ast.AST) -> Iterator[tuple[ast.stmt, list[tuple[ast.AST, s
         waiting: list[ast.AST] = [statement]
         while waiting:
             parent = waiting.pop()
+            inner = ("body", "orelse", "finalbody") if isinstance(parent, ast.stmt) else ()
             for name, value in ast.iter_fields(parent):
-                inner = ("body", "orelse", "finalbody") if isinstance(parent, ast.stmt) else ()
                 if name in ("annotation", "returns", *inner):
                     continue
                 for index, node in enumerate(value) if isinstance(value, list) else ((None, value),):
@@ -112,8 +112,7 @@ def mutants(module: str, text: str) -> list[Mutant]:
     def add(statement: ast.stmt, replace: Any, old: ast.AST, new: ast.AST) -> None:
         before = ast.unparse(statement).splitlines()
         replace(new)
-        after, whole = ast.unparse(ast.fix_missing_locations(tree)).splitlines(), ""
-        whole = "\n".join(after) + "\n"
+        whole = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
         shown = ast.unparse(new if new in ast.walk(tree) and isinstance(new, ast.stmt) else statement).splitlines()
         replace(old)
         differs = next((pair for pair in zip(before, shown) if pair[0] != pair[1]), (before[0], shown[0]))
@@ -172,10 +171,8 @@ def main(argv: list[str]) -> int:
     begun, slots = time.monotonic(), queue.SimpleQueue[Path]()
     with tempfile.TemporaryDirectory(prefix="samestep-mutation-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         for slot in range(options.jobs):
-            shutil.copytree(ROOT / "core", core := Path(folder, str(slot), "core"))
-            for cached in core.rglob("__pycache__"):
-                shutil.rmtree(cached)
-            slots.put(core)
+            core = Path(folder, str(slot), "core")
+            slots.put(shutil.copytree(ROOT / "core", core, ignore=shutil.ignore_patterns("__pycache__")))
 
         def try_mutant(mutant: Mutant, limit: float) -> bool | None:
             if time.monotonic() - begun > options.minutes * 60:

@@ -47,7 +47,7 @@ PATHS = [
     ),
     ("cpu", "mccl", "loops of --sink-size, --api highlevel", "run", f"{OWN}::test_both_apis_take_the_same_steps"),
     ("ascend", "HCCL", "--api highlevel: how Model sinks", "simulated", f"{OWN}::test_model_sinks_loops_of_updates"),
-    ("ascend", "HCCL", "data_sink, but for the device's queue", "simulated", f"{OWN}::test_the_images"),
+    ("ascend", "HCCL", "data_sink, except the device's queue", "simulated", f"{OWN}::test_the_images"),
     ("ascend", "HCCL", "--api highlevel with sinking", "read", "mindspore/train/model.py of MindSpore 2.10.0"),
     ("ascend", "HCCL", "a training step, data sinking", "read", "mindspore/train/data_sink.py of MindSpore 2.10.0"),
     (
