@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NoReturn
@@ -43,18 +45,6 @@ class Options(argparse.Namespace):
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wrap every --help at the same width; only descriptions that have several lines keep their own."""
-
-    def __init__(self, prog: str, **settings: Any) -> None:
-        super().__init__(prog, **{"width": HELP_WIDTH, **settings})
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:
-            return super()._fill_text(text, width, indent)
-        return argparse.HelpFormatter._fill_text(self, text, width, indent)
-
-
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
@@ -62,8 +52,11 @@ class Parser(argparse.ArgumentParser):
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
+    def __init__(self, description: str = "", **settings: Any) -> None:
+        """Wrap a description that is one line."""
+        text = description if "\n" in description else textwrap.fill(description, HELP_WIDTH - 2)
+        formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=HELP_WIDTH)
+        super().__init__(description=text, allow_abbrev=False, formatter_class=formatter, **settings)
 
     def group(self, title: str) -> Any:
         """Return the option group ``title``, such as one of GROUPS; add it if the parser lacks it."""
@@ -90,8 +83,7 @@ class Parser(argparse.ArgumentParser):
         options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
         for name, value in vars(options).items():
             if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
+                raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
         if unknown:
             parsers = [self, *self.commands().values()]
             known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
@@ -164,67 +156,54 @@ def add_common(
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
     """
     parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
-    default, count = "(default: %(default)s)", bounded_int(0)
-    training, data, checkpoint, recovery, logging, _ = (parser.group(title).add_argument for title in GROUPS)
+    default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_int(1)
+    training, data, checkpoint, recovery, log, _ = (parser.group(title).add_argument for title in GROUPS)
 
-    add = training
-    add("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
-    add("--max-steps", type=count, metavar="S", help="last step, counted from the start of training (default: none)")
+    training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
+    training("--max-steps", type=count, metavar="S", help="last step since the start of training (default: none)")
     size = f"samples per step, over all ranks {default}"
-    add("--global-batch-size", type=bounded_int(1), default=global_batch_size, metavar="B", help=size)
-    add("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
+    training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
+    training("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
     seed = f"seed of initial weights, sample order and dropout {default}"
-    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)
-    add(
-        "--device", choices=devices, default="auto", help=f"device; auto uses an accelerator if each rank can {default}"
-    )
+    training("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)
+    training("--device", choices=devices, default="auto", help=f"auto: an accelerator if each rank has one {default}")
     every = f"steps between evaluations within an epoch; 0 evaluates only after each epoch {default}"
-    add("--evaluate-every", type=count, default=0, metavar="S", help=every)
+    training("--evaluate-every", type=count, default=0, metavar="S", help=every)
     only = "evaluate the run's newest checkpoint, or --init-from, and write evaluation.json; do not train"
-    add("--evaluate-only", action="store_true", help=only)
+    training("--evaluate-only", action="store_true", help=only)
 
-    add = data
-    add("--dataset", choices=datasets, help=f"dataset to train on (default: {datasets[0]}, or the checkpoint's)")
+    data("--dataset", choices=datasets, help=f"dataset to train on (default: {datasets[0]}, or the checkpoint's)")
     # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
-    add("--requested-dataset", help=argparse.SUPPRESS)
-    folder = f"folder that is searched for datasets first {default}"
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=folder)
+    data("--requested-dataset", help=argparse.SUPPRESS)
+    folder = f"folder to search for datasets first {default}"
+    data("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=folder)
 
-    add = checkpoint
     # `samestep run` passes its run dir, timeout and grace to the program that it starts.
     run_dir, timeout, grace = (os.environ.get(f"SAMESTEP_{name}") for name in ("RUN_DIR", "TIMEOUT", "GRACE"))
     results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
-    add("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
+    checkpoint("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
     resume = "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)"
-    add("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
-    add("--init-from", type=Path, metavar="FILE", help="initial weights: the model.safetensors of any run")
+    checkpoint("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
+    checkpoint("--init-from", type=Path, metavar="FILE", help="initial weights: the model.safetensors of any run")
     every = f"steps between checkpoints within an epoch; 0 saves only after each epoch and the last step {default}"
-    add("--checkpoint-every", type=count, default=500, metavar="S", help=every)
-    newest = f"number of newest checkpoints to keep {default}"
-    add("--keep-checkpoints", type=bounded_int(1), default=3, metavar="K", help=newest)
+    checkpoint("--checkpoint-every", type=count, default=500, metavar="S", help=every)
+    checkpoint("--keep-checkpoints", type=positive, default=3, metavar="K", help=f"newest ones to keep {default}")
     best = "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors"
-    add("--keep-best", action="store_true", help=best)
+    checkpoint("--keep-best", action="store_true", help=best)
 
-    add = recovery
-    add(
-        "--max-restarts",
-        type=count,
-        default=3,
-        metavar="R",
-        help=f"maximum number of restarts after failures {default}",
-    )
+    restarts = f"maximum number of restarts after failures {default}"
+    recovery("--max-restarts", type=count, default=3, metavar="R", help=restarts)
     limit = f"seconds without progress after which the job ends as hung {default}"
-    add("--timeout", type=seconds, default=timeout or "300", metavar="T", help=limit)
+    recovery("--timeout", type=seconds, default=timeout or "300", metavar="T", help=limit)
     limit = f"seconds from a stop signal until the job is killed {default}"
-    add("--grace", type=seconds, default=grace or "30", metavar="T", help=limit)
+    recovery("--grace", type=seconds, default=grace or "30", metavar="T", help=limit)
     factor = f"report a rank X times slower than the others' median; 0 disables {default}"
-    add("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
+    recovery("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
 
-    add = logging
-    add("--log-every", type=bounded_int(1), default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
+    log("--log-every", type=positive, default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
     trackers = "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)"
-    add("--track", metavar="NAMES", help=trackers)
-    add("--quiet", action="store_true", help="print only warnings, errors and the result")
+    log("--track", metavar="NAMES", help=trackers)
+    log("--quiet", action="store_true", help="print only warnings, errors and the result")
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:

@@ -229,9 +229,8 @@ def make_folder(path: Path, unique: bool = False) -> Path:
             return candidate
         except OSError as error:
             if not (unique and isinstance(error, FileExistsError)):
-                raise ConfigError(
-                    f"cannot make {candidate.absolute()}: {error.strerror}: name another place with --run-dir"
-                ) from error
+                problem = f"cannot make {candidate.absolute()}: {error.strerror}"
+                raise ConfigError(f"{problem}: name another place with --run-dir") from error
         count += 1
         candidate = path.with_name(f"{path.name}-{count}")
 

@@ -45,8 +45,7 @@ def own_folder(path: Path) -> os.stat_result | None:
     It is None if the folder cannot be made, is another user's, or is a link.
     """
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+        path.mkdir(0o700, exist_ok=True)
         status = os.lstat(path)
     except OSError:
         return None
