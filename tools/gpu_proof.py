@@ -41,6 +41,8 @@ APPS: dict[str, list[str]] = {
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0"],
     "gpt_fsdp": ["--dropout=0", "--layers=2", "--width=64"],
 }
+STEPS = 40  # of the runs that are killed or stopped, and of those that are not
+RUN = [f"--max-steps={STEPS}", "--log-every=1", "--checkpoint-every=10"]
 FLOAT32, BFLOAT16 = 1e-4, 2e-2  # bfloat16 has 8 bits, and a device sums in an order of its own
 LOSSES: list[tuple[str, list[str], float]] = [
     ("mnist_ddp", [], FLOAT32),
@@ -62,16 +64,16 @@ class Proof:
 
     def __init__(self, folder: Path, device: str, quick: bool, mnist: Path | None) -> None:
         self.folder, self.device, self.quick, self.mnist, self._count = folder, device, quick, mnist, 0
-        self._undisturbed: dict[str, str] = {}
+        self._undisturbed: dict[str, Path] = {}
 
     def new_run_dir(self) -> Path:
         self._count += 1
         return self.folder / f"run-{self._count}"
 
-    def undisturbed(self, app: str, options: Sequence[str]) -> str:
-        """Return the digest of the weights of a run that nothing happens to; an app always has the same options."""
+    def undisturbed(self, app: str) -> Path:
+        """Return the run dir of a run of STEPS steps that nothing happens to."""
         if app not in self._undisturbed:
-            self._undisturbed[app] = result(self.run(app, *options))["weights_sha256"]
+            self._undisturbed[app] = self.run(app, *RUN)
         return self._undisturbed[app]
 
     @contextlib.contextmanager
@@ -135,7 +137,8 @@ def losses(proof: Proof, app: str, options: Sequence[str], tolerance: float) -> 
     """Compare the first losses with the CPU's, which runs without torch.compile."""
     steps = 2 if proof.quick else 5
     common = [f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
-    here = [line["loss"] for line in metrics(proof.run(app, *common, *options))]
+    run_dir = proof.run(app, *common, *options) if options else proof.undisturbed(app)
+    here = [line["loss"] for line in metrics(run_dir)][:steps]
     on_cpu = [each for each in options if each != "--compile"]
     there = [line["loss"] for line in metrics(proof.run(app, *common, *on_cpu, device="cpu"))]
     difference = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there))
@@ -146,11 +149,9 @@ def losses(proof: Proof, app: str, options: Sequence[str], tolerance: float) -> 
 
 def recovery(proof: Proof, app: str, number: int) -> dict[str, Any]:
     """Kill or stop a run in the middle, and compare its weights with an undisturbed run's."""
-    steps = 40
-    options = [f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=10"]
-    undisturbed = proof.undisturbed(app, options)
+    undisturbed = result(proof.undisturbed(app))["weights_sha256"]
     run_dir = proof.new_run_dir()
-    with proof.start(app, run_dir, options, proof.device) as process:
+    with proof.start(app, run_dir, RUN, proof.device) as process:
         wait_for_step(process, run_dir, 15)
         if number == signal.SIGKILL:
             os.kill(json.loads((run_dir / "log" / "alive-0").read_text())["pid"], number)
@@ -158,10 +159,10 @@ def recovery(proof: Proof, app: str, number: int) -> dict[str, Any]:
         else:
             process.send_signal(number)
             wait_for_end(process, 128 + number)
-    found = result(proof.run(app, *options, run_dir=run_dir) if number != signal.SIGKILL else run_dir)
+    found = result(proof.run(app, *RUN, run_dir=run_dir) if number != signal.SIGKILL else run_dir)
     if found["weights_sha256"] != undisturbed:
         raise RuntimeError(f"weights {found['weights_sha256'][:12]}, undisturbed {undisturbed[:12]}")
-    return {"resumed from step": found["resumed_from_step"], "restarts": found["restarts"], "steps": steps}
+    return {"resumed from step": found["resumed_from_step"], "restarts": found["restarts"], "steps": STEPS}
 
 
 def speed(proof: Proof) -> dict[str, Any]:

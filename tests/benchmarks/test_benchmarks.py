@@ -58,6 +58,7 @@ def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
 
 
 @pytest.mark.core_only
+@pytest.mark.soak
 def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--check"])
@@ -75,6 +76,7 @@ def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
 
 
 @pytest.mark.core_only
-@pytest.mark.parametrize("name", [pytest.param("start_up", marks=pytest.mark.soak), "checkpoint", "sharding"])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["start_up", "checkpoint", "sharding"])
 def test_it_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3

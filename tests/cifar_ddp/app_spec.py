@@ -38,5 +38,5 @@ SPEC = App(
     parts=(40, 3),
     exact_steps=(50, 6),
     delay=30,  # in each of three micro-batches
-    skipped_marks=("core_only", "best", "curves", "divergence", "kills", "launcher", "stall", "stragglers", "torchrun"),
+    skipped_marks=("core_only", "best", "curves", "kills", "launcher", "stall", "stragglers", "torchrun"),
 )

@@ -171,7 +171,7 @@ print(json.dumps(dict(adamw=train("adamw", 14), sgd=train("sgd", 8))))
 
 
 KINDS = {
-    "adamw": (3, ["--epochs=2", "--max-steps=14", "--warmup-steps=3", "--clip-norm=0.5", "--ema=0.8", "--keep-best"]),
+    "adamw": (2, ["--epochs=2", "--max-steps=14", "--warmup-steps=3", "--clip-norm=0.5", "--ema=0.8", "--keep-best"]),
     "sgd": (1, ["--epochs=1", "--max-steps=8", "--schedule=step"]),
 }
 
@@ -325,7 +325,7 @@ device = torch.device("cpu")
 training, _ = data.load("synthetic-cifar10", Path("data"), device)
 
 
-def curve(*arguments, batch=20, steps=5):
+def curve(*arguments, batch=20, steps=3):
     '''The losses of some steps at one rank, in float64.'''
     options = parse(["--dtype=float64", "--lr=0.02", *arguments])
     dtype = getattr(torch, options.dtype)

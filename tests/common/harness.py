@@ -26,6 +26,7 @@ from samestep import checkpoint, env
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds for any one run
+FAULTS = Path(__file__).parent / "faults"  # its sitecustomize.py is loaded by every Python that a test starts
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,9 @@ class Harness:
             for name, value in os.environ.items()
             if not re.match(r"(SAMESTEP_|PET_|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_)", name)
         }
+        kept |= {"PYTHON": sys.executable, "PYTHONPATH": python_path(FAULTS), "SAMESTEP_TEST": self.mark}
         # One thread a rank: on a machine with other work, several threads wait for each other for most of the time.
-        return {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "SAMESTEP_TEST": self.mark, **more}
+        return {**kept, "OMP_NUM_THREADS": "1", **more}
 
     def start(self, n: int | str, *options: str, run_dir: Path | None = None, **environ: str) -> Job:
         """Start ``scripts/run_<app>.sh n options`` in a session of its own."""
@@ -307,7 +309,7 @@ def bare(harness: Harness, command: Sequence[str], **environ: str) -> Outcome:
 
 def faulty(fault: Mapping[str, Any]) -> dict[str, Any]:
     """The environment in which ranks do what faults/sitecustomize.py makes of ``fault``."""
-    return {"SAMESTEP_FAULT": json.dumps(fault), "PYTHONPATH": python_path(Path(__file__).parent / "faults")}
+    return {"SAMESTEP_FAULT": json.dumps(fault)}
 
 
 def python_path(folder: Path) -> str:

@@ -90,6 +90,7 @@ def test_one_process_by_plain_python(harness: Harness) -> None:
     assert result["launcher"] == "none"
 
 
+@pytest.mark.core_only
 def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """As DLC and a person at two terminals set them: one process each, no launcher."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -108,11 +109,16 @@ def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., 
     ("environ", "words"),
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2'"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "NPROC_PER_NODE": "4"}, "scripts/run_"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "NNODES"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)  # in the matrix tests/core/test_env.py has them
+            for case in [
+                ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2'"),
+                ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+                ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR"),
+                ({"RANK": "0", "WORLD_SIZE": "2", "NPROC_PER_NODE": "4"}, "scripts/run_"),
+                ({"JOB_COMPLETION_INDEX": "0"}, "NNODES"),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -222,7 +228,7 @@ def test_what_ranks_do_not_share_is_named_and_never_saved(
 
 @pytest.mark.compared
 @pytest.mark.core_only
-@pytest.mark.parametrize("n", [3, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_flipped_bit_is_named_and_undone(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int
 ) -> None:

@@ -23,11 +23,9 @@ RESULT_KEYS = set(
 )
 
 
-@pytest.mark.accuracy
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), None])
-def test_the_defaults_reach_their_accuracy(harness: Harness, n: int | None) -> None:
-    """At N = 4 for the app that shows what is of core alone, else at N = 2."""
-    n = n or (2 if "core_only" in harness.app.skipped_marks else 4)
+@pytest.mark.core_only
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
+def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
     outcome = harness.run(n, "--data-dir=nowhere", *harness.app.defaults)
     result = harness.checked(outcome, n)
     assert set(result) >= RESULT_KEYS - ({"test_accuracy"} if harness.app.accuracy is None else set())
@@ -83,7 +81,7 @@ def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict
     assert sum(lines.values()) <= limit
 
 
-@pytest.mark.core_only
+@pytest.mark.soak
 def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     trained = undisturbed(2)
     weights = Path(trained["run_dir"]) / "model.safetensors"
@@ -121,11 +119,10 @@ def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: 
 
 def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """At another number of ranks, of a run that it leaves as it is."""
-    n = 1 if "core_only" in harness.app.skipped_marks else 3
     result, run_dir = undisturbed(2), harness.folder / "run"
     shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
-    outcome = harness.run(n, *harness.app.small, "--evaluate-only")
+    outcome = harness.run(1, *harness.app.small, "--evaluate-only")
     assert outcome.code == 0, outcome
     assert outcome.result["weights_sha256"] == result["weights_sha256"]
     assert outcome.result["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)
@@ -148,7 +145,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
             continue
         steps = harness.app.exact_steps[0 if soak or i == 0 else 1]
         curves = {}
-        counts = (1, 2, 3, 4) if soak else (1, 4) if i == 0 else (1, 3)
+        counts = (1, 2, 3, 4) if soak else (1, 3)
         for n in counts:
             run_dir = harness.folder / f"{i}-{n}"
             options = [*harness.app.exact, *variant, f"--global-batch-size={batch}", f"--max-steps={steps}"]

@@ -20,6 +20,7 @@ def test_the_benchmark_of_a_step_still_runs(harness: Harness) -> None:
     assert outcome.stdout.count(" ms ") == 3
 
 
+@pytest.mark.soak
 def test_the_benchmark_of_a_checkpoint_still_runs(harness: Harness) -> None:
     program = str(ROOT / "benchmarks" / "fsdp_checkpoint.py")
     outcome = bare(harness, [*LAUNCHER, program, "--quick", f"--dir={harness.folder}"])

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import ROOT, Harness
 from processes import free_port
 
 
+@pytest.mark.soak  # in the matrix tests/deploy checks the job's file, tests/multihost two hosts
 def test_two_pods_of_dlc_are_one_job(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """RANK and WORLD_SIZE count pods. Both write to one run dir, as on NAS; the weights equal one machine's."""
     expected = undisturbed(2)

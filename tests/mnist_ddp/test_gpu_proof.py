@@ -13,7 +13,7 @@ from harness import ROOT, Harness, bare
 def test_the_proof_passes_on_a_cpu(harness: Harness, tmp_path: Path) -> None:
     output = tmp_path / "proof.json"
     script = ["bash", str(ROOT / "tools" / "gpu_proof.sh"), "--device=cpu", "--quick", f"--output={output}"]
-    outcome = bare(harness, script)
+    outcome = harness.start_command(script, harness.folder).finish(limit=400)
     assert outcome.code == 0, outcome
     seen = json.loads(output.read_text())
     assert [row["outcome"] for row in seen["rows"]] == ["passed"] * 4

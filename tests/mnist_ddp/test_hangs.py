@@ -97,6 +97,7 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
     assert found[1] == f"{os.path.basename(file)}:{number} in {function}"
 
 
+@pytest.mark.soak
 def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
     """Gloo does not hang: a rank that gets more than it expects aborts in C++, and the other aborts or disconnects."""
     outcome = hung(harness, "shapes", 1, 15)

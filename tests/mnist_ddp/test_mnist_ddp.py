@@ -53,6 +53,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     assert relative_difference(curve, losses(harness.folder / "run")) < 1e-9
 
 
+@pytest.mark.soak  # in the matrix tests/conformance compares its losses with Paddle's
 def test_one_process_by_plain_python_has_paddles_lenet(harness: Harness) -> None:
     result = harness.checked(bare(harness, [sys.executable, TRAIN, *SMALL, "--model=lenet"]), 1)
     weights = checkpoint.load_weights(Path(result["run_dir"]) / "model.safetensors")

@@ -31,11 +31,11 @@ def said(harness: Harness, *arguments: str | Path) -> str:
 
 
 def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> None:
-    job = harness.start(2, *harness.app.small, "--epochs=12")
+    job = harness.start(2, *harness.app.small, "--epochs=6")
     job.wait_for_step(6)
     live = said(harness, "samestep.observe.watch", job.run_dir, "--once")
     assert live.splitlines()[:2] == ["running", f"mnist_ddp  {job.run_dir}"]
-    assert re.search(r"^step \d+ of 192  [█░]+ \d+%$", live, re.MULTILINE)
+    assert re.search(r"^step \d+ of 96  [█░]+ \d+%$", live, re.MULTILINE)
     assert re.search(r"samples/s  .* steps/s  .* left$", live, re.MULTILINE)
     assert re.search(r"^ranks +2 of 2 have heartbeats here$", live, re.MULTILINE)
     for rank in (0, 1):
@@ -44,15 +44,15 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
     after = said(harness, "samestep.observe.watch", job.run_dir)
-    assert "finished at step 192" in after
+    assert "finished at step 96" in after
     assert f"started 2 times; resumed at step {result['resumed_from_step']}" in after
     said(harness, "samestep.observe.report", job.run_dir, "-o", "report.html")
     data = run_reader.read(job.run_dir)
-    assert (data.problems, data.log.last_step, world_size_of(data.metrics.header, {})) == ([], 192, 2)
+    assert (data.problems, data.log.last_step, world_size_of(data.metrics.header, {})) == ([], 96, 2)
     assert [event.step for event in data.events if event.kind == "restart"] == [result["resumed_from_step"]]
     assert len(data.log.launches) == 2
-    assert len(data.metrics.curves["loss"].steps) == 192
-    assert [each.step for each in data.checkpoints if not each.problem][-1] == 192
+    assert len(data.metrics.curves["loss"].steps) == 96
+    assert [each.step for each in data.checkpoints if not each.problem][-1] == 96
     text = (harness.folder / "report.html").read_text()
     assert f"resumed at step {result['resumed_from_step']}, 2 ranks" in text
     assert result["weights_sha256"][:12] in text

@@ -11,5 +11,5 @@ SPEC = replace(
     MNIST,
     small=(*MNIST.small, "--epochs=6"),
     launcher="horovodrun",
-    skipped_marks=("core_only", "accuracy", "best", "curves", "divergence", "kills", "stall", "stragglers"),
+    skipped_marks=("core_only", "best", "curves", "kills", "stall", "stragglers"),
 )

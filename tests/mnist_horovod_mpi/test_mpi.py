@@ -84,6 +84,7 @@ def test_a_killed_rank_changes_nothing(
         assert result["weights_sha256"] == expected["weights_sha256"]
 
 
+@pytest.mark.soak
 def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

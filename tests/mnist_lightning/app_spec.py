@@ -10,5 +10,5 @@ from mnist_spec import MNIST
 SPEC = replace(
     MNIST,
     small=(*MNIST.small, "--epochs=6"),
-    skipped_marks=("core_only", "accuracy", "curves", "divergence", "kills", "launcher", "stall", "stragglers"),
+    skipped_marks=("core_only", "curves", "kills", "launcher", "stall", "stragglers"),
 )

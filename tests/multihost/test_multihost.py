@@ -99,11 +99,11 @@ def check_losses(harness: Harness, folder: Path) -> None:
 
 
 # cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would be in the way of Lightning's import.
-# In the matrix mnist_ddp takes the steps of one host on three hosts, below.
+# In the matrix mnist_ddp takes the steps of one host on three hosts, below, for all apps that torchrun starts.
 @pytest.mark.parametrize(
     "app",
     [
-        pytest.param(app, marks=[pytest.mark.soak] * (app == "mnist_ddp"))
+        pytest.param(app, marks=[pytest.mark.soak] * (app_spec(app).launcher == "torchrun"))
         for app in APPS
         if app not in ("mnist_horovod", "cifar_ddp")
     ],
