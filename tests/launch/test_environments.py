@@ -286,6 +286,7 @@ def test_what_no_wheel_is_published_of_is_built_into_it(street: Street) -> None:
     assert street.notes()[-1] == f"setup {python}"
 
 
+@pytest.mark.soak
 def test_the_options_may_say_what_is_built(street: Street) -> None:
     """Each requested build has an environment of its own, made once."""
     note = f'echo "setup ${{WITH-nothing}}" >> {shlex.quote(str(street.work / "pip.notes"))}'
@@ -303,6 +304,7 @@ def test_the_options_may_say_what_is_built(street: Street) -> None:
     assert [note for note in street.notes() if note.startswith("setup")] == ["setup nothing", "setup more"]
 
 
+@pytest.mark.soak
 def test_another_full_version_of_python_makes_another(street: Street) -> None:
     """The existing environment stays in use, because its Python is the same."""
     venv = street.python("toy")
@@ -509,6 +511,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
     assert done.stderr.startswith(f"error: SAMESTEP_ALLOW=tiny {ours}: write ")
 
 
+@pytest.mark.soak
 def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street) -> None:
     """With a word, and before anything is downloaded."""
     path = street.root / "core" / "samestep" / "launch" / "environments.py"

@@ -110,15 +110,20 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone(tmp_path_factory.mktemp("repository") / "samestep")
 
 
-def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
+def copied(soak: bool) -> dict[str, str]:
+    """Return the name of each app's copy; the matrix copies the app to copy, and one that starts slowly."""
+    return {app: name for app, name in NAMES.items() if soak or app in ("cifar_ddp", "resnet50_mindspore")}
+
+
+def test_each_app_under_a_name_of_its_own(tmp_path: Path, soak: bool) -> None:
     """git lists the copies. ruff, the launch scripts and the tests of layout and pages pass. Nothing else changes."""
     root = clone(tmp_path / "samestep")
     before, there = content(root), listed(root)
-    first = APPS[0]
-    dry = new_app(root, NAMES[first], "--from", first, "--dry-run")
+    first, names = APPS[0], copied(soak)
+    dry = new_app(root, names[first], "--from", first, "--dry-run")
     assert (dry.returncode, dry.stderr) == (0, "")
     assert content(root) == before
-    for app, name in NAMES.items():
+    for app, name in names.items():
         done = new_app(root, name, "--from", app)
         assert (done.returncode, done.stderr) == (0, ""), done
         assert f"\nbash scripts/run_{name}.sh 2 " in done.stdout
@@ -133,11 +138,11 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
     derived = {"docs/devices.md", "docs/messages.md"}
     assert changed == {"README.md", "README.zh.md", "tools/python_versions.json", "tox.ini", *derived}
     assert listed(root) == there | after.keys()
-    for app, name in NAMES.items():
+    for app, name in names.items():
         check_files(root, app, name)
         check_script(root, name)
     found = specs(root)
-    for app, name in NAMES.items():
+    for app, name in names.items():
         slow = ["slow"] if "slow" in found[app]["skipped_marks"] else []
         assert found[name] == {**found[app], "name": name, "skipped_marks": ["core_only", *slow]}
     check_ruff(root)
@@ -145,6 +150,7 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.soak
 def test_a_copy_can_be_copied(tmp_path: Path) -> None:
     """Also one whose name begins with its origin's: neither is taken for the other."""
     root = clone(tmp_path / "samestep")
@@ -272,11 +278,12 @@ def test_it_is_written_in_the_language_of_python_3_9() -> None:
 # --- a project of its own ------------------------------------------------------------------------------------------
 
 
-def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> None:
+def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path, soak: bool) -> None:
     """No file names another app, and no path leads out of the project; only the first copy builds the wheel."""
     before = content(repository)
     wheel: list[str | Path] = []
-    for app, name in NAMES.items():
+    names = copied(soak)
+    for app, name in names.items():
         root = tmp_path / f"project of {name}"
         words: list[str | Path] = [name, "--from", app, "--out", root, *wheel]
         dry = new_app(repository, *words, "--dry-run")
@@ -293,7 +300,7 @@ def test_each_app_as_a_project_of_its_own(repository: Path, tmp_path: Path) -> N
             name: ["core_only", "slow"] if app == "resnet50_mindspore" else ["core_only"]
         }
     assert content(repository) == before
-    assert {path.name for path in tmp_path.iterdir()} == {f"project of {name}" for name in NAMES.values()}
+    assert {path.name for path in tmp_path.iterdir()} == {f"project of {name}" for name in names.values()}
 
     # In the last one pytest finds all common tests, also the tests for core alone, and offers no other app.
     collected = python(root, "-m", "pytest", "--collect-only", "-q", "--every-case", "tests/common").stdout
