@@ -89,13 +89,13 @@ def soak(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines of a soak's results, printed at its end: app, ranks, fault, runs, and number of good runs."""
+def table() -> Iterator[list[str]]:
+    """Lines of a soak's results: app, ranks, fault, runs, number of good runs. tools/soak.py shows them."""
     lines: list[str] = []
     yield lines
-    if request.config.getoption("--soak") and lines:
-        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-            print("\n".join(["\n", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *lines]))
+    if path := os.environ.get("SAMESTEP_SOAK_TABLE"):
+        with open(path, "a") as file:  # also of other workers
+            file.write("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture

@@ -52,9 +52,9 @@ class Parser(argparse.ArgumentParser):
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
 
-    def __init__(self, description: str = "", **settings: Any) -> None:
+    def __init__(self, description: str | None = None, **settings: Any) -> None:
         """Wrap a description that is one line."""
-        text = description if "\n" in description else textwrap.fill(description, HELP_WIDTH - 2)
+        text = description if "\n" in (description or "\n") else textwrap.fill(str(description), HELP_WIDTH - 2)
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=HELP_WIDTH)
         super().__init__(description=text, allow_abbrev=False, formatter_class=formatter, **settings)
 

@@ -1,0 +1,95 @@
+"""Run the slow tests of the test suite's environments, one environment after the other, and write docs/soak.md.
+
+    bash scripts/test.sh -e soak                         # all: some hours
+    bash scripts/test.sh -e soak -- core gpt_fsdp-cpu    # these; the page keeps the results of the others
+
+The results are in docs/soak.json. Exit code 1: a test failed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "docs" / "soak.json", ROOT / "docs" / "soak.md"
+WITHOUT_SLOW_TESTS = {"lint", "docs"}
+HEAD = """\
+# Slow tests
+
+`bash scripts/test.sh` leaves out the tests that are marked "in the soak" and runs others with low counts.
+`bash scripts/test.sh -e soak` runs all of them with high counts and makes this page. `-- core gpt_fsdp-cpu` at its end
+selects environments; the page keeps the results of the others.
+"""
+
+
+def environments() -> list[str]:
+    """Return the test suite's environments that have slow tests."""
+    tox = configparser.RawConfigParser()
+    tox.read(ROOT / "tox.ini")
+    names = [name.strip() for name in tox["tox"]["env_list"].split(",")]
+    return [name for name in names if name not in WITHOUT_SLOW_TESTS]
+
+
+def run(environment: str, folder: Path) -> dict[str, Any]:
+    """Run an environment's tests with --soak; return counts, minutes, date, machine and the lines of its tables."""
+    report, table = folder / "report.xml", folder / "table"
+    table.write_text("")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TOX_")}
+    environ |= {"PYTEST_ADDOPTS": f"--soak --junitxml={report}", "SAMESTEP_SOAK_TABLE": str(table)}
+    begun = time.monotonic()
+    code = subprocess.run(["bash", "scripts/test.sh", "-e", environment], cwd=ROOT, env=environ, check=False).returncode
+    suite = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}  # noqa: S314 - pytest wrote it
+    tests, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    return {
+        "passed": tests - skipped - failed,
+        "failed": max(failed, int(code != 0)),
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": len(os.sched_getaffinity(0)),
+        "table": sorted(table.read_text().splitlines()),
+    }
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of docs/soak.md."""
+    lines = [HEAD, "| environment | passed | failed | minutes | cores | date |", "|---|---|---|---|---|---|"]
+    for name in environments():
+        row = results.get(name, {})
+        cells = [str(row.get(column, "not run")) for column in ("passed", "failed", "minutes", "cores", "date")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    tables = [line for name in environments() for line in results.get(name, {}).get("table", ())]
+    if tables:
+        lines += ["", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *tables]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environments", nargs="*", metavar="ENVIRONMENT", help=", ".join(environments()))
+    chosen = parser.parse_args().environments or environments()
+    if unknown := {*chosen} - {*environments()}:
+        parser.error(f"unknown environments: {', '.join(sorted(unknown))}")
+    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = run(name, Path(folder))
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(page(results))
+    print(page({name: results[name] for name in chosen}))
+    return int(any(results[name]["failed"] for name in chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
