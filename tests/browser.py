@@ -92,13 +92,13 @@ class Tab:
             self._rest += content
         first, _, self._rest = self._rest.partition(b"\0")
         message: dict[str, Any] = json.loads(first)
-        method, its = message.get("method"), message.get("params", {})
-        if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and its["type"] != "log"):
-            self.errors.append(json.dumps(its))
+        method, parts = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and parts["type"] != "log"):
+            self.errors.append(json.dumps(parts))
         elif method == "Log.entryAdded":
-            self.errors.append(its["entry"]["text"])
+            self.errors.append(parts["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(its["request"]["url"])
+            self.requests.append(parts["request"]["url"])
         elif method == "Page.loadEventFired":
             self._loaded = True
         return message

@@ -53,8 +53,8 @@ def _fetch(work: Path, packages: Sequence[str]) -> None:
         for package in archives.glob("*.deb"):
             subprocess.run(["dpkg", "-x", package, work / "root"], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
-        said = getattr(problem, "stderr", None) or b""
+        message = getattr(problem, "stderr", None) or b""
         raise RuntimeError(
-            f"Debian's {', '.join(packages)} cannot be had ({problem}; {said.decode(errors='replace').strip()}): run "
+            f"Debian's {', '.join(packages)} are missing ({problem}; {message.decode(errors='replace').strip()}): run "
             "this on Debian or Ubuntu, as root, with their package index"
         ) from None

@@ -289,7 +289,7 @@ def test_commands_are_found_where_they_stand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("bash scripts/run_mnist_ddp.sh 4 --epoch 3", "--epochs"),
         ("diff apps/mnist_ddp/train.py apps/no_such/train.py", "No such file"),
@@ -303,6 +303,6 @@ def test_commands_are_found_where_they_stand() -> None:
         ("bash scripts/new_app.sh my_app --from no_such", "no_such is no app"),
     ],
 )
-def test_a_command_that_rots_is_told(repository: Path, text: str, said: str) -> None:
+def test_a_command_that_rots_is_told(repository: Path, text: str, message: str) -> None:
     (problem,) = CHECKS[commands.rule_of(text) or ""](repository, text)
-    assert said in problem
+    assert message in problem

@@ -48,13 +48,13 @@ def test_the_steadiest_attempt_is_shown_with_the_number_of_attempts() -> None:
 
 @pytest.mark.core_only
 def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
-    for options, said in (
+    for options, message in (
         (["--contestants=app,best"], "error: --contestants best: choose from textbook, "),
         (["--apps=lenet_paddle", "--contestants=plain-limit"], "lenet_paddle has textbook, app, limit"),
     ):
         outcome = bare(harness, [sys.executable, str(ROOT / "benchmarks" / "throughput.py"), *options])
         assert (outcome.code, len(outcome.stderr.splitlines())) == (1, 1), outcome
-        assert said in outcome.stderr
+        assert message in outcome.stderr
 
 
 @pytest.mark.core_only

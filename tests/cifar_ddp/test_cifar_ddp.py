@@ -180,9 +180,9 @@ def test_the_steps_are_those_of_a_plain_loop(harness: Harness) -> None:
     """One process, torch's own batch normalisation, mean loss, two groups of weights, and the rate by its formula."""
     options = ["--dataset=synthetic-cifar10", "--log-every=1", UNEVEN, "--dtype=float64", "--dropout=0"]
     options += ["--label-smoothing=0.2", "--weight-decay=0.05"]
-    told = told_by("cifar_ddp", PLAIN)
+    reported = told_by("cifar_ddp", PLAIN)
     for kind, (n, more) in KINDS.items():
-        plain, run_dir = told[kind], harness.folder / kind
+        plain, run_dir = reported[kind], harness.folder / kind
         result = harness.train(n, *options, f"--optimizer={kind}", *more, run_dir=run_dir)
         assert relative_difference(plain["losses"], losses(run_dir)) < 1e-9
         assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-9)
@@ -296,17 +296,17 @@ print(json.dumps(told))
 
 
 def test_schedules_crops_norm_and_average_are_what_they_are_called() -> None:
-    told = told_by("cifar_ddp", ALONE + PARTS)
-    assert all(told[f"rates of {name}"] < 1e-15 for name in ("cosine", "linear", "step", "one-cycle", "constant"))
-    assert told["warm-up"] == [0.05, 0.1, 0.15000000000000002, 0.2, 0.2]
-    mirrored = told["crops"].pop("mirrored")
+    reported = told_by("cifar_ddp", ALONE + PARTS)
+    assert all(reported[f"rates of {name}"] < 1e-15 for name in ("cosine", "linear", "step", "one-cycle", "constant"))
+    assert reported["warm-up"] == [0.05, 0.1, 0.15000000000000002, 0.2, 0.2]
+    mirrored = reported["crops"].pop("mirrored")
     assert 10 < mirrored < 40
-    assert told["crops"].pop("of nothing") == [0, 32, 32, 3]
-    assert all(told["crops"].values()), told["crops"]
-    assert told["norm"] < 1e-9
-    assert told["norm far off"] < 1e-3
-    assert told["frozen"]
-    assert told["average"] == [True, 199]
+    assert reported["crops"].pop("of nothing") == [0, 32, 32, 3]
+    assert all(reported["crops"].values()), reported["crops"]
+    assert reported["norm"] < 1e-9
+    assert reported["norm far off"] < 1e-3
+    assert reported["frozen"]
+    assert reported["average"] == [True, 199]
 
 
 STEPS = """
@@ -370,15 +370,15 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
 
     And a DataLoader's workers make the same batches as one index into memory.
     """
-    told = told_by("cifar_ddp", ALONE + STEPS)
-    assert told["inputs"] == [[57, 56, 0, 57, 56]] * 2
-    assert told["equal"]
-    assert max(told["group"].values()) < 1e-9
-    assert told["frozen"] < 1e-9
-    assert told["does nothing"] == []
-    assert 1e-4 < told["bfloat16"] < 0.1
-    assert told["more than samples"] < 1e-9
-    assert min(told["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
+    reported = told_by("cifar_ddp", ALONE + STEPS)
+    assert reported["inputs"] == [[57, 56, 0, 57, 56]] * 2
+    assert reported["equal"]
+    assert max(reported["group"].values()) < 1e-9
+    assert reported["frozen"] < 1e-9
+    assert reported["does nothing"] == []
+    assert 1e-4 < reported["bfloat16"] < 0.1
+    assert reported["more than samples"] < 1e-9
+    assert min(reported["batch"].values()) > 1e-4, "then the README is wrong about what accumulation changes"
 
 
 RESNETS = """
@@ -405,10 +405,10 @@ print(json.dumps(told))
 
 
 def test_the_resnets_are_torchvisions() -> None:
-    told = told_by("cifar_ddp", ALONE + RESNETS)
-    assert max(told.pop("resnet18"), told.pop("resnet50")) < 1e-4
-    assert told.pop("small") == 242_474
-    assert all(told.values())
+    reported = told_by("cifar_ddp", ALONE + RESNETS)
+    assert max(reported.pop("resnet18"), reported.pop("resnet50")) < 1e-4
+    assert reported.pop("small") == 242_474
+    assert all(reported.values())
 
 
 APART = {
@@ -427,13 +427,13 @@ APART = {
 
 def test_the_usual_ways_make_another_training_of_two_ranks() -> None:
     """The README's figures: each way by itself, and none of them."""
-    told = told_by("cifar_ddp", "import wrong_ways; wrong_ways.main()")
-    right = [told.pop(f"{divided}: none") for divided in ("ranks", "micro-batches", "resumed")]
+    reported = told_by("cifar_ddp", "import wrong_ways; wrong_ways.main()")
+    right = [reported.pop(f"{divided}: none") for divided in ("ranks", "micro-batches", "resumed")]
     assert max(right) < 1e-12
     assert right[-1] == 0
     # The README's numbers; another processor or torch may round differently.
-    assert told.keys() == APART.keys()
-    assert all(apart / 3 < told[way] < 3 * apart for way, apart in APART.items()), told
+    assert reported.keys() == APART.keys()
+    assert all(apart / 3 < reported[way] < 3 * apart for way, apart in APART.items()), reported
 
 
 MISTAKES = """
@@ -464,10 +464,10 @@ print(json.dumps(told))
 
 
 def test_a_mistake_is_one_line_and_a_schedules_horizon_stays() -> None:
-    told = told_by("cifar_ddp", "import json; told = {}" + MISTAKES)
-    assert told.pop("horizon") == [True, False]
-    assert told.pop("inputs")  # they may change at a resume
-    assert len(told) == 6
-    for words, text in told.items():
+    reported = told_by("cifar_ddp", "import json; told = {}" + MISTAKES)
+    assert reported.pop("horizon") == [True, False]
+    assert reported.pop("inputs")  # they may change at a resume
+    assert len(reported) == 6
+    for words, text in reported.items():
         assert "\n" not in text
         assert words.split()[-1].partition("=")[0] in text

@@ -33,9 +33,9 @@ print(json.dumps(told))
 
 
 def test_gray_images_are_padded_and_normalised(data_dir: Path) -> None:
-    told = told_by("cifar_ddp", GRAY.format(folder=data_dir))
-    assert (told["shape"], told["test"]) == ([600, 32, 32, 3], 200)
-    assert told["inside"]
-    assert told["edge"], "the border is not background"
-    assert told["labels"]
-    assert told["normalised"] < 1e-12
+    output = told_by("cifar_ddp", GRAY.format(folder=data_dir))
+    assert (output["shape"], output["test"]) == ([600, 32, 32, 3], 200)
+    assert output["inside"]
+    assert output["edge"], "the border is not background"
+    assert output["labels"]
+    assert output["normalised"] < 1e-12

@@ -208,7 +208,7 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["2"], "COMMAND"),
         (["2", "primitivs"], "invalid choice: 'primitivs'"),
@@ -222,13 +222,13 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line(lab: Lab, words: list[str], said: str) -> None:
+def test_a_mistake_is_one_line(lab: Lab, words: list[str], message: str) -> None:
     script = str(ROOT / "scripts" / "run_collectives_lab.sh")
     outcome = lab.start_command(["bash", script, *words], lab.folder / "run").finish(limit=60)
     assert (outcome.code, outcome.stdout) == (2, "")
     assert len(outcome.stderr.splitlines()) == 1
     assert outcome.stderr.startswith("error: ")
-    assert said in outcome.stderr
+    assert message in outcome.stderr
     assert list(lab.folder.iterdir()) == []
 
 
@@ -261,14 +261,14 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
             if action.help == argparse.SUPPRESS or action.nargs == 0:  # hidden, or off unless given
                 continue
             text = parser._get_formatter()._expand_help(action)
-            said = re.fullmatch(r".*\(default: (.*?)(?:; (\S+) with --quick)?\)", text)
+            message = re.fullmatch(r".*\(default: (.*?)(?:; (\S+) with --quick)?\)", text)
             values = [usual.get(action.dest), quick.get(action.dest)]
             shown = [",".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values]
-            if said:
-                stated[command, action.dest] = said[1]
-                in_words = values[0] is None or said[1] == "all"
-                assert in_words or said[1] == shown[0], (command, action.dest)
-                assert (said[2] or said[1]) == shown[1] or (in_words and not said[2]), (command, action.dest)
+            if message:
+                stated[command, action.dest] = message[1]
+                in_words = values[0] is None or message[1] == "all"
+                assert in_words or message[1] == shown[0], (command, action.dest)
+                assert (message[2] or message[1]) == shown[1] or (in_words and not message[2]), (command, action.dest)
             else:  # without a default, or one of the choices that --help lists
                 assert values[0] == values[1]
                 assert values[0] is None or values[0] in (action.choices or ()), (command, action.dest)
@@ -325,8 +325,8 @@ def test_on_a_gpu_every_timestamp_waits_for_the_device(lab: Lab) -> None:
         assert min(found[program]["waits"], found[program]["readings"]) > 400
     assert found["choices"].pop("2 for 2") == {"auto": "cuda:1, nccl", "cuda": "cuda:1, nccl", "cpu": "cpu, gloo"}
     for gpus, choices in found["choices"].items():  # fewer than ranks
-        said = choices.pop("cuda")
-        assert said.startswith(f"error: --device cuda: this machine has {gpus[0]} GPUs for 2 ranks: ")
+        message = choices.pop("cuda")
+        assert message.startswith(f"error: --device cuda: this machine has {gpus[0]} GPUs for 2 ranks: ")
         assert choices == {"auto": "cpu, gloo", "cpu": "cpu, gloo"}
 
 
@@ -337,13 +337,13 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
     outcome = lab.start_command(words, run_dir).finish(limit=LIMIT)
     assert outcome.code == 0, outcome
     found = read(run_dir, "outcomes")
-    for name, said in {
+    for name, message in {
         "SUM fails": "no such kernel",
         "BAND fails": "no such kernel",  # on int64; nothing obliges it to take floating point
         "BAND times out": "Timed out waiting 8000ms for recv operation: another rank is stopped, or never came",
     }.items():
         error = re.sub(r" after [\d.]+ s: ", ": ", found[name])
-        assert error == f"error: rank 0: all_reduce with {name.split()[0]} failed: {said}"
+        assert error == f"error: rank 0: all_reduce with {name.split()[0]} failed: {message}"
     assert found["BAND fails on NCCL"] == {"cells": ["refused"] * 3, "cases": [0, 0, 0], "shown": []}
     unchecked = "accepted, undefined"
     assert found["BAND takes floats"] == {

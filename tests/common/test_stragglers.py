@@ -26,7 +26,7 @@ def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, st
     return outcome
 
 
-def said(outcome: Outcome) -> list[str]:
+def message(outcome: Outcome) -> list[str]:
     return [line for line in outcome.stderr.splitlines() if "is a straggler" in line]
 
 
@@ -41,14 +41,14 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
     """Three ranks in turn, each in another phase."""
     slow = [(rank, phase, 4 + 60 * rank, 64 + 60 * rank) for rank, phase in enumerate(PHASES)]
     outcome = run_slowly(harness, 3, "run", slow, harness.app.delay)
-    assert len(said(outcome)) == 3, outcome
-    for line, (step, found), (rank, phase, first, _) in zip(said(outcome), named(harness.folder / "run"), slow):
+    assert len(message(outcome)) == 3, outcome
+    for line, (step, found), (rank, phase, first, _) in zip(message(outcome), named(harness.folder / "run"), slow):
         assert (found["rank"], found["phase"]) == (rank, phase)
         assert first + 40 <= step <= first + WITHIN
         assert found["seconds"] > 0.7e-3 * harness.app.delay
-        told = re.match(rf"warning: rank {rank} is a straggler: (\S+) s per step in {phase}, ", line)
-        assert told, line
-        assert float(told[1]) == pytest.approx(found["seconds"], abs=1e-3)
+        output = re.match(rf"warning: rank {rank} is a straggler: (\S+) s per step in {phase}, ", line)
+        assert output, line
+        assert float(output[1]) == pytest.approx(found["seconds"], abs=1e-3)
         assert line.endswith(f" to step {step}); reported once")
 
 
@@ -63,7 +63,7 @@ def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bo
         ((step, found),) = named(harness.folder / str(i))
         assert (found["rank"], found["phase"]) == (rank, phase), outcome
         assert step <= first + WITHIN
-        assert len(said(outcome)) == 1
+        assert len(message(outcome)) == 1
     table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
@@ -75,5 +75,5 @@ def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table
         options = [*harness.app.small, "--epochs=100", "--max-steps=200", "--log-every=10", "--checkpoint-every=50"]
         outcome = harness.run(2 + i % 2, *options, run_dir=harness.folder / str(i))
         harness.checked(outcome, 2 + i % 2)
-        assert not said(outcome), (i, said(outcome))
+        assert not message(outcome), (i, message(outcome))
     table.append(f"| {harness.app.name} | 2, 3 | undisturbed: nobody named | {runs} | {runs} |")

@@ -22,14 +22,14 @@ def test_the_same_losses(harness: Harness, ddp: Harness, soak: bool, optimizer: 
     start = ddp.train(1, *options, *TORCH, "--max-steps=0", run_dir=ddp.folder / "start")
     steps = 100 if soak else 30
     options += [f"--init-from={start['run_dir']}/model.safetensors", f"--max-steps={steps}"]
-    theirs = ddp.train(1, *options, *TORCH)
+    reference = ddp.train(1, *options, *TORCH)
     expected = losses(ddp.folder / "run")
     assert len(expected) == steps
     assert expected[-1] < expected[0] / 2
     for api in ("basic", "fleet", "highlevel") if soak else ("basic",):
         ours = harness.train(2, *options, f"--api={api}", run_dir=harness.folder / api)
         assert relative_difference(expected, losses(harness.folder / api)) < 1e-7, api
-        assert ours["test_accuracy"] == theirs["test_accuracy"]
+        assert ours["test_accuracy"] == reference["test_accuracy"]
     weights = f"--init-from={ours['run_dir']}/model.safetensors"
     back = ddp.train(1, *EXACT, *TORCH, "--max-steps=0", weights, run_dir=ddp.folder / "back")
     assert back["test_loss"] == pytest.approx(ours["test_loss"], rel=1e-9)

@@ -190,7 +190,7 @@ def end(processes: Sequence[subprocess.Popen[str]], limit: float = LIMIT) -> lis
     for process in processes:
         process.kill()
     found = [process.communicate() for process in processes]
-    return [(process.returncode, *told) for process, told in zip(processes, found)]
+    return [(process.returncode, *output) for process, output in zip(processes, found)]
 
 
 if __name__ == "__main__":

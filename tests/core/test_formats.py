@@ -74,6 +74,6 @@ def test_of_a_format_that_is_not_known_one_line_says_how_and_nothing_is_lost(tmp
     for verify in (True, False):  # rank 0, and the launch script
         with pytest.raises(ConfigError) as mistake:
             checkpoint.newest(run_dir, no_warning, verify)
-        said = rf"format {unknown}, this program reads {checkpoint.FORMAT}: use that version, or start a new run "
-        assert re.search(said, str(mistake.value))
+        message = rf"format {unknown}, this program reads {checkpoint.FORMAT}: use that version, or start a new run "
+        assert re.search(message, str(mistake.value))
     assert newer.exists()

@@ -188,9 +188,9 @@ def test_hangs_are_told_with_the_rank_and_its_line(
 
 def check_line(kind: str, found: Hang) -> None:
     other = 1 - found.guilty
-    told = found.lines[other]
-    print(f"{kind}: told {found.seconds - TIMEOUTS[kind]:.2f} s over --timeout: {told}")  # measured, and shown by -rP
-    (line,) = told.splitlines()
+    output = found.lines[other]
+    print(f"{kind}: told {found.seconds - TIMEOUTS[kind]:.2f} s over --timeout: {output}")  # measured, and shown by -rP
+    (line,) = output.splitlines()
     assert line.startswith(
         f"error: no progress for {TIMEOUTS[kind]} s: rank {found.guilty} ({HOST}, pid {found.pids[found.guilty]})"
     )
@@ -210,13 +210,13 @@ def check_autopsy(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
     for kind in ("loader", "interpreter"):
         assert hang_report.main([str(hangs[kind].run_dir)]) == 0
-        told = capsys.readouterr().out
-        assert hangs[kind].lines[0].partition("s: ")[2].strip() in told
+        output = capsys.readouterr().out
+        assert hangs[kind].lines[0].partition("s: ")[2].strip() in output
         name = {"loader": "loader/program.py", "interpreter": "interpreter/program.py"}[kind]
         line = place(kind).partition(":")[2].partition(" ")[0]
-        assert re.search(rf"rank 1  {HOST}  pid \d+  step \d\n(silent .*\n)?  {name}:{line} {kind}\n", told)
-        assert re.search(rf"rank 0  {HOST}  pid \d+  step 3\nin sum 7\n  {name}:\d+ wait\n      time.sleep", told)
-        assert f"{name}:{len(PROGRAM.splitlines())} <module>\n      globals()[kind]()" in told
+        assert re.search(rf"rank 1  {HOST}  pid \d+  step \d\n(silent .*\n)?  {name}:{line} {kind}\n", output)
+        assert re.search(rf"rank 0  {HOST}  pid \d+  step 3\nin sum 7\n  {name}:\d+ wait\n      time.sleep", output)
+        assert f"{name}:{len(PROGRAM.splitlines())} <module>\n      globals()[kind]()" in output
 
 
 def check_lone_autopsy(found: Hang, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,9 +225,9 @@ def check_lone_autopsy(found: Hang, folder: Path, capsys: pytest.CaptureFixture[
     for name in ("alive-1", "stack-1.txt"):
         (folder / "log" / name).write_bytes((found.run_dir / "log" / name).read_bytes())
     assert hang_report.main([str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert "its interpreter is held by C code\n" in told
-    assert f"program.py:{place('interpreter').partition(':')[2].partition(' ')[0]} interpreter" in told
+    output = capsys.readouterr().out
+    assert "its interpreter is held by C code\n" in output
+    assert f"program.py:{place('interpreter').partition(':')[2].partition(' ')[0]} interpreter" in output
 
 
 # --- a rank's location and the collective it waits for ----------------------------------------------------------------
@@ -452,11 +452,11 @@ def test_autopsy_takes_the_newest_hang_of_each_machines_run_dir(
             left(tmp_path / str(machine), rank, WAITS, host=f"h{machine}", job=f"j{machine}", verdict=f"as {machine}")
     left(tmp_path / "0", 60, SLEEPS, time=10.0)  # of an earlier hang
     assert hang_report.main([str(tmp_path / "0"), str(tmp_path / "1")]) == 0
-    told = capsys.readouterr().out
-    assert "as seen from h0: as 0\nas seen from h1: as 1\n" in told
-    assert "ranks 0-63  h0, h1  step 57" in told
-    assert "nothing here" not in told
-    assert "time.sleep" not in told
+    output = capsys.readouterr().out
+    assert "as seen from h0: as 0\nas seen from h1: as 1\n" in output
+    assert "ranks 0-63  h0, h1  step 57" in output
+    assert "nothing here" not in output
+    assert "time.sleep" not in output
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "no such folder"), ("run", "holds no hang")])
@@ -465,9 +465,9 @@ def test_autopsy_of_nothing_is_one_line(
 ) -> None:
     (tmp_path / "run" / "log").mkdir(parents=True)
     assert hang_report.main([str(tmp_path / name)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.fullmatch(rf"error: {tmp_path / name}.*{words}.*\n", told.err)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert re.fullmatch(rf"error: {tmp_path / name}.*{words}.*\n", output.err)
 
 
 @pytest.mark.parametrize(

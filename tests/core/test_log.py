@@ -184,8 +184,8 @@ def test_all_output_goes_to_the_file_and_only_ours_to_the_console(
     assert done.stderr.splitlines() == ["warning: a warning", "error: an error over lines"]
     text = rank_log(tmp_path, rank)
     wanted = "C says one, C says two, Python says one, Python says two, a child says it, an info, warning: a warning"
-    for said in [*wanted.split(", "), "error: an error over lines", f"rank {rank} on "]:
-        assert said in text, said
+    for output in [*wanted.split(", "), "error: an error over lines", f"rank {rank} on "]:
+        assert output in text, output
 
 
 def test_a_restarted_rank_appends_to_its_log(tmp_path: Path) -> None:
@@ -236,10 +236,10 @@ log.warning("whole line")
 bar.close()
 """
     for rank in (0, 1):
-        ours, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-        process = start(code, tmp_path, str(rank), stdout=theirs, stderr=theirs)
-        os.close(theirs)
+        ours, reference = os.openpty()
+        fcntl.ioctl(reference, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        process = start(code, tmp_path, str(rank), stdout=reference, stderr=reference)
+        os.close(reference)
         shown = b""
         with process, contextlib.suppress(OSError):  # EIO: the other end is closed
             while select.select([ours], [], [], LIMIT)[0] and (part := os.read(ours, 10_000)):
@@ -280,7 +280,7 @@ def run(body: str, run_dir: Path, started: bool = True) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "output"),
     [
         ("pass", 0, ""),
         ("raise ConfigError('--lr 9 is too high')", 2, "error: --lr 9 is too high\n"),
@@ -288,9 +288,11 @@ def run(body: str, run_dir: Path, started: bool = True) -> subprocess.CompletedP
         ("raise NonRetryableError('over\\n two lines')", 1, "error: over two lines\n"),
     ],
 )
-def test_a_known_failure_is_one_line_and_a_code(tmp_path: Path, body: str, code: int, said: str, started: bool) -> None:
+def test_a_known_failure_is_one_line_and_a_code(
+    tmp_path: Path, body: str, code: int, output: str, started: bool
+) -> None:
     done = run(body, tmp_path, started)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", output)
     assert verdict(tmp_path) == ({"code": code} if code and started else None)  # starting again cannot help
     assert not started or "Traceback" not in rank_log(tmp_path)
 

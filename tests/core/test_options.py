@@ -74,7 +74,7 @@ def test_an_option_without_its_value_is_named(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ("--epoch", "unknown argument --epoch: did you mean --epochs?"),
         ("--epoch=3", "unknown argument --epoch=3: did you mean --epochs?"),
@@ -85,11 +85,11 @@ def test_an_option_without_its_value_is_named(option: str) -> None:
         ("-q", "unknown argument -q: see --help"),
     ],
 )
-def test_an_unknown_argument_is_named_with_a_guess(argument: str, said: str) -> None:
+def test_an_unknown_argument_is_named_with_a_guess(argument: str, message: str) -> None:
     """Also an abbreviation, which argparse would accept: a new option must not change what an old call means."""
     with pytest.raises(ConfigError) as caught:
         parse(argument)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("argument", ["--quiet=1", "--no-resume=1", "--resume=no"])

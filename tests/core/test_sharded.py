@@ -174,16 +174,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 4, first=0.25)
     folder = save(tmp_path, 5)
-    strike, said = DAMAGES[damage]
+    strike, message = DAMAGES[damage]
     strike(folder / "model-00001.safetensors")
-    with pytest.raises(CorruptCheckpoint, match=said):
+    with pytest.raises(CorruptCheckpoint, match=message):
         storage.read(folder)
     warnings: list[str] = []
     found = checkpoint.newest(tmp_path, warnings.append, reader=storage.read)
     assert found is not None
     assert found.step == 4
     assert len(warnings) == 1
-    assert said in warnings[0]
+    assert message in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ class Toy:
     def job(self, world_size: int, *options: str, **more: Any) -> list[tuple[int, str, str]]:
         """How its ranks end."""
         self._count += 1
-        its = [f"--run-dir={self.run_dir}", f"--data-dir={self._folder / 'data'}", "--log-every=1", *options]
-        return shards.end(shards.start(world_size, self._folder / f"talk-{self._count}", *its, **more))
+        own = [f"--run-dir={self.run_dir}", f"--data-dir={self._folder / 'data'}", "--log-every=1", *options]
+        return shards.end(shards.start(world_size, self._folder / f"talk-{self._count}", *own, **more))
 
     def done(self, world_size: int, *options: str, **more: Any) -> dict[str, Any]:
         """The result of a job that ends well."""
@@ -316,14 +316,14 @@ def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_are_told_once(toy: Toy, tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
     checkpoint.save_weights(weights, {"tall": np.zeros((7, 5), np.float32)})
-    for file, said in (
+    for file, message in (
         (weights, "count is missing"),
         (tmp_path / "none", "No such file"),
         (Path(__file__), "safetensors"),
     ):
         ends = toy.job(2, f"--init-from={file}")
         assert [code for code, *_ in ends] == [2, 2], ends
-        assert said in ends[0][2]
+        assert message in ends[0][2]
         assert ends[1][2] == ""
 
 
@@ -332,11 +332,11 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(toy: Toy, damage
     reference = toy.done(3)
     folder = toy.run_dir / "checkpoints" / "step-00000012"
     shutil.copytree(folder.with_name("step-00000010"), folder.with_name("step-00000004"))  # to take a shard of
-    strike, said = DAMAGES[damage]
+    strike, message = DAMAGES[damage]
     strike(folder / "model-00001.safetensors")
     ends = toy.job(2)
     assert [code for code, *_ in ends] == [0, 0], ends
-    assert f"step-00000012 ({said}" in ends[0][2] or (damage == "missing" and said in ends[0][2])
+    assert f"step-00000012 ({message}" in ends[0][2] or (damage == "missing" and message in ends[0][2])
     assert "skipped; using step-00000010" in ends[0][2]
     assert reference["weights_sha256"] in ends[0][1]
     assert (toy.run_dir / "checkpoints" / "damaged-step-00000012").is_dir()

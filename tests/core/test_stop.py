@@ -113,8 +113,8 @@ def test_before_the_first_step_a_signal_ends_the_rank_at_once(tmp_path: Path, nu
     with running(RANK.replace("BODY", "wait()"), tmp_path, "600", until="here") as process:
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT)
-    said = f"stopped by {number.name} before the first step"
-    assert (process.returncode, out, err) == (128 + number, f"{said}\n", "")
+    message = f"stopped by {number.name} before the first step"
+    assert (process.returncode, out, err) == (128 + number, f"{message}\n", "")
     assert verdict(tmp_path) is None
 
 

@@ -92,12 +92,12 @@ def test_a_project_elsewhere_imports_it_has_its_types_and_its_digits(built: Buil
     run(sys.executable, "-m", "venv", "venv", folder=tmp_path)
     mypy = re.findall(r"^ +(mypy==\S+)$", (ROOT / "tox.ini").read_text(), re.MULTILINE)[0]
     run(python, "-m", "pip", "install", "--quiet", "--no-compile", built.wheel, mypy, folder=tmp_path)
-    said = run(python, "-c", PROGRAM, folder=tmp_path).split(maxsplit=3)
-    assert Path(said[0]).is_relative_to(tmp_path / "venv")
+    output = run(python, "-c", PROGRAM, folder=tmp_path).split(maxsplit=3)
+    assert Path(output[0]).is_relative_to(tmp_path / "venv")
     paths = [path.relative_to(CORE / "samestep") for path in (CORE / "samestep").rglob("[a-z]*.py")]
     modules = [path for path in paths if path.parts[0] != "torch" and not path.name.startswith("track_")]
-    assert (said[1], int(said[2])) == (samestep.__version__, len(modules))
-    assert said[3].strip() == "(4000, 28, 28) (1000,)"
+    assert (output[1], int(output[2])) == (samestep.__version__, len(modules))
+    assert output[3].strip() == "(4000, 28, 28) (1000,)"
     script = tmp_path / "venv" / "bin" / "samestep"
     assert run(script, "--version", folder=tmp_path) == f"samestep {samestep.__version__}\n"
     assert run(script, "run", "--help", folder=tmp_path) == run(

@@ -227,12 +227,12 @@ def test_weights_are_gathered_and_text_is_written(harness: Harness, whole: Calla
     run_dir = Path(shutil.copytree(result["run_dir"], harness.folder / "run"))
     at_its_end = (run_dir / "model.safetensors").read_bytes()
     (run_dir / "model.safetensors").unlink()
-    said = program("generate.py", run_dir)
-    assert said.returncode == 2
-    assert "gather_weights.py" in said.stderr
-    said = program("gather_weights.py", run_dir)
-    assert (said.returncode, said.stderr) == (0, "")
-    assert result["weights_sha256"] in said.stdout
+    message = program("generate.py", run_dir)
+    assert message.returncode == 2
+    assert "gather_weights.py" in message.stderr
+    message = program("gather_weights.py", run_dir)
+    assert (message.returncode, message.stderr) == (0, "")
+    assert result["weights_sha256"] in message.stdout
     assert (run_dir / "model.safetensors").read_bytes() == at_its_end
     found = storage.read(checkpoint.folder_of(run_dir, STEPS))
     held = [
@@ -274,14 +274,14 @@ def test_a_file_of_ones_own(harness: Harness) -> None:
     assert other.code == 2
     assert "was trained on other data" in other.errors[0]
     text.write_bytes(b"short")
-    for wrong, said in ((text, "too few"), (harness.folder / "none", "cannot read")):
+    for wrong, message in ((text, "too few"), (harness.folder / "none", "cannot read")):
         outcome = harness.run(1, f"--data-file={wrong}", run_dir=harness.folder / "another")
         assert outcome.code == 2, outcome
-        assert said in outcome.errors[0]
+        assert message in outcome.errors[0]
 
 
 @pytest.mark.parametrize(
-    ("n", "options", "said"),
+    ("n", "options", "message"),
     [
         (4, ["--mesh=3x1"], "--mesh 3x1 is not DPxTP with a product of 4"),
         (4, ["--mesh=four"], "--mesh four is not DPxTP"),
@@ -291,10 +291,10 @@ def test_a_file_of_ones_own(harness: Harness) -> None:
         (2, ["--dataset=file"], "name it by --data-file"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(harness: Harness, n: int, options: list[str], said: str) -> None:
+def test_a_mistake_is_told_before_anything_starts(harness: Harness, n: int, options: list[str], message: str) -> None:
     outcome = harness.run(n, *options)
     assert outcome.code == 2, outcome
-    assert said in outcome.errors[0]
+    assert message in outcome.errors[0]
     assert len(outcome.stderr.splitlines()) == 1
 
 

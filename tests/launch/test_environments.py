@@ -431,7 +431,7 @@ def test_a_pin_may_be_satisfied_under_another_name(
     with pytest.raises(ConfigError, match=r" lacks no-such-package or no-such-package-gpu: .* unset PYTHON"):
         Environment(tmp_path, "toy").check_requirements()
     monkeypatch.syspath_prepend(tmp_path)
-    for name, version, said in (
+    for name, version, message in (
         ("no-such-package-gpu", "1.0+cu126", ""),
         ("no-such-package-gpu", "1.1", "warning: no-such-package-gpu 1.1 is installed; this app was tested with 1.0\n"),
         ("no-such-package", "1.0", ""),
@@ -441,7 +441,7 @@ def test_a_pin_may_be_satisfied_under_another_name(
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         importlib.invalidate_caches()
         Environment(tmp_path, "toy").check_requirements()
-        assert capsys.readouterr().err == said
+        assert capsys.readouterr().err == message
         shutil.rmtree(folder)
 
 
@@ -495,14 +495,14 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
     published = index.wheel("1.0", "# published")
     street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{published}")
     ours = index.wheel("1.0", "# ours")
-    said = (
+    message = (
         f"error: tiny: {index.folder}/tiny-1.0-py3-none-any.whl has SHA-256 {ours}, which toy's lock does not list: "
         f'it is not the published file; if it is yours, export SAMESTEP_ALLOW="tiny sha256:{ours}" allows it'
     )
-    assert index.refused() == said
-    assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == said
+    assert index.refused() == message
+    assert index.refused(SAMESTEP_ALLOW=f"tiny sha256:{'0' * 64} other sha256:{ours}") == message
     assert index.installed(SAMESTEP_ALLOW=f"other sha256:{published} Tiny sha256:{ours}") == "# ours"
-    assert index.refused(SAMESTEP_ALLOW="") == said  # that environment is not taken without it
+    assert index.refused(SAMESTEP_ALLOW="") == message  # that environment is not taken without it
     index.wheel("1.0", "# published")
     assert index.installed() == "# published"
     street.environ["SAMESTEP_ALLOW"] = f"tiny {ours}"

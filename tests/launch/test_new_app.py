@@ -187,7 +187,7 @@ def check_files(root: Path, app: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["My-App", "--from", "mnist_ddp"], "'My-App' is no name for an app"),
         (["a__b", "--from", "mnist_ddp"], "'a__b' is no name for an app"),
@@ -213,7 +213,7 @@ def check_files(root: Path, app: str, name: str) -> None:
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
 def test_a_mistake_is_one_line(
-    repository: Path, tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    repository: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """main() itself reports it before it reads anything; the script only finds a Python."""
     spec = importlib.util.spec_from_file_location("new_app", REPOSITORY / "tools" / "new_app.py")
@@ -231,7 +231,7 @@ def test_a_mistake_is_one_line(
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert err.startswith("error: ")
-    assert said in err
+    assert message in err
     assert {path.name for path in tmp_path.iterdir()} == {"full"}
 
 

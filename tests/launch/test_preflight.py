@@ -72,7 +72,7 @@ def test_all_know_the_same_when_they_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"app": "other"}, "the app is toy on machine 0 (alpha) and other on machine 1 (beta)"),
         ({"machines": 3}, "NNODES is 2 on machine 0 (alpha) and 3 on machine 1 (beta)"),
@@ -87,11 +87,11 @@ def test_all_know_the_same_when_they_start() -> None:
         ({"options": {"epochs": 3, "max_steps": 7}}, "--max-steps is null on machine 0 (alpha) and 7 on"),
     ],
 )
-def test_what_differs_between_machines_is_told_alike_on_both(changes: dict[str, Any], said: str) -> None:
+def test_what_differs_between_machines_is_told_alike_on_both(changes: dict[str, Any], message: str) -> None:
     both = together(node(0), replace(node(1), **changes))
     assert [type(each) for each in both] == [ConfigError, ConfigError]
     assert str(both[0]) == str(both[1])
-    assert str(both[0]).startswith(said)
+    assert str(both[0]).startswith(message)
 
 
 def test_the_page_shows_the_lines_as_they_are() -> None:
@@ -179,9 +179,9 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
     port = int(free_port())
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(preflight.preflight, node(0, 3), "127.0.0.1", port, 20.0, dict, nothing)
-        said = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
-        strangers = [connect(port, 5) for _ in said]
-        for stranger, words in zip(strangers, said):
+        message = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
+        strangers = [connect(port, 5) for _ in message]
+        for stranger, words in zip(strangers, message):
             stranger.sendall(words)
         strangers[0].close()
         once = preflight.JsonConnection(connect(port, 5))  # a machine introduces itself, and dies
@@ -215,14 +215,14 @@ def test_what_takes_long_once_all_are_here_is_not_the_others_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "kind", "said"),
+    ("problem", "kind", "message"),
     [
         (ConfigError("cannot make /runs"), ConfigError, "machine 0 (alpha): cannot make /runs"),
         (OSError(28, "No space left on device"), ConfigError, "machine 0 (alpha): [Errno 28] No space left on device"),
         (ValueError("a bug"), NonRetryableError, "machine 0 (alpha): ValueError: a bug"),
     ],
 )
-def test_what_machine_0_cannot_resolve_is_told_with_its_name(problem: Exception, kind: type, said: str) -> None:
+def test_what_machine_0_cannot_resolve_is_told_with_its_name(problem: Exception, kind: type, message: str) -> None:
     port = int(free_port())
 
     def resolve() -> dict[str, str]:
@@ -232,7 +232,7 @@ def test_what_machine_0_cannot_resolve_is_told_with_its_name(problem: Exception,
         host = pool.submit(preflight.preflight, node(0), "127.0.0.1", port, 20.0, resolve, nothing)
         with pytest.raises(kind) as found:
             preflight.preflight(node(1), "127.0.0.1", port, 20.0, dict, nothing)
-        assert str(found.value) == said
+        assert str(found.value) == message
         assert host.exception(30) is not None
 
 
@@ -332,18 +332,18 @@ def test_the_second_machine_takes_the_run_dir_that_the_first_chose(project: Scra
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((("2",), ("2", "--epochs=2")), "error: --epochs is 1 on machine 0"),
         ((("2",), ("2", "--run-dir=file/run")), "): cannot make "),
     ],
 )
-def test_what_does_not_fit_is_the_same_line_on_all(project: ScratchProject, words: Any, said: str) -> None:
+def test_what_does_not_fit_is_the_same_line_on_all(project: ScratchProject, words: Any, message: str) -> None:
     Path(project.work, "file").touch()
     done = [end_of(process) for process in machines(project, *words, code="note()")]
     assert [(each.returncode, each.stdout) for each in done] == [(2, "")] * 2, done
     assert done[0].stderr == done[1].stderr
-    assert said in done[0].stderr
+    assert message in done[0].stderr
     assert project.notes() == []
 
 

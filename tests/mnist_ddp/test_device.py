@@ -65,21 +65,21 @@ print(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def output() -> dict[str, Any]:
     answer: dict[str, Any] = told_by("mnist_ddp", PROGRAM)
     return answer
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_rank_takes_a_gpu_of_its_own_or_none(told: dict[str, Any], gpus: int, n: int) -> None:
+def test_a_rank_takes_a_gpu_of_its_own_or_none(output: dict[str, Any], gpus: int, n: int) -> None:
     cpu, gpu = ["cpu", "gloo", []], [f"cuda:{n - 1}", "nccl", [f"cuda:{n - 1}"]]
-    assert told[f"{gpus} GPUs, {n} ranks, cpu"] == cpu
-    assert told[f"{gpus} GPUs, {n} ranks, auto"] == (gpu if gpus >= n else cpu)
+    assert output[f"{gpus} GPUs, {n} ranks, cpu"] == cpu
+    assert output[f"{gpus} GPUs, {n} ranks, auto"] == (gpu if gpus >= n else cpu)
     refused = f"--device cuda: this machine has {gpus} GPUs for {n} ranks: start fewer, or use --device cpu"
-    assert told[f"{gpus} GPUs, {n} ranks, cuda"] == (gpu if gpus >= n else refused)
+    assert output[f"{gpus} GPUs, {n} ranks, cuda"] == (gpu if gpus >= n else refused)
 
 
 @pytest.mark.parametrize("model", ["net", "lenet"])
-def test_a_step_and_an_evaluation_stay_on_the_device(told: dict[str, Any], model: str) -> None:
-    assert told[model] == ["meta"] * 4 + ["Cannot copy out of meta tensor; no data!"]
+def test_a_step_and_an_evaluation_stay_on_the_device(output: dict[str, Any], model: str) -> None:
+    assert output[model] == ["meta"] * 4 + ["Cannot copy out of meta tensor; no data!"]

@@ -39,7 +39,7 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("kind", "its"),
+    ("kind", "own"),
     ids=["skip", "order"],
     argvalues=[
         ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('train.py', '.backward()')}train "),
@@ -50,7 +50,7 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
         ),
     ],
 )
-def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, its: str) -> None:
+def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, own: str) -> None:
     """Of two nobody can say which one is wrong: the one that left out a collective, or called them in another order."""
     line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
@@ -59,7 +59,7 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     }
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
-        rf"error: no progress for 25 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{its}.*; "
+        rf"error: no progress for 25 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{own}.*; "
         r"these do not match; python -m samestep.autopsy \S+ shows all stacks",
         line,
     )
@@ -67,10 +67,10 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     assert found[1] == found["number"]
     command = [sys.executable, "-m", "samestep.autopsy", str(harness.folder / "run")]
     environ = {**harness.environ(), "PYTHONPATH": str(ROOT / "core")}
-    told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert line.partition("s: ")[2].rpartition("; python")[0] in told
+    output = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert line.partition("s: ")[2].rpartition("; python")[0] in output
     # The line of rank 1, which may be failing already, as its partner has ended.
-    assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ \S+\n      \w+", told), told
+    assert re.search(r"rank 1  .*\n(.*\n)+?  mnist_ddp/train\.py:\d+ \S+\n      \w+", output), output
 
 
 def test_a_rank_that_never_comes_is_named_and_the_others_wait_at_the_rendezvous(harness: Harness) -> None:

@@ -154,17 +154,17 @@ def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undi
         now, following = disturbance.begun, disturbance.begun
         while running := [load for load in loads if not load.is_done()]:
             now = time.monotonic()
-            told = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])
-            assert now < disturbance.begun + SECONDS + AFTERWARDS, f"{running} do not end:\n{told}"
-            assert not any(2 in load.codes for load in loads), f"no mistake of the caller's:\n{told}"
+            reported = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])
+            assert now < disturbance.begun + SECONDS + AFTERWARDS, f"{running} do not end:\n{reported}"
+            assert not any(2 in load.codes for load in loads), f"no mistake of the caller's:\n{reported}"
             if following <= now < disturbance.begun + SECONDS:
                 disturbance.disturb(disturbance.chance.choice(running))
                 following = now + disturbance.chance.uniform(0.5, 1.5) * INTERVAL
             disturbance.release(now)
             time.sleep(0.1)
     good = sum(is_the_same(load, references[load.ranks]) for load in loads)
-    told = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])
-    assert good == JOBS, told
+    reported = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])
+    assert good == JOBS, reported
     counts = (
         f"{len(disturbance.actions) - 1} actions in {SECONDS} s, seed {seed}, {now - disturbance.begun:.0f} s in all"
     )

@@ -14,6 +14,6 @@ def test_waiting_between_two_buckets_is_no_computing(harness: Harness) -> None:
     command = [*torchrun, str(ROOT / "tests" / "mnist_ddp" / "two_buckets.py")]
     outcome = bare(harness, command, GLOO_SOCKET_IFNAME="lo")
     assert outcome.code == 0, outcome
-    told = json.loads(outcome.stdout)
-    assert told["waiting"] > 10 * told["computing"], told
-    assert told["gradient"] == [4.0], told
+    output = json.loads(outcome.stdout)
+    assert output["waiting"] > 10 * output["computing"], output
+    assert output["gradient"] == [4.0], output

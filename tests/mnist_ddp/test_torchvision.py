@@ -28,9 +28,9 @@ def test_torchvisions_reader_gives_the_same_arrays(tmp_path: Path, monkeypatch: 
         (True, ours.train_images, ours.train_labels),
         (False, ours.test_images, ours.test_labels),
     ):
-        theirs: Any = MNIST(str(tmp_path), train=train)
-        assert np.array_equal(theirs.data.numpy(), images)
-        assert np.array_equal(theirs.targets.numpy(), labels)
+        reference: Any = MNIST(str(tmp_path), train=train)
+        assert np.array_equal(reference.data.numpy(), images)
+        assert np.array_equal(reference.targets.numpy(), labels)
 
 
 def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ print(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def output() -> dict[str, Any]:
     answer: dict[str, Any] = told_by("mnist_horovod", PROGRAM)
     return answer
 
@@ -49,16 +49,18 @@ def told() -> dict[str, Any]:
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("built", [False, True])
-def test_a_rank_takes_a_gpu_that_horovod_can_use_or_none(told: dict[str, Any], built: bool, gpus: int, n: int) -> None:
+def test_a_rank_takes_a_gpu_that_horovod_can_use_or_none(
+    output: dict[str, Any], built: bool, gpus: int, n: int
+) -> None:
     for rank in (0, n - 1):
         case = f"{built} {gpus} {n} {rank}"
         cpu, gpu = ["cpu", "", [], 0], [f"cuda:{rank}", "nccl", [f"cuda:{rank}"], 0]
-        assert told[f"{case} cpu"] == cpu
+        assert output[f"{case} cpu"] == cpu
         if gpus < n:
-            assert told[f"{case} auto"] == cpu
-            assert told[f"{case} cuda"].startswith(f"this machine has {gpus} GPUs for {n} ranks")
+            assert output[f"{case} auto"] == cpu
+            assert output[f"{case} cuda"].startswith(f"this machine has {gpus} GPUs for {n} ranks")
         elif built:
-            assert told[f"{case} auto"] == told[f"{case} cuda"] == gpu
+            assert output[f"{case} auto"] == output[f"{case} cuda"] == gpu
         else:
-            assert told[f"{case} auto"] == ["cpu", "", [], int(rank == 0)]  # one warning of all ranks
-            assert told[f"{case} cuda"].startswith("this Horovod was built without CUDA")
+            assert output[f"{case} auto"] == ["cpu", "", [], int(rank == 0)]  # one warning of all ranks
+            assert output[f"{case} cuda"].startswith("this Horovod was built without CUDA")

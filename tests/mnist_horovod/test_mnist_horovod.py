@@ -344,7 +344,7 @@ def test_a_damaged_source_is_refused(
     with pytest.raises(SystemExit) as stop:
         app_module("build_horovod").download(tmp_path / "work", tmp_path / "tools")
     assert stop.value.code == 1
-    said = capfd.readouterr().err
-    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in said
-    assert said.splitlines()[-1].startswith("error: could not download the source of Horovod 0.28.1: ")
+    message = capfd.readouterr().err
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in message
+    assert message.splitlines()[-1].startswith("error: could not download the source of Horovod 0.28.1: ")
     assert not ran.exists()

@@ -13,10 +13,10 @@ from harness import Harness, losses, metrics, relative_difference
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
     options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
-    ours, theirs = harness.train(n, *options), ddp.train(n, *options)
-    assert ours["steps"] == theirs["steps"] == 100
+    ours, reference = harness.train(n, *options), ddp.train(n, *options)
+    assert ours["steps"] == reference["steps"] == 100
     assert relative_difference(losses(ddp.folder / "run"), losses(harness.folder / "run")) < 1e-12
-    assert ours["test_accuracy"] == theirs["test_accuracy"]
+    assert ours["test_accuracy"] == reference["test_accuracy"]
 
 
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3))])
@@ -30,11 +30,11 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
     """In float32 and with dropout: Lightning adds nothing to the arithmetic, nor to what is recorded and when."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", *options]
-    ours, theirs = harness.train(n, *options), ddp.train(n, *options)
-    assert ours["weights_sha256"] == theirs["weights_sha256"]
-    assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-12)
-    assert list(ours) == list(theirs)
-    assert ours["test_loss"] == theirs["test_loss"]
+    ours, reference = harness.train(n, *options), ddp.train(n, *options)
+    assert ours["weights_sha256"] == reference["weights_sha256"]
+    assert ours["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-12)
+    assert list(ours) == list(reference)
+    assert ours["test_loss"] == reference["test_loss"]
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
 
 

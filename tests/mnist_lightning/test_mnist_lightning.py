@@ -123,8 +123,8 @@ print(json.dumps(told))
 
 def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
     """torch says that there are 4 GPUs: ranks of one machine, of two, and of two with one GPU's rank each."""
-    told = told_by("mnist_lightning", GPUS)
-    assert told == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
+    output = told_by("mnist_lightning", GPUS)
+    assert output == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
 
 
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------

@@ -76,6 +76,6 @@ def _wait_for(one: Host, other: Host, folder: Path) -> None:
     probe = f"import socket; socket.create_connection(({other.name!r}, 22), 1)"
     deadline = time.monotonic() + 30
     while subprocess.run(one.command("python3", "-c", probe), capture_output=True, timeout=30, check=False).returncode:
-        said = (folder / f"sshd-{other.name}.log").read_text()
-        assert time.monotonic() < deadline, f"no ssh server on {other.name}: {said}"
+        message = (folder / f"sshd-{other.name}.log").read_text()
+        assert time.monotonic() < deadline, f"no ssh server on {other.name}: {message}"
         time.sleep(0.2)

@@ -267,11 +267,11 @@ def test_content_of_files_is_escaped(damaged_run: Path, tmp_path: Path) -> None:
     evil = damaged_run.rename(tmp_path / "<script>alert(1)<")
     lines = [json.loads(line) for line in (evil / "metrics.jsonl").read_text().splitlines()]
     for each in lines:
-        for its in (each, each.get("resumed", {})):
-            its |= {"app": EVIL, "</script>": 1.0, EVIL: 2.0} if its else {}
-            if "options" in its:
-                its["options"][EVIL] = EVIL
-                its[EVIL] = EVIL
+        for parts in (each, each.get("resumed", {})):
+            parts |= {"app": EVIL, "</script>": 1.0, EVIL: 2.0} if parts else {}
+            if "options" in parts:
+                parts["options"][EVIL] = EVIL
+                parts[EVIL] = EVIL
     lines[-1]["stragglers"] = [{"rank": EVIL, "phase": EVIL, "seconds": EVIL, "others": {}}]
     (evil / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (evil / "result.json").write_text(json.dumps({"app": EVIL, "steps": EVIL, EVIL: 3, "weights_sha256": EVIL}))
@@ -289,7 +289,7 @@ def test_content_of_files_is_escaped(damaged_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "error: nowhere: no such folder: give a run dir"),
         (["metrics.jsonl"], "error: metrics.jsonl: no such folder"),
@@ -305,7 +305,7 @@ def test_content_of_files_is_escaped(damaged_run: Path, tmp_path: Path) -> None:
 )
 def test_a_mistake_is_one_line(
     arguments: list[str],
-    said: str,
+    message: str,
     damaged_run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -318,7 +318,7 @@ def test_a_mistake_is_one_line(
     assert report.main(arguments) == 2
     out, errors = capsys.readouterr()
     assert (out, errors.count("\n")) == ("", 1)
-    assert errors.startswith(said)
+    assert errors.startswith(message)
 
 
 def test_a_picture_without_matplotlib_is_one_line(

@@ -52,9 +52,9 @@ def frame(run_dir: Path, columns: int = 100, lines: int = 60) -> list[str]:
 
 def beat(run_dir: Path, rank: int, step: int, host: str = socket.gethostname(), ago: float = 0.5) -> None:
     """Write a rank's heartbeat as its watchdog does."""
-    its = {"rank": rank, "pid": 4000 + rank, "host": host, "job": JOB, "step": step, "updates": step}
+    parts = {"rank": rank, "pid": 4000 + rank, "host": host, "job": JOB, "step": step, "updates": step}
     at = ["/x/apps/mnist_ddp/train.py", 105, "train"]
-    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({**its, "time": NOW - ago, "at": at}))
+    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({**parts, "time": NOW - ago, "at": at}))
 
 
 def test_a_frame_of_a_finished_run(made: dict[str, Path]) -> None:
@@ -195,15 +195,15 @@ def test_a_sparkline_scales_means_from_the_least_to_the_greatest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(0.4, "0 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (200_000, "2 d 7 h")],
 )
-def test_a_duration_has_at_most_two_units(seconds: float, said: str) -> None:
-    assert watch.duration(seconds) == said
+def test_a_duration_has_at_most_two_units(seconds: float, message: str) -> None:
+    assert watch.duration(seconds) == message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "error: nowhere: no such folder: give a run dir"),
         ([], "error: runs/ holds no run: start one, or give a RUN_DIR"),
@@ -213,7 +213,7 @@ def test_a_duration_has_at_most_two_units(seconds: float, said: str) -> None:
 )
 def test_a_mistake_is_one_line(
     arguments: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -222,7 +222,7 @@ def test_a_mistake_is_one_line(
     assert watch.main(arguments) == 2
     out, errors = capsys.readouterr()
     assert (out, errors.count("\n")) == ("", 1)
-    assert errors.startswith(said)
+    assert errors.startswith(message)
 
 
 def test_without_a_run_dir_it_is_the_newest(

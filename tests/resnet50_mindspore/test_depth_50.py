@@ -58,11 +58,11 @@ def test_it_is_torchvisions_resnet50(harness: Harness, undisturbed: Callable[...
     large = harness.start(1, *LARGE, run_dir=harness.folder / "224")  # the evaluation takes most of its time
 
     expected = json.loads(side(harness, "torchvision_side.py", "make", str(folder)).splitlines()[-1])
-    theirs = folder / "torchvision-32.safetensors"
+    other = folder / "torchvision-32.safetensors"
     started = harness.train(
-        1, "--dataset=synthetic-cifar10", f"--init-from={theirs}", "--max-steps=0", run_dir=harness.folder / "started"
+        1, "--dataset=synthetic-cifar10", f"--init-from={other}", "--max-steps=0", run_dir=harness.folder / "started"
     )
-    given, kept = (checkpoint.load_weights(path) for path in (theirs, Path(started["run_dir"]) / "model.safetensors"))
+    given, kept = (checkpoint.load_weights(path) for path in (other, Path(started["run_dir"]) / "model.safetensors"))
     assert given.keys() == kept.keys()
     assert all(given[name].tobytes() == kept[name].tobytes() for name in given)
     assert started["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-4)
@@ -75,16 +75,16 @@ def test_it_is_torchvisions_resnet50(harness: Harness, undisturbed: Callable[...
     for name, result in (("trained-32", trained), ("trained-224", larger)):
         shutil.copy(Path(result["run_dir"]) / "model.safetensors", folder / f"{name}.safetensors")
     side(harness, "mindspore_side.py", str(folder))
-    told = json.loads(side(harness, "torchvision_side.py", "compare", str(folder)).splitlines()[-1])
-    assert told["logits"].keys() == {"torchvision-32", "trained-32", "trained-224"}
-    assert max(told["logits"].values()) < 1e-4, told["logits"]
-    assert trained["test_loss"] == pytest.approx(told["evaluated"]["test_loss"], rel=1e-4)
-    assert trained["test_accuracy"] == pytest.approx(told["evaluated"]["test_accuracy"], abs=1 / 256)
+    reported = json.loads(side(harness, "torchvision_side.py", "compare", str(folder)).splitlines()[-1])
+    assert reported["logits"].keys() == {"torchvision-32", "trained-32", "trained-224"}
+    assert max(reported["logits"].values()) < 1e-4, reported["logits"]
+    assert trained["test_loss"] == pytest.approx(reported["evaluated"]["test_loss"], rel=1e-4)
+    assert trained["test_accuracy"] == pytest.approx(reported["evaluated"]["test_accuracy"], abs=1 / 256)
 
     # The step at 224. Rounding grows on its way back to the first layers: there torch's own float32 is 2% off, too.
-    assert losses(harness.folder / "224")[0] == pytest.approx(told["loss"], rel=1e-5)
-    assert max(told["off"].values()) < 0.1, told["off"]
-    last = {name: off for name, off in told["off"].items() if name.startswith("fc.") or "running" in name}
+    assert losses(harness.folder / "224")[0] == pytest.approx(reported["loss"], rel=1e-5)
+    assert max(reported["off"].values()) < 0.1, reported["off"]
+    last = {name: off for name, off in reported["off"].items() if name.startswith("fc.") or "running" in name}
     assert max(last.values()) < 1e-3, last
 
 

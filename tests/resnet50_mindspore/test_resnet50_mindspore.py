@@ -138,32 +138,32 @@ os._exit(0)
 
 def test_weights_out_and_in(tmp_path: Path) -> None:
     """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
-    told = ask(tmp_path, WEIGHTS)
-    assert told["groups"] == ["buffers", "model", "optimizer"]
-    assert told["each"]
-    assert told["own"]
-    assert told["running_var"]
-    assert told["2"] == 2
-    assert told["3"] == 0
-    assert told["counted"] == 7
-    assert told["weights alone"] == 0
-    assert len(told["refused"]) == 2
-    assert "running statistics have shape" in told["refused"][0]
-    assert told["gathered"]
-    assert told["broadcast"] == [0, 1, 5]
+    output = ask(tmp_path, WEIGHTS)
+    assert output["groups"] == ["buffers", "model", "optimizer"]
+    assert output["each"]
+    assert output["own"]
+    assert output["running_var"]
+    assert output["2"] == 2
+    assert output["3"] == 0
+    assert output["counted"] == 7
+    assert output["weights alone"] == 0
+    assert len(output["refused"]) == 2
+    assert "running statistics have shape" in output["refused"][0]
+    assert output["gathered"]
+    assert output["broadcast"] == [0, 1, 5]
 
 
 def test_the_models_are_torchvisions(tmp_path: Path) -> None:
     """Names, shapes and dtypes are all that strict loading asks for; another environment has torchvision."""
-    told = ask(tmp_path, MODELS)
-    assert told["18"]["parameters"] == 11_181_642
-    assert told["50"]["parameters"] == 23_528_522
+    output = ask(tmp_path, MODELS)
+    assert output["18"]["parameters"] == 11_181_642
+    assert output["50"]["parameters"] == 23_528_522
     for depth, wanted in TORCHVISION.items():
-        layout = told[depth]["layout"]
+        layout = output[depth]["layout"]
         assert digest(layout) == wanted, layout
-        assert told[depth]["seeds differ"]
-        assert told[depth]["loads"]
-        assert told[depth]["refused"] == [
+        assert output[depth]["seeds differ"]
+        assert output[depth]["loads"]
+        assert output[depth]["refused"] == [
             "bn1.bias is missing",
             "bn1.biases is not part of it",
             "bn1.bias has shape [63], not [64]",
@@ -199,12 +199,12 @@ os._exit(0)
 
 def test_the_losses_are_equal(tmp_path: Path) -> None:
     """Also where an exponential is too large or too small for float32, and their gradients."""
-    told = ask(tmp_path, LOSSES)
-    exact = np.array(told["exact"])
+    output = ask(tmp_path, LOSSES)
+    exact = np.array(output["exact"])
     for name in ("expand", "builtin"):
-        assert np.allclose(told[name]["rows"], exact, rtol=1e-6, atol=1e-6), name
-    assert np.allclose(told["expand"]["rows"], told["builtin"]["rows"], rtol=1e-6, atol=1e-6)
-    assert np.allclose(told["expand"]["gradient"], told["builtin"]["gradient"], rtol=1e-6, atol=1e-6)
+        assert np.allclose(output[name]["rows"], exact, rtol=1e-6, atol=1e-6), name
+    assert np.allclose(output["expand"]["rows"], output["builtin"]["rows"], rtol=1e-6, atol=1e-6)
+    assert np.allclose(output["expand"]["gradient"], output["builtin"]["gradient"], rtol=1e-6, atol=1e-6)
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
@@ -238,12 +238,12 @@ def test_what_ranks_say_arrives_bit_for_bit(harness: Harness) -> None:
     (harness.folder / "program.py").write_text(TALK)
     outcome = msrun(harness, str(harness.folder / "program.py"), PYTHONPATH=str(APP))
     assert outcome.code == 0, outcome
-    told = [json.loads((harness.folder / f"told-{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1]
+    output = [json.loads((harness.folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    assert output[0] == output[1]
     odd = np.array([[0x7FF0000000000001 + me, 2**64 - me] for me in (1, 2)], np.uint64).tobytes().hex()
-    assert told[0][:4] == [[name, odd] for name in ("uint64", "int64", "float64", "int32")]
-    assert told[0][4] == ["float32", np.array([1, 2], np.float32).tobytes().hex()]
-    assert told[0][5] == [bytes(range(256))[:n].hex() for n in (0, 1, 3, 4, 255)]
+    assert output[0][:4] == [[name, odd] for name in ("uint64", "int64", "float64", "int32")]
+    assert output[0][4] == ["float32", np.array([1, 2], np.float32).tobytes().hex()]
+    assert output[0][5] == [bytes(range(256))[:n].hex() for n in (0, 1, 3, 4, 255)]
 
 
 RANKS = """
@@ -366,8 +366,8 @@ def test_model_sinks_loops_of_updates(told_of_ranks: Any) -> None:
     ]
     assert told_of_ranks["waits"] == ["train step", None, "train step", None]
     assert told_of_ranks["seen"] == [[6, 0], [7, 0], [8, 0], [9, 1], [10, 1], [11, 1]]
-    said = "at step 12 the loss is nan: lower --lr, now 0.1, unless a flipped bit caused it; "
-    assert told_of_ranks["nan"].startswith(said)
+    printed = "at step 12 the loss is nan: lower --lr, now 0.1, unless a flipped bit caused it; "
+    assert told_of_ranks["nan"].startswith(printed)
 
 
 def test_weights_that_mindspore_would_cut_are_refused_before_the_first_step(told_of_ranks: Any) -> None:
@@ -519,26 +519,26 @@ os._exit(0)
 
 def test_the_images(tmp_path: Path) -> None:
     """Crop and flip depend on (seed, epoch, sample) alone, so any rank, batch and resume sees the same."""
-    told = ask(tmp_path, IMAGES)
-    assert told["of the sample alone"]
-    assert all(share > 0.98 for share in told["other epochs and seeds"])
-    fewest, most, flips = told["crops"]
+    output = ask(tmp_path, IMAGES)
+    assert output["of the sample alone"]
+    assert all(share > 0.98 for share in output["other epochs and seeds"])
+    fewest, most, flips = output["crops"]
     assert fewest >= 0
     assert most < 25  # 1,024 over 162 choices
     assert abs(flips[0] - flips[1]) < 150
-    assert told["shapes"] == ["[(10, 3, 16, 16), (10,), (10,)]"]
-    assert told["a resume sees the same"]
+    assert output["shapes"] == ["[(10, 3, 16, 16), (10,), (10,)]"]
+    assert output["a resume sees the same"]
     for n in (2, 3, 4):
-        assert told[f"{n} ranks see the same"]
-    assert max(told["weights"]) < 1e-6
-    assert told["normalised"] < 1e-5
-    assert told["counted"] == [64, 64, 9]
+        assert output[f"{n} ranks see the same"]
+    assert max(output["weights"]) < 1e-6
+    assert output["normalised"] < 1e-5
+    assert output["counted"] == [64, 64, 9]
     # 10 epochs of 195 batches are counted without a batch, and none is requested before the first loop begins.
     # MindSpore's own data_sink, without the device's queue, then requests one batch each to learn types and shapes.
-    size, *asked = told["sinking"]
+    size, *asked = output["sinking"]
     assert (size, asked) == (1950, [0, 0, 2, 0])
-    assert told["sunk"] == told["loop"] == [32, 3, 224, 224]
-    assert told["queue"] == [["send", -1], ["stop_send"], ["release"]]
+    assert output["sunk"] == output["loop"] == [32, 3, 224, 224]
+    assert output["queue"] == [["send", -1], ["stop_send"], ["release"]]
 
 
 # --- the run -------------------------------------------------------------------------------------------------------
@@ -651,9 +651,11 @@ def test_a_first_step_may_compile_for_long(harness: Harness) -> None:
 def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> None:
     outcome = compiles(harness, 9)
     assert outcome.code != 0, outcome
-    said = [path.read_text() for path in (harness.folder / "run" / "log").glob("rank-*.log")]
-    assert any("no progress for 9 s: rank " in text for text in said), said
-    assert any("; if it was still compiling, give it a longer --first-step-timeout" in text for text in said), said
+    printed = [path.read_text() for path in (harness.folder / "run" / "log").glob("rank-*.log")]
+    assert any("no progress for 9 s: rank " in text for text in printed), printed
+    assert any("; if it was still compiling, give it a longer --first-step-timeout" in text for text in printed), (
+        printed
+    )
 
 
 def test_one_process_by_plain_python(harness: Harness) -> None:

@@ -66,14 +66,14 @@ def make(folder: Path) -> dict[str, float]:
 
 def compare(folder: Path) -> dict[str, Any]:
     """How far each of the logits is off, by name, in units of the largest logit; and the app's first step."""
-    told: dict[str, Any] = {"logits": {}, "evaluated": evaluated(folder / "trained-32.safetensors")}
+    output: dict[str, Any] = {"logits": {}, "evaluated": evaluated(folder / "trained-32.safetensors")}
     for weights in folder.glob("*-*.safetensors"):
         model = loaded(load_file(weights))
         apps = load_file(folder / "told" / weights.name)
         with torch.no_grad():
             logits = model.eval()(apps["images"])
-        told["logits"][weights.stem] = ((logits - apps["logits"]).abs().max() / logits.abs().max()).item()
-    return told | first_step(folder)
+        output["logits"][weights.stem] = ((logits - apps["logits"]).abs().max() / logits.abs().max()).item()
+    return output | first_step(folder)
 
 
 def first_step(folder: Path) -> dict[str, Any]:

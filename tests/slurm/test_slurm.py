@@ -72,19 +72,19 @@ class Site:
     def wait_for(self, job: str, condition: Callable[[dict[str, str]], Any], limit: float = 180) -> dict[str, str]:
         """Return Slurm's fields of a job as soon as ``condition`` is true of them."""
         deadline = time.monotonic() + limit
-        while not condition(told := self.cluster.job(job)):
-            assert told["JobState"] not in ENDED, (told, self.said(job))
-            assert time.monotonic() < deadline, (told, self.said(job))
+        while not condition(reported := self.cluster.job(job)):
+            assert reported["JobState"] not in ENDED, (reported, self.said(job))
+            assert time.monotonic() < deadline, (reported, self.said(job))
             time.sleep(0.2)
-        return told
+        return reported
 
     def wait_for_step(self, app: str, job: str, step: int) -> None:
-        self.wait_for(job, lambda told: last_step(self.run_dir(app, job)) >= step)
+        self.wait_for(job, lambda reported: last_step(self.run_dir(app, job)) >= step)
 
     def finish(self, job: str, state: str = "COMPLETED", limit: float = 180) -> dict[str, str]:
-        told = self.wait_for(job, lambda told: told["JobState"] in ENDED, limit)
-        assert told["JobState"] == state, (told, self.said(job))
-        return told
+        reported = self.wait_for(job, lambda reported: reported["JobState"] in ENDED, limit)
+        assert reported["JobState"] == state, (reported, self.said(job))
+        return reported
 
     def result(self, job: str) -> dict[str, Any]:
         """The result of a job that has ended well, compared with its files."""
@@ -167,7 +167,7 @@ def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callab
     expected = undisturbed(2, *LONGER)
     slurm.environ.update(faulty({"slow": [[0, "input", 0, expected["steps"]]], "seconds": 0.6}))  # for two minutes
     job = slurm.train("mnist_ddp", *LONGER, sbatch=("--time=2", "--signal=B:USR1@35"))
-    slurm.wait_for(job, lambda told: told["Restarts"] == "1")
+    slurm.wait_for(job, lambda reported: reported["Restarts"] == "1")
     slurm.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
     slurm.finish(job)
     check_resumed(slurm, "mnist_ddp", job, expected)
@@ -202,8 +202,8 @@ def test_mistakes_are_told_and_not_tried_again(slurm: Site) -> None:
     elsewhere.mkdir()
     job = slurm.submit(str(SCRIPTS / "mnist_ddp.sbatch"), cwd=elsewhere)
     assert slurm.finish(job, "FAILED")["ExitCode"] == "2:0"
-    told = (elsewhere / f"{job}.err").read_text()
-    assert told == f"error: {elsewhere} is not Samestep's folder: call sbatch there\n"
+    reported = (elsewhere / f"{job}.err").read_text()
+    assert reported == f"error: {elsewhere} is not Samestep's folder: call sbatch there\n"
 
     job = slurm.train("mnist_ddp", "--lr=-1")
     assert slurm.finish(job, "FAILED")["ExitCode"] == "2:0"

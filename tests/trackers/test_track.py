@@ -38,8 +38,8 @@ class Run:
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
-            its = {"samples_seen": 8 * step, "loss": (1 + self._starts * 1e-6) / step, "samples_per_second": 4.0}
-            self._metrics.write(step=step, epoch=0, **its, **({"test_loss": 0.5} if step % 5 == 0 else {}))
+            parts = {"samples_seen": 8 * step, "loss": (1 + self._starts * 1e-6) / step, "samples_per_second": 4.0}
+            self._metrics.write(step=step, epoch=0, **parts, **({"test_loss": 0.5} if step % 5 == 0 else {}))
 
     def save(self, step: int) -> None:
         checkpoint.save(self.run_dir, "toy", step, {"model": {"w": np.zeros(1)}}, {}, {}, keep=3)
@@ -204,10 +204,10 @@ def test_trackers_have_the_header_and_the_result(run: Run) -> None:
     assert (found.info.status, found.info.run_name) == ("FINISHED", run.run_dir.name)
     assert found.data.params["options.lr"] == "0.1"
     assert found.data.tags["result.test_accuracy"] == "0.5"
-    its = {record["type"]: record[record["type"]] for record in records(run.run_dir)}
-    assert its["exit"] == {"exit_code": 0, "runtime": 4}
-    assert its["run"]["project"] == "toy"
-    assert its["summary"]["update"]["weights_sha256"] == "abc"
+    parts = {record["type"]: record[record["type"]] for record in records(run.run_dir)}
+    assert parts["exit"] == {"exit_code": 0, "runtime": 4}
+    assert parts["run"]["project"] == "toy"
+    assert parts["summary"]["update"]["weights_sha256"] == "abc"
     events = EventAccumulator(str(run.run_dir / "track" / "tensorboard"))
     events.Reload()
     (text,) = events.Tensors("result")
@@ -259,7 +259,7 @@ def test_a_server_that_stops_and_restarts_gets_everything(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--to", "tensorbord"],
@@ -268,11 +268,11 @@ def test_a_server_that_stops_and_restarts_gets_everything(
         (["--to", "wandb"], "holds no metrics.jsonl: name the run dir of a run that trains"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "samestep.observe.track", str(tmp_path), *arguments]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-    assert done.stderr.endswith(f"{said}\n")
+    assert done.stderr.endswith(f"{message}\n")
     assert done.stderr.count("\n") == 1

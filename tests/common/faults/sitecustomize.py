@@ -53,8 +53,8 @@ def _tell_addresses(path: str) -> None:
     import torch
 
     weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
-    told = {"pid": os.getpid(), "weights": [[each.data_ptr(), each.numel()] for each in weights]}
-    Path(f"{path}.tmp").write_text(json.dumps(told))
+    output = {"pid": os.getpid(), "weights": [[each.data_ptr(), each.numel()] for each in weights]}
+    Path(f"{path}.tmp").write_text(json.dumps(output))
     Path(f"{path}.tmp").rename(path)
 
 
