@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         """Wrap a description that is one line."""
-        text = description if "\n" in (description or "\n") else textwrap.fill(str(description), HELP_WIDTH - 2)
+        text = textwrap.fill(description, HELP_WIDTH - 2) if description and "\n" not in description else description
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=HELP_WIDTH)
         super().__init__(description=text, allow_abbrev=False, formatter_class=formatter, **settings)
 
