@@ -92,13 +92,13 @@ class Tab:
             self._rest += content
         first, _, self._rest = self._rest.partition(b"\0")
         message: dict[str, Any] = json.loads(first)
-        method, parts = message.get("method"), message.get("params", {})
-        if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and parts["type"] != "log"):
-            self.errors.append(json.dumps(parts))
+        method, params = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and params["type"] != "log"):
+            self.errors.append(json.dumps(params))
         elif method == "Log.entryAdded":
-            self.errors.append(parts["entry"]["text"])
+            self.errors.append(params["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(parts["request"]["url"])
+            self.requests.append(params["request"]["url"])
         elif method == "Page.loadEventFired":
             self._loaded = True
         return message

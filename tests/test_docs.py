@@ -214,12 +214,12 @@ def parse(*arguments: str) -> None:
     ],
 )
 def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError) as output:
+    with pytest.raises(ConfigError) as raised:
         mistake()
     shown = re.findall(
         r"^\| `+ ?(.*?) ?`+ \| (?:2|1|again) ", (ROOT / "docs" / "messages.md").read_text(), re.MULTILINE
     )
     patterns = [".*".join(map(re.escape, words.replace("\\|", "|").split("…"))) for words in shown]
-    found = [pattern for pattern in patterns if re.fullmatch(pattern, str(output.value))]
+    found = [pattern for pattern in patterns if re.fullmatch(pattern, str(raised.value))]
     # One option's message follows its name: "--epochs: '-1' is not a whole number ... (see --help)".
-    assert [pattern for pattern in found if len(pattern) > 15], output.value
+    assert [pattern for pattern in found if len(pattern) > 15], raised.value

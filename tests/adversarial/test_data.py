@@ -255,13 +255,13 @@ def test_a_lock_that_nobody_gives_back_is_named(place: Path) -> None:
 @pytest.mark.parametrize("what", ["a link", "a folder that all may write to"])
 def test_a_cache_among_temporary_files_that_others_made_is_not_used(place: Path, what: str) -> None:
     """A link to a folder of the user's own would have files put into that."""
-    own, reference = place / "own", place / "tmp" / f"samestep-{os.getuid()}"
+    own, taken = place / "own", place / "tmp" / f"samestep-{os.getuid()}"
     own.mkdir()
     if what == "a link":
-        reference.symlink_to(own)
+        taken.symlink_to(own)
     else:
-        reference.mkdir()
-        reference.chmod(0o777)
+        taken.mkdir()
+        taken.chmod(0o777)
     line = resolve("synthetic-cifar10", place, XDG_CACHE_HOME="", HOME="nowhere", TMPDIR=str(place / "tmp"))
-    assert line == f"error: no home folder to keep data in, and {reference} is someone else's: set XDG_CACHE_HOME"
+    assert line == f"error: no home folder to keep data in, and {taken} is someone else's: set XDG_CACHE_HOME"
     assert not list(own.iterdir())

@@ -107,8 +107,8 @@ def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
     mark = str(tmp_path)
     command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]
     environ = {**os.environ, "SCOREBOARD_TEST": mark, "TMPDIR": mark}
-    with (tmp_path / "said.txt").open("w") as printed:
-        board = subprocess.Popen(command, env=environ, stdout=printed, stderr=printed)
+    with (tmp_path / "said.txt").open("w") as log:
+        board = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         try:
             until = time.monotonic() + 60
             while not list(tmp_path.glob("scoreboard-*/run/log/alive-1")):
@@ -139,15 +139,15 @@ def test_the_weights_come_of_what_was_saved_and_of_what_was_made_since(board: di
     one, two = tmp_path / "one", tmp_path / "two"
     tell(one, 0, 10, (1, "step", 0, 0, [0]), (2, "step", 0, 1, [1]), (3, "saved", 0, 0), (4, "step", 1, 0, [1]))
     tell(one, 1, 11, (1, "step", 0, 0, [2]), (2, "step", 0, 1, [3]), (4, "step", 1, 0, [0]))
-    output = board["job"].Told.read(one)
-    assert output.lineage() == {(0, 0): [[0, 2]], (0, 1): [[1, 3]], (1, 0): [[1, 0]]}
-    assert output.repeated_and_lost(range(4), 2) == (0, 2)  # of the second epoch half is not trained
+    record = board["job"].Told.read(one)
+    assert record.lineage() == {(0, 0): [[0, 2]], (0, 1): [[1, 3]], (1, 0): [[1, 0]]}
+    assert record.repeated_and_lost(range(4), 2) == (0, 2)  # of the second epoch half is not trained
     tell(two, 0, 20, (5, "restored"), (6, "step", 0, 0, [0]), (7, "step", 0, 1, [3]))
     tell(two, 1, 21, (5, "restored"), (6, "step", 0, 0, [2]), (7, "step", 0, 1, [3]))
-    output = board["job"].Told.read(one, two)
-    assert output.lineage() == {(0, 0): [[0, 2], [0, 2]], (0, 1): [[3, 3]]}
-    assert output.repeated_and_lost(range(4), 1) == (3, 1)
-    assert (output.pid(1), [step.time for step in output.steps(0)]) == (21, [1, 2, 4, 6, 7])
+    record = board["job"].Told.read(one, two)
+    assert record.lineage() == {(0, 0): [[0, 2], [0, 2]], (0, 1): [[3, 3]]}
+    assert record.repeated_and_lost(range(4), 1) == (3, 1)
+    assert (record.pid(1), [step.time for step in record.steps(0)]) == (21, [1, 2, 4, 6, 7])
 
 
 def test_a_process_that_restored_nothing_begins_anew(board: dict[str, Any], tmp_path: Path) -> None:

@@ -261,14 +261,14 @@ def test_help_states_the_defaults_that_the_programs_get() -> None:
             if action.help == argparse.SUPPRESS or action.nargs == 0:  # hidden, or off unless given
                 continue
             text = parser._get_formatter()._expand_help(action)
-            message = re.fullmatch(r".*\(default: (.*?)(?:; (\S+) with --quick)?\)", text)
+            match = re.fullmatch(r".*\(default: (.*?)(?:; (\S+) with --quick)?\)", text)
             values = [usual.get(action.dest), quick.get(action.dest)]
             shown = [",".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values]
-            if message:
-                stated[command, action.dest] = message[1]
-                in_words = values[0] is None or message[1] == "all"
-                assert in_words or message[1] == shown[0], (command, action.dest)
-                assert (message[2] or message[1]) == shown[1] or (in_words and not message[2]), (command, action.dest)
+            if match:
+                stated[command, action.dest] = match[1]
+                in_words = values[0] is None or match[1] == "all"
+                assert in_words or match[1] == shown[0], (command, action.dest)
+                assert (match[2] or match[1]) == shown[1] or (in_words and not match[2]), (command, action.dest)
             else:  # without a default, or one of the choices that --help lists
                 assert values[0] == values[1]
                 assert values[0] is None or values[0] in (action.choices or ()), (command, action.dest)

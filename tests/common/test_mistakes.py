@@ -122,8 +122,8 @@ def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> Non
     options = [*harness.app.small, *harness.app.diverges, "--log-every=1", "--max-restarts=1"]
     outcome = harness.run(2, *options)
     assert outcome.code == 1
-    message = [error for error in outcome.errors if "error: the job ended with code 1" not in error]
-    assert len(message) == 2, outcome.stderr
-    assert all("lower --lr" in error for error in message)
-    assert all("in an earlier start" in error for error in message[1:])
+    errors = [error for error in outcome.errors if "error: the job ended with code 1" not in error]
+    assert len(errors) == 2, outcome.stderr
+    assert all("lower --lr" in error for error in errors)
+    assert all("in an earlier start" in error for error in errors[1:])
     assert outcome.stderr.count("starting it again") == 1

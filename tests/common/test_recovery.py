@@ -143,15 +143,15 @@ def stopped_at(run_dir: Path, number: int) -> int:
 
     The step must be saved, and be the last in metrics.jsonl.
     """
-    message = re.findall(
+    stops = re.findall(
         r"stopped by (SIG\w+) at step (\d+), which is saved", (run_dir / "log" / "rank-0.log").read_text()
     )
     newest = checkpoint.newest(run_dir, pytest.fail)
-    if not message:
+    if not stops:
         return 0
     assert newest is not None
     # MindSpore's compiler sends its own process a TERM where an INT comes in.
-    assert message[-1] in [(name, str(newest.step)) for name in (signal.Signals(number).name, "SIGTERM")]
+    assert stops[-1] in [(name, str(newest.step)) for name in (signal.Signals(number).name, "SIGTERM")]
     assert last_step(run_dir) == newest.step
     return newest.step
 
@@ -512,8 +512,8 @@ def save(good: checkpoint.Checkpoint, groups: Mapping[str, dict[str, NDArray[Any
     run_dir = good.folder.parents[1]
     if good.pieces:
         pieces = {
-            group: {name: TensorShard(array, (0,) * array.ndim, array.shape) for name, array in own.items()}
-            for group, own in groups.items()
+            group: {name: TensorShard(array, (0,) * array.ndim, array.shape) for name, array in by_name.items()}
+            for group, by_name in groups.items()
         }
         body = {"app": good.app, "step": good.step, "state": good.state, "arithmetic": good.resume_invariants}
         storage.save(OneRank(), 0, good.folder, pieces, body, 3)

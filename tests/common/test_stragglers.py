@@ -26,7 +26,7 @@ def run_slowly(harness: Harness, n: int, name: str, slow: Sequence[tuple[int, st
     return outcome
 
 
-def message(outcome: Outcome) -> list[str]:
+def straggler_lines(outcome: Outcome) -> list[str]:
     return [line for line in outcome.stderr.splitlines() if "is a straggler" in line]
 
 
@@ -41,14 +41,16 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
     """Three ranks in turn, each in another phase."""
     slow = [(rank, phase, 4 + 60 * rank, 64 + 60 * rank) for rank, phase in enumerate(PHASES)]
     outcome = run_slowly(harness, 3, "run", slow, harness.app.delay)
-    assert len(message(outcome)) == 3, outcome
-    for line, (step, found), (rank, phase, first, _) in zip(message(outcome), named(harness.folder / "run"), slow):
+    assert len(straggler_lines(outcome)) == 3, outcome
+    for line, (step, found), (rank, phase, first, _) in zip(
+        straggler_lines(outcome), named(harness.folder / "run"), slow
+    ):
         assert (found["rank"], found["phase"]) == (rank, phase)
         assert first + 40 <= step <= first + WITHIN
         assert found["seconds"] > 0.7e-3 * harness.app.delay
-        output = re.match(rf"warning: rank {rank} is a straggler: (\S+) s per step in {phase}, ", line)
-        assert output, line
-        assert float(output[1]) == pytest.approx(found["seconds"], abs=1e-3)
+        reported = re.match(rf"warning: rank {rank} is a straggler: (\S+) s per step in {phase}, ", line)
+        assert reported, line
+        assert float(reported[1]) == pytest.approx(found["seconds"], abs=1e-3)
         assert line.endswith(f" to step {step}); reported once")
 
 
@@ -63,7 +65,7 @@ def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bo
         ((step, found),) = named(harness.folder / str(i))
         assert (found["rank"], found["phase"]) == (rank, phase), outcome
         assert step <= first + WITHIN
-        assert len(message(outcome)) == 1
+        assert len(straggler_lines(outcome)) == 1
     table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
@@ -75,5 +77,5 @@ def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table
         options = [*harness.app.small, "--epochs=100", "--max-steps=200", "--log-every=10", "--checkpoint-every=50"]
         outcome = harness.run(2 + i % 2, *options, run_dir=harness.folder / str(i))
         harness.checked(outcome, 2 + i % 2)
-        assert not message(outcome), (i, message(outcome))
+        assert not straggler_lines(outcome), (i, straggler_lines(outcome))
     table.append(f"| {harness.app.name} | 2, 3 | undisturbed: nobody named | {runs} | {runs} |")

@@ -238,15 +238,15 @@ def test_a_flipped_bit_is_named_and_undone(
     """
     reference, chance = undisturbed(n), random.Random(n)
     for i in range(20 if soak else 1):
-        output = harness.folder / f"addresses-{i}"
+        addresses = harness.folder / f"addresses-{i}"
         rank, after = chance.randrange(n), chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1)
-        fault = {"rank": rank, "tell": str(output), "signal": 0}
+        fault = {"rank": rank, "tell": str(addresses), "signal": 0}
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir, **faulty(fault))
         job.wait_for_step(after)
         # The first of a soak makes a weight huge, so the loss becomes NaN or infinite.
         address, bit = flip_a_bit(
-            json.loads(output.read_text()), chance, 30 if soak and not i else chance.randrange(8, 32)
+            json.loads(addresses.read_text()), chance, 30 if soak and not i else chance.randrange(8, 32)
         )
         outcome = job.finish()
         where = f"run {i}: bit {bit} at {address}, rank {rank}, after step {after}: {outcome}"
@@ -261,10 +261,10 @@ def test_a_flipped_bit_is_named_and_undone(
         assert len(outcome.errors) == 1, where
 
 
-def flip_a_bit(output: dict[str, Any], chance: random.Random, bit: int) -> tuple[int, int]:
+def flip_a_bit(addresses: dict[str, Any], chance: random.Random, bit: int) -> tuple[int, int]:
     """Flip this bit of any float32 weight of the process that told its addresses; returns where and which."""
-    place = chance.choice([first + 4 * i for first, count in output["weights"] for i in range(count)])
-    with open(f"/proc/{output['pid']}/mem", "r+b", buffering=0) as memory:
+    place = chance.choice([first + 4 * i for first, count in addresses["weights"] for i in range(count)])
+    with open(f"/proc/{addresses['pid']}/mem", "r+b", buffering=0) as memory:
         memory.seek(place + bit // 8)  # little-endian
         byte = memory.read(1)[0] ^ 1 << bit % 8
         memory.seek(place + bit // 8)

@@ -42,8 +42,8 @@ def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
     # The substitute for a data set that cannot be had is said loudly, and rank 0 alone speaks.
     parsed = options_of(harness.app.name).parse([*harness.app.defaults])
     wanted = parsed.dataset or parsed.default_dataset
-    output = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]
-    assert len(output) == (wanted != harness.app.dataset)
+    notices = [line for line in outcome.stderr.splitlines() if harness.app.dataset in line]
+    assert len(notices) == (wanted != harness.app.dataset)
     assert len(outcome.stdout.splitlines()) == 1 + sum("test_loss" in line for line in lines) + 1
 
 

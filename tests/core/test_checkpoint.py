@@ -833,7 +833,7 @@ def test_a_run_dir_that_is_a_file_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "output"),
+    ("now", "expected"),
     [
         ({"lr": 0.2}, ["--lr 0.1 in the checkpoint, 0.2 now"]),
         ({"lr": 0.2, "seed": 5}, ["--lr 0.1 in the checkpoint, 0.2 now", "--seed 1 in the checkpoint, 5 now"]),
@@ -841,11 +841,11 @@ def test_a_run_dir_that_is_a_file_is_told(tmp_path: Path) -> None:
         ({"dataset": "mnist"}, ["--dataset mnist-5k in the checkpoint, mnist now"]),
     ],
 )
-def test_other_arithmetic_is_refused_with_both_values(tmp_path: Path, now: dict[str, Any], output: list[str]) -> None:
+def test_other_arithmetic_is_refused_with_both_values(tmp_path: Path, now: dict[str, Any], expected: list[str]) -> None:
     found = checkpoint.read(save(tmp_path, 3))
     with pytest.raises(ConfigError) as caught:
         rundir.check_same_run(found, "toy", {**ARITHMETIC, **now})
-    assert all(text in str(caught.value) for text in output)
+    assert all(text in str(caught.value) for text in expected)
     assert str(tmp_path) in str(caught.value)
     printable(caught.value)
 
@@ -981,7 +981,7 @@ def test_saved_weights_come_back_and_hash_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "output"),
+    ("given", "expected"),
     [
         ({}, "w is missing"),
         ({"w": np.zeros((2, 3), np.float32), "v": np.zeros(1)}, "v is not part of it"),
@@ -990,8 +990,8 @@ def test_saved_weights_come_back_and_hash_alike(tmp_path: Path) -> None:
         ({"w": np.ones((2, 3), np.float32)}, None),
     ],
 )
-def test_mismatch_says_the_first_difference_in_words(given: Arrays, output: str | None) -> None:
-    assert checkpoint.state_dict_diff(given, {"w": np.zeros((2, 3), np.float32)}) == output
+def test_mismatch_says_the_first_difference_in_words(given: Arrays, expected: str | None) -> None:
+    assert checkpoint.state_dict_diff(given, {"w": np.zeros((2, 3), np.float32)}) == expected
 
 
 def test_weights_that_are_not_there_are_the_callers_mistake(tmp_path: Path) -> None:

@@ -236,10 +236,10 @@ log.warning("whole line")
 bar.close()
 """
     for rank in (0, 1):
-        ours, reference = os.openpty()
-        fcntl.ioctl(reference, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-        process = start(code, tmp_path, str(rank), stdout=reference, stderr=reference)
-        os.close(reference)
+        ours, terminal = os.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        process = start(code, tmp_path, str(rank), stdout=terminal, stderr=terminal)
+        os.close(terminal)
         shown = b""
         with process, contextlib.suppress(OSError):  # EIO: the other end is closed
             while select.select([ours], [], [], LIMIT)[0] and (part := os.read(ours, 10_000)):

@@ -80,7 +80,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def members(run_dir: Path, *options: str) -> list[str]:
+def options_for(run_dir: Path, *options: str) -> list[str]:
     return ["--run-dir", str(run_dir), "--log-every=1", "--checkpoint-every=2", *options]
 
 
@@ -122,7 +122,7 @@ def crash(at: int) -> Faults:
 def stopped_after(run_dir: Path, step: int, *options: str, ranks: int = 2, faults: Faults | None = None) -> None:
     """A run that was killed in the update after ``step``."""
     faults = dataclasses.replace(faults or Faults(), after_update=crash(step + 1).after_update)
-    for rank in job(ranks, members(run_dir, *options), faults):
+    for rank in job(ranks, options_for(run_dir, *options), faults):
         assert isinstance(rank.error, CrashError), rank.error
 
 
@@ -144,7 +144,7 @@ def the_same(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["dtype", "epochs", "seed"])
 def test_options_that_lack_what_every_result_repeats_fail_before_training(run_dir: Path, missing: str) -> None:
-    options = parse(*members(run_dir))
+    options = parse(*options_for(run_dir))
     delattr(options, missing)
     with pytest.raises(
         NonRetryableError, match=rf"the options of toy lack {missing}: add them in apps/toy/options\.py"
@@ -181,9 +181,9 @@ def test_another_number_of_ranks_than_the_launch_script_was_asked_for_is_the_cal
 ) -> None:
     monkeypatch.setenv("SAMESTEP_RANKS", asked_for)
     with pytest.raises(ConfigError, match=rf"asked for {asked_for} ranks, but 2 joined \(launcher: torchrun\)"):
-        Run("toy", parse(*members(run_dir)), World(1, 2, launcher="torchrun"))
+        Run("toy", parse(*options_for(run_dir)), World(1, 2, launcher="torchrun"))
     monkeypatch.setenv("SAMESTEP_RANKS", "2")
-    Run("toy", parse(*members(run_dir)), World(1, 2))
+    Run("toy", parse(*options_for(run_dir)), World(1, 2))
     assert not run_dir.exists()
 
 
@@ -191,7 +191,7 @@ def test_under_the_launch_script_which_holds_the_lock_a_rank_writes_from_its_sta
     run_dir: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAMESTEP_LAUNCHER", "1@elsewhere")
-    run = Run("toy", parse(*members(run_dir), "--quiet"), World(1, 2), Watchdog())
+    run = Run("toy", parse(*options_for(run_dir), "--quiet"), World(1, 2), Watchdog())
     run.monitor.stop()
     assert console.started == [(run_dir, 1, True)]
     assert json.loads((run_dir / "log" / "alive-1").read_text())["updates"] == 0
@@ -201,7 +201,7 @@ def test_under_a_bare_launcher_nothing_is_written_before_the_run_dir_is_locked(r
     run_dir.mkdir()
     ended: list[list[Rank]] = []
     with running(HOLD.format("WRITER_BYTE"), run_dir, until="held") as holder:
-        second = threading.Thread(target=lambda: ended.append(job(2, members(run_dir))), daemon=True)
+        second = threading.Thread(target=lambda: ended.append(job(2, options_for(run_dir))), daemon=True)
         second.start()
         deadline = time.monotonic() + threads.LIMIT
         while not console.warnings():
@@ -220,7 +220,7 @@ def test_under_a_bare_launcher_nothing_is_written_before_the_run_dir_is_locked(r
 
 
 def test_a_new_run_begins_at_0_with_the_apps_own_weights(run_dir: Path) -> None:
-    ranks = job(3, members(run_dir, "--max-steps=0"))
+    ranks = job(3, options_for(run_dir, "--max-steps=0"))
     for rank, run in zip(ranks, all_done(ranks)):
         assert (run.first_step, run.last_step, run.resumed_from) == (0, 0, None)
         assert rank.loaded == []
@@ -244,7 +244,7 @@ def test_a_resume_loads_the_same_bytes_on_every_rank(run_dir: Path, world_size: 
     stopped_after(run_dir, 6)
     saved = checkpoint.newest(run_dir, lambda text: None)
     assert saved is not None
-    ranks = job(world_size, members(run_dir, "--max-steps=6"))
+    ranks = job(world_size, options_for(run_dir, "--max-steps=6"))
     for rank, run in zip(ranks, all_done(ranks)):
         assert (run.first_step, run.last_step, run.resumed_from) == (6, 6, 6)
         assert rank.loaded == [["model", "optimizer"]]
@@ -266,32 +266,32 @@ def refused(ranks: list[Rank], kind: type[Exception], code: int) -> str:
 
 
 def other_app(run_dir: Path) -> list[Rank]:
-    return job(3, members(run_dir), app="lenet")
+    return job(3, options_for(run_dir), app="lenet")
 
 
 def other_options(run_dir: Path) -> list[Rank]:
-    return job(3, members(run_dir, "--lr=2", "--momentum=0.25"))
+    return job(3, options_for(run_dir, "--lr=2", "--momentum=0.25"))
 
 
 def no_such_data(run_dir: Path) -> list[Rank]:
-    return job(3, members(run_dir / "new", "--data-dir=/dev/null"))
+    return job(3, options_for(run_dir / "new", "--data-dir=/dev/null"))
 
 
 def no_such_weights(run_dir: Path) -> list[Rank]:
-    return job(3, members(run_dir / "new", "--init-from=nowhere.safetensors"))
+    return job(3, options_for(run_dir / "new", "--init-from=nowhere.safetensors"))
 
 
 def damaged_weights(run_dir: Path) -> list[Rank]:
     (run_dir / "bad.safetensors").write_bytes(b"\xff" * 30)
-    return job(3, members(run_dir / "new", f"--init-from={run_dir}/bad.safetensors"))
+    return job(3, options_for(run_dir / "new", f"--init-from={run_dir}/bad.safetensors"))
 
 
 def run_dir_is_a_file(run_dir: Path) -> list[Rank]:
-    return job(3, members(run_dir / "metrics.jsonl"))
+    return job(3, options_for(run_dir / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("start", "message"),
+    ("start", "expected"),
     [
         (other_app, ["holds a run of toy, not of lenet", "choose another --run-dir"]),
         (other_options, ["--lr 1.0 in the checkpoint, 2.0 now", "--momentum 0.5 in the checkpoint, 0.25 now"]),
@@ -302,14 +302,14 @@ def run_dir_is_a_file(run_dir: Path) -> list[Rank]:
     ],
 )
 def test_the_callers_mistake_is_told_by_rank_0_and_loads_nothing(
-    run_dir: Path, start: Callable[[Path], list[Rank]], message: list[str]
+    run_dir: Path, start: Callable[[Path], list[Rank]], expected: list[str]
 ) -> None:
     stopped_after(run_dir, 6)
     (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged one
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and "log" not in path.parts}
     ranks = start(run_dir)
     text = refused(ranks, ConfigError, 2)
-    assert all(words in text for words in message), text
+    assert all(words in text for words in expected), text
     assert ranks[0].loaded == []
     assert all(path.read_bytes() == content for path, content in before.items() if path.name != ".lock")
 
@@ -320,7 +320,7 @@ def test_with_no_good_checkpoint_all_ranks_fail_and_nothing_is_lost(run_dir: Pat
     for name in before:
         path = run_dir / "checkpoints" / name / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
-    ranks = job(3, members(run_dir))
+    ranks = job(3, options_for(run_dir))
     assert "is good" in refused(ranks, NonRetryableError, 1)
     assert ranks[0].loaded == []
     assert checkpoints(run_dir) == before
@@ -328,30 +328,32 @@ def test_with_no_good_checkpoint_all_ranks_fail_and_nothing_is_lost(run_dir: Pat
 
 def test_a_checkpoint_that_does_not_fit_is_fatal_and_reaches_no_other_rank(run_dir: Path) -> None:
     stopped_after(run_dir, 6)
-    text = refused(job(3, members(run_dir), size=4), NonRetryableError, 1)
+    text = refused(job(3, options_for(run_dir), size=4), NonRetryableError, 1)
     assert "step-00000006 does not fit the model: w has shape [5], not [4]" in text
 
 
 def test_weights_to_begin_with_that_do_not_fit_are_the_callers_mistake(run_dir: Path) -> None:
-    all_done(job(1, members(run_dir)))
-    text = refused(job(3, members(run_dir / "new", f"--init-from={run_dir}/model.safetensors"), size=4), ConfigError, 2)
+    all_done(job(1, options_for(run_dir)))
+    text = refused(
+        job(3, options_for(run_dir / "new", f"--init-from={run_dir}/model.safetensors"), size=4), ConfigError, 2
+    )
     assert text == f"--init-from {run_dir}/model.safetensors does not fit the model: w has shape [5], not [4]"
 
 
 def test_a_damaged_checkpoint_is_skipped_kept_and_its_steps_are_made_again(run_dir: Path, tmp_path: Path) -> None:
-    all_done(job(2, members(tmp_path / "undisturbed")))
+    all_done(job(2, options_for(tmp_path / "undisturbed")))
     stopped_after(run_dir, 8)
     path = run_dir / "checkpoints" / "step-00000008" / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert [run.resumed_from for run in all_done(job(3, members(run_dir)))] == [6, 6, 6]
+    assert [run.resumed_from for run in all_done(job(3, options_for(run_dir)))] == [6, 6, 6]
     assert "damaged-step-00000008" in checkpoints(run_dir)
     the_same(run_dir, tmp_path / "undisturbed")
 
 
 def test_weights_to_begin_with_reach_every_rank_without_optimizer_state(run_dir: Path) -> None:
-    all_done(job(1, members(run_dir / "one")))
+    all_done(job(1, options_for(run_dir / "one")))
     weights = safetensors.numpy.load_file(run_dir / "one" / "model.safetensors")
-    ranks = job(3, members(run_dir / "two", f"--init-from={run_dir}/one/model.safetensors", "--max-steps=0"))
+    ranks = job(3, options_for(run_dir / "two", f"--init-from={run_dir}/one/model.safetensors", "--max-steps=0"))
     for rank, run in zip(ranks, all_done(ranks)):
         assert (run.first_step, run.resumed_from) == (0, None)
         assert rank.loaded == [["model"]]
@@ -361,11 +363,11 @@ def test_weights_to_begin_with_reach_every_rank_without_optimizer_state(run_dir:
 
 
 def test_a_checkpoint_wins_over_weights_to_begin_with_and_the_log_says_so(run_dir: Path, console: Console) -> None:
-    all_done(job(1, members(run_dir / "one", "--seed=7")))
+    all_done(job(1, options_for(run_dir / "one", "--seed=7")))
     init_from = f"--init-from={run_dir}/one/model.safetensors"
     stopped_after(run_dir / "two", 6, init_from)
     console.out.truncate(0)
-    ranks = job(2, members(run_dir / "two", init_from))
+    ranks = job(2, options_for(run_dir / "two", init_from))
     assert [run.resumed_from for run in all_done(ranks)] == [6, 6]
     assert all(rank.loaded == [["model", "optimizer"]] for rank in ranks)
     assert f"step-00000006 of the run dir wins over --init-from {run_dir}/one/model.safetensors" in (
@@ -376,7 +378,7 @@ def test_a_checkpoint_wins_over_weights_to_begin_with_and_the_log_says_so(run_di
 def test_no_resume_sets_the_earlier_run_aside(run_dir: Path) -> None:
     stopped_after(run_dir, 6, "--seed=7")
     before = checkpoints(run_dir)
-    assert [run.resumed_from for run in all_done(job(2, members(run_dir, "--no-resume")))] == [None, None]
+    assert [run.resumed_from for run in all_done(job(2, options_for(run_dir, "--no-resume")))] == [None, None]
     (aside,) = run_dir.glob("earlier-*")
     assert checkpoints(aside) == before
     assert [line["step"] for line in steps_of(aside)] == [1, 2, 3, 4, 5, 6]
@@ -385,7 +387,7 @@ def test_no_resume_sets_the_earlier_run_aside(run_dir: Path) -> None:
 
 def test_no_resume_no_longer_applies_to_ranks_that_their_launcher_started_again(run_dir: Path) -> None:
     stopped_after(run_dir, 6, "--no-resume")
-    ranks = job(2, members(run_dir, "--no-resume"), world={"restart_count": 1})
+    ranks = job(2, options_for(run_dir, "--no-resume"), world={"restart_count": 1})
     assert [run.resumed_from for run in all_done(ranks)] == [6, 6]
     assert not list(run_dir.glob("earlier-*"))
 
@@ -397,20 +399,20 @@ def test_data_that_were_swapped_between_two_starts_are_refused(run_dir: Path, tm
     stopped_after(run_dir, 6)
     put(tmp_path / "data", label=1)
     before = checkpoints(run_dir)
-    ranks = job(3, members(run_dir))
+    ranks = job(3, options_for(run_dir))
     text = refused(ranks, ConfigError, 2)
     assert f"{run_dir} was trained on other data: {tmp_path}/data/mnist has changed since" in text
     assert state_of(run_dir)["dataset_fingerprint"][:12] in text
     assert ranks[0].loaded == []
     assert checkpoints(run_dir) == before
     put(tmp_path / "data")  # the former files
-    all_done(job(3, members(run_dir)))
+    all_done(job(3, options_for(run_dir)))
 
 
 def test_data_that_moved_but_did_not_change_are_no_other_data(run_dir: Path, tmp_path: Path) -> None:
     stopped_after(run_dir, 6)
     (tmp_path / "data").rename(tmp_path / "elsewhere")
-    assert all_done(job(2, members(run_dir, f"--data-dir={tmp_path}/elsewhere")))[0].resumed_from == 6
+    assert all_done(job(2, options_for(run_dir, f"--data-dir={tmp_path}/elsewhere")))[0].resumed_from == 6
 
 
 def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warning(
@@ -424,7 +426,7 @@ def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warn
     groups = {group: found.arrays(group) for group in found.contents}
     checkpoint.save(run_dir, "toy", 6, groups, state, found.resume_invariants, keep=3)
     checkpoint.finish()
-    all_done(job(3, members(run_dir)))
+    all_done(job(3, options_for(run_dir)))
     (warning,) = console.warnings()
     assert "step-00000006 does not record its data" in warning
     assert state_of(run_dir)["dataset_fingerprint"] == found.state["dataset_fingerprint"]
@@ -432,7 +434,7 @@ def test_a_checkpoint_that_does_not_say_which_data_it_saw_is_taken_with_one_warn
 
 def test_a_run_remembers_which_data_were_asked_for_and_which_it_got(run_dir: Path) -> None:
     """Without a network the launch script replaces mnist by mnist-5k; at a resume there may be a network."""
-    options = members(run_dir, "--global-batch-size=1000")
+    options = options_for(run_dir, "--global-batch-size=1000")
     for rank in job(2, [*options, "--dataset=mnist-5k", "--requested-dataset=mnist"], crash(3)):
         assert isinstance(rank.error, CrashError)
     assert state_of(run_dir)["requested_dataset"] == "mnist"
@@ -446,7 +448,7 @@ def test_a_run_remembers_which_data_were_asked_for_and_which_it_got(run_dir: Pat
 def test_other_data_than_a_run_was_begun_with_are_refused(run_dir: Path) -> None:
     stopped_after(run_dir, 2)
     assert state_of(run_dir)["requested_dataset"] == "mnist"
-    text = refused(job(2, members(run_dir, "--dataset=mnist-5k")), ConfigError, 2)
+    text = refused(job(2, options_for(run_dir, "--dataset=mnist-5k")), ConfigError, 2)
     assert "--dataset mnist in the checkpoint, mnist-5k now" in text
 
 
@@ -553,15 +555,15 @@ def test_a_checkpoint_is_never_newer_on_the_disk_than_the_metrics(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    all_done(job(2, members(run_dir, "--epochs=1")))
+    all_done(job(2, options_for(run_dir, "--epochs=1")))
     assert seen == [(2, True), (4, True)]
 
 
 def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path) -> None:
     options = ["--log-every=3", "--checkpoint-every=5"]
-    undisturbed = job(2, members(tmp_path / "undisturbed", *options))
+    undisturbed = job(2, options_for(tmp_path / "undisturbed", *options))
     stopped_after(run_dir, 7, *options)
-    ranks = job(3, members(run_dir, *options))
+    ranks = job(3, options_for(run_dir, *options))
     all_done(ranks)
     assert ranks[0].run is not None
     assert ranks[0].run.first_step == 5
@@ -572,7 +574,7 @@ def test_after_a_resume_the_same_is_due_as_without(run_dir: Path, tmp_path: Path
 
 def test_ranks_communicate_about_the_run_at_its_restore_its_checkpoints_and_its_end_alone(run_dir: Path) -> None:
     for _ in range(2):  # a new run, and one that is resumed
-        for rank in job(2, members(run_dir, "--max-steps=5", "--epochs=9", "--checkpoint-every=0")):
+        for rank in job(2, options_for(run_dir, "--max-steps=5", "--epochs=9", "--checkpoint-every=0")):
             steps = len(rank.actions)
             rank.done  # noqa: B018
             groups = len(rank.loaded and rank.loaded[0])
@@ -596,7 +598,7 @@ def mean_loss(steps: range) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_a_line_says_what_happened_whatever_the_number_of_ranks(run_dir: Path, world_size: int) -> None:
-    ranks = job(world_size, members(run_dir))
+    ranks = job(world_size, options_for(run_dir))
     all_done(ranks)
     assert (
         steps_of(run_dir)
@@ -626,7 +628,9 @@ def test_a_line_says_what_happened_whatever_the_number_of_ranks(run_dir: Path, w
 def test_the_train_loss_is_the_mean_over_the_last_epochs_samples_or_those_seen(
     run_dir: Path, log_every: int, max_steps: int, counted: range
 ) -> None:
-    all_done(job(3, members(run_dir, f"--log-every={log_every}", f"--max-steps={max_steps}", "--checkpoint-every=0")))
+    all_done(
+        job(3, options_for(run_dir, f"--log-every={log_every}", f"--max-steps={max_steps}", "--checkpoint-every=0"))
+    )
     assert result_of(run_dir)["train_loss"] == mean_loss(counted)
 
 
@@ -636,10 +640,10 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 ) -> None:
     """Each start is at another number of ranks; what was done after the last checkpoint is done again."""
     undisturbed = tmp_path / "undisturbed"
-    all_done(job(2, members(undisturbed, "--log-every=2", "--checkpoint-every=3")))
+    all_done(job(2, options_for(undisturbed, "--log-every=2", "--checkpoint-every=3")))
     for start, kill in enumerate(kills):
         stopped_after(run_dir, kill, "--log-every=2", "--checkpoint-every=3", ranks=1 + start % 3)
-    all_done(job(1 + len(kills) % 3, members(run_dir, "--log-every=2", "--checkpoint-every=3")))
+    all_done(job(1 + len(kills) % 3, options_for(run_dir, "--log-every=2", "--checkpoint-every=3")))
     the_same(run_dir, undisturbed)
     resumed = [line["resumed"]["step"] for line in lines_of(run_dir) if "resumed" in line]
     saved = [3, 4, 6, 8, 9]
@@ -648,7 +652,7 @@ def test_a_run_that_was_killed_leaves_the_lines_and_sums_of_an_undisturbed_one(
 
 def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run_dir: Path, console: Console) -> None:
     """A line counts them since the last line, the console since the epoch began; the kill is within an epoch."""
-    arguments = members(run_dir, "--log-every=3", "--checkpoint-every=3")
+    arguments = options_for(run_dir, "--log-every=3", "--checkpoint-every=3")
     for rank in job(2, arguments, crash(8), app=COUNTING):
         assert isinstance(rank.error, CrashError)
     all_done(job(3, arguments, app=COUNTING))
@@ -671,7 +675,7 @@ def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run
 
 
 def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
-    arguments = members(run_dir, "--seed=3")
+    arguments = options_for(run_dir, "--seed=3")
     world = {"launcher": "torchrun", "node_count": 1}
     for rank in job(2, arguments, crash(3), world=world):
         assert isinstance(rank.error, CrashError)
@@ -689,7 +693,7 @@ def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
 def test_a_loss_that_is_no_number_ends_every_rank_and_names_the_learning_rate(run_dir: Path) -> None:
     for scale in (np.nan, np.inf):
         faults = Faults(loss_scale={6: scale})
-        for rank in job(3, members(run_dir, "--no-resume"), faults):
+        for rank in job(3, options_for(run_dir, "--no-resume"), faults):
             assert isinstance(rank.error, RetryableError)
             assert str(rank.error) == f"at step 7 the loss is {scale}: lower --lr, now 1.0, {ONCE}"
         assert [line["step"] for line in steps_of(run_dir)] == [1, 2, 3, 4, 5, 6]
@@ -700,7 +704,7 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job's first start and its restarts: a flipped bit does not come again, a learning rate does."""
-    all_done(job(2, members(tmp_path / "undisturbed")))
+    all_done(job(2, options_for(tmp_path / "undisturbed")))
     message = f"at step 7 the loss is nan: lower --lr, now 1.0, {ONCE}"
     for start, (step, kind, words) in enumerate(
         [
@@ -717,14 +721,14 @@ def test_a_loss_that_is_no_number_twice_at_one_step_is_not_tried_again(
         monkeypatch.setenv("SAMESTEP_RESTARTS", str(start))
         if start == 2:
             shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
-        for rank in job(3, members(run_dir), Faults(loss_scale={step - 1: np.nan})):
+        for rank in job(3, options_for(run_dir), Faults(loss_scale={step - 1: np.nan})):
             assert type(rank.error) is kind, rank.error
             assert str(rank.error) == words
     monkeypatch.setenv("SAMESTEP_RESTARTS", "0")  # the user restarts it after fixing the cause
-    for rank in job(3, members(run_dir), Faults(loss_scale={6: np.nan})):
+    for rank in job(3, options_for(run_dir), Faults(loss_scale={6: np.nan})):
         assert isinstance(rank.error, RetryableError)
     monkeypatch.setenv("SAMESTEP_RESTARTS", "1")
-    all_done(job(3, members(run_dir)))
+    all_done(job(3, options_for(run_dir)))
     the_same(run_dir, tmp_path / "undisturbed")
 
 
@@ -732,7 +736,7 @@ def test_a_loss_that_was_no_number_between_two_lines_is_noticed_at_the_second(ru
     """One update's loss overflows, the next does not: the epoch's mean would be NaN or infinite, which JSON lacks."""
     for scale in (np.nan, np.inf):
         faults = Faults(loss_scale={4: scale})
-        for rank in job(2, members(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
+        for rank in job(2, options_for(run_dir, "--no-resume", "--log-every=3", "--checkpoint-every=0"), faults):
             assert isinstance(rank.error, RetryableError), rank.error
             assert str(rank.error) == f"at step 6 the loss before it is {scale}: lower --lr, now 1.0, {ONCE}"
         assert [line["step"] for line in steps_of(run_dir)] == [3, 4]
@@ -747,7 +751,7 @@ def test_a_test_loss_that_is_no_number_is_no_result(run_dir: Path, console: Cons
             model.groups["model"]["w"][...] = np.nan
 
     for max_steps in (5, 8):  # within an epoch, and at its end
-        options = members(run_dir, "--no-resume", f"--max-steps={max_steps}")
+        options = options_for(run_dir, "--no-resume", f"--max-steps={max_steps}")
         for rank in job(2, options, Faults(after_update=after_update)):
             assert isinstance(rank.error, RetryableError), rank.error
             assert str(rank.error) == f"at step {max_steps} the test loss is nan: lower --lr, now 1.0, {ONCE}"
@@ -764,7 +768,7 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
 ) -> None:
     """Batch normalization may do that, a flipped bit does not. Training and its weights equal any other run's."""
     last = 6 if "--max-steps=6" in options else STEPS
-    all_done(job(2, members(tmp_path / "undisturbed", *options)))
+    all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     evaluate = threads.evaluate
 
     def overflow(model: Model, *others: Any) -> dict[str, Any]:
@@ -772,11 +776,11 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
         return {**evaluate(model, *others), **({"test_loss": math.inf} if young else {})}
 
     monkeypatch.setattr(threads, "evaluate", overflow)
-    for rank in job(2, members(run_dir, *options)):
+    for rank in job(2, options_for(run_dir, *options)):
         assert str(rank.error) == f"at step 4 the test loss is inf: lower --lr, now 1.0, {ONCE}"
     assert checkpoints(run_dir) == ["step-00000002"]
     monkeypatch.setenv("SAMESTEP_RESTARTS", "1")
-    for run in all_done(job(2, members(run_dir, *options))):
+    for run in all_done(job(2, options_for(run_dir, *options))):
         assert run.eval_metrics.get("test_loss") is None or last > 6
     words = "batch normalization's running statistics: lower --lr, or raise --global-batch-size"
     (line, _) = console.warnings()  # of two ranks
@@ -792,7 +796,7 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
         expected[name] for name in ("weights_sha256", "test_accuracy", "train_loss")
     ]
     assert "Infinity" not in (run_dir / "metrics.jsonl").read_text() + (run_dir / "result.json").read_text()
-    all_done(job(2, members(run_dir, *options)))  # it evaluates again, which needs no proof
+    all_done(job(2, options_for(run_dir, *options)))  # it evaluates again, which needs no proof
 
 
 def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -804,7 +808,7 @@ def test_weights_that_are_no_numbers_twice_are_no_result(run_dir: Path, monkeypa
 
     for start, kind in enumerate([RetryableError, NonRetryableError]):
         monkeypatch.setenv("SAMESTEP_RESTARTS", str(start))
-        for rank in job(2, members(run_dir, "--max-steps=6"), Faults(after_update=after_update)):
+        for rank in job(2, options_for(run_dir, "--max-steps=6"), Faults(after_update=after_update)):
             assert type(rank.error) is kind, rank.error
     assert str(rank.error) == "at step 6 weights are NaN or infinite: lower --lr"
     assert not (run_dir / "result.json").exists()
@@ -831,7 +835,7 @@ def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Faults]:
 def test_a_slow_rank_is_named_once_in_each_start(run_dir: Path, console: Console, spend: Callable[..., Faults]) -> None:
     """On the console, and in the line of metrics.jsonl that comes with it or after it."""
     slow = {"input": 0.2}
-    options = members(run_dir, "--epochs=50", "--log-every=7", "--checkpoint-every=9")
+    options = options_for(run_dir, "--epochs=50", "--log-every=7", "--checkpoint-every=9")
     faults = spend(lambda rank, step: slow if rank == 1 and step >= 20 else {}, at=130)
     assert all(isinstance(rank.error, CrashError) for rank in job(3, options, faults))
     (line,) = [line for line in steps_of(run_dir) if "stragglers" in line]
@@ -865,7 +869,11 @@ def test_nobody_is_named_where_nobody_is_slow_or_nobody_is_to_be(
     run_dir: Path, console: Console, spend: Callable[..., Faults], world_size: int, options: list[str], slow: Any
 ) -> None:
     all_done(
-        job(world_size, members(run_dir, "--epochs=20", *options), spend(lambda rank, step: slow if not rank else {}))
+        job(
+            world_size,
+            options_for(run_dir, "--epochs=20", *options),
+            spend(lambda rank, step: slow if not rank else {}),
+        )
     )
     assert not console.warnings()
     assert not [line for line in steps_of(run_dir) if "stragglers" in line]
@@ -909,17 +917,17 @@ def flip(array: np.ndarray[Any, Any], bit: int = 0) -> None:
 def test_what_is_not_the_same_on_all_ranks_is_never_saved(
     run_dir: Path, tmp_path: Path, group: str, name: str, bit: int, differing: list[int], who: str
 ) -> None:
-    all_done(job(2, members(tmp_path / "undisturbed")))
+    all_done(job(2, options_for(tmp_path / "undisturbed")))
 
     def after_update(rank: int, done: int, model: Model) -> None:
         if done == 8 and rank in differing:
             flip(model.groups[group][name], bit)
 
-    for rank in job(3, members(run_dir), Faults(after_update=after_update)):
+    for rank in job(3, options_for(run_dir), Faults(after_update=after_update)):
         assert isinstance(rank.error, RetryableError), rank.error
         assert str(rank.error) == f"{who} at step 8, first in {group} {name}: not saved; {AGAIN}"
     assert checkpoints(run_dir) == ["step-00000002", "step-00000004", "step-00000006"]
-    assert [run.resumed_from for run in all_done(job(2, members(run_dir)))] == [6, 6]
+    assert [run.resumed_from for run in all_done(job(2, options_for(run_dir)))] == [6, 6]
     the_same(run_dir, tmp_path / "undisturbed")
 
 
@@ -943,7 +951,7 @@ def test_the_odd_one_out_is_who_is_not_of_the_majority(run_dir: Path, held: list
         if done == 8:
             model.groups["model"]["updates"][...] = held[rank]
 
-    for rank in job(len(held), members(run_dir), Faults(after_update=after_update)):
+    for rank in job(len(held), options_for(run_dir), Faults(after_update=after_update)):
         assert isinstance(rank.error, RetryableError), rank.error
         assert str(rank.error) == f"{who} at step 8, first in model updates: not saved{proof}; {AGAIN}"
     assert checkpoints(run_dir)[-1] == "step-00000006"
@@ -956,7 +964,7 @@ def test_the_first_array_that_differs_is_named_with_its_ranks_alone(run_dir: Pat
         if done == 8 and rank in (1, 2):
             flip(model.groups["optimizer"]["w.momentum"])
 
-    for rank in job(3, members(run_dir), Faults(after_update=after_update)):
+    for rank in job(3, options_for(run_dir), Faults(after_update=after_update)):
         assert "rank 1 differs from all others at step 8, first in model updates" in str(rank.error)
 
 
@@ -965,33 +973,33 @@ def test_weights_that_turn_out_unequal_at_the_end_are_never_gone_on_from(
     run_dir: Path, tmp_path: Path, checkpoint_every: int, resumed_from: int
 ) -> None:
     cadence = f"--checkpoint-every={checkpoint_every}"
-    all_done(job(2, members(tmp_path / "undisturbed", cadence)))
+    all_done(job(2, options_for(tmp_path / "undisturbed", cadence)))
 
     def before_finish(rank: int, model: Model) -> None:
         if rank == 1:
             flip(model.groups["model"]["w"])
 
-    for rank in job(3, members(run_dir, cadence), Faults(before_finish=before_finish)):
+    for rank in job(3, options_for(run_dir, cadence), Faults(before_finish=before_finish)):
         assert isinstance(rank.error, RetryableError), rank.error
         assert str(rank.error) == f"rank 1 differs from all others in the final weights: no result; {AGAIN}"
     assert "unequal-step-00000012" in checkpoints(run_dir)
     assert "step-00000012" not in checkpoints(run_dir)
     assert not (run_dir / "result.json").exists()
     assert not (run_dir / "model.safetensors").exists()
-    assert [run.resumed_from for run in all_done(job(2, members(run_dir, cadence)))] == [resumed_from] * 2
+    assert [run.resumed_from for run in all_done(job(2, options_for(run_dir, cadence)))] == [resumed_from] * 2
     the_same(run_dir, tmp_path / "undisturbed")
 
 
 def test_a_run_whose_only_checkpoint_was_unequal_does_not_silently_begin_anew(run_dir: Path, tmp_path: Path) -> None:
     options = ["--epochs=1", "--checkpoint-every=0"]
-    all_done(job(2, members(tmp_path / "undisturbed", *options)))
+    all_done(job(2, options_for(tmp_path / "undisturbed", *options)))
     faults = Faults(before_finish=lambda rank, model: flip(model.groups["model"]["w"]) if rank == 1 else None)
-    for rank in job(2, members(run_dir, *options), faults):
+    for rank in job(2, options_for(run_dir, *options), faults):
         assert isinstance(rank.error, RetryableError), rank.error
         assert str(rank.error) == f"ranks 0 and 1 differ in the final weights: no result{UNKNOWN}; {AGAIN}"
-    text = refused(job(2, members(run_dir, *options)), NonRetryableError, 1)
+    text = refused(job(2, options_for(run_dir, *options)), NonRetryableError, 1)
     assert "is good: unequal-step-00000004: restore one, or start a new run with --no-resume" in text
-    all_done(job(2, members(run_dir, *options, "--no-resume")))
+    all_done(job(2, options_for(run_dir, *options, "--no-resume")))
     the_same(run_dir, tmp_path / "undisturbed")
 
 
@@ -1000,7 +1008,7 @@ def test_a_rank_that_is_left_alone_is_told_so_in_these_tests(run_dir: Path) -> N
         if (rank, done) == (1, 3):
             raise CrashError
 
-    ranks = job(3, members(run_dir), Faults(after_update=after_update))
+    ranks = job(3, options_for(run_dir), Faults(after_update=after_update))
     assert [type(rank.error) for rank in ranks] == [LeftAloneError, CrashError, LeftAloneError]
 
 
@@ -1015,7 +1023,7 @@ resumed_from_step weights_sha256 run_dir
 
 def test_the_result_has_all_that_is_promised(run_dir: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_RESTARTS", "2")
-    ranks = job(2, members(run_dir), world={"launcher": "torchrun", "node_count": 1, "restart_count": 1})
+    ranks = job(2, options_for(run_dir), world={"launcher": "torchrun", "node_count": 1, "restart_count": 1})
     all_done(ranks)
     printed = [line for line in console.out.getvalue().splitlines() if line.startswith("RESULT ")]
     assert console.out.getvalue().splitlines()[-1:] == printed  # once, by rank 0, and last
@@ -1058,10 +1066,10 @@ def test_the_best_is_kept_and_its_weights_are_left(run_dir: Path, tmp_path: Path
     """At any --keep-checkpoints, through kills, the first of equals stays: 3 is best, 9 as good, 11 not evaluated."""
     faults = Faults(accuracy={3: 0.75, 4: 0.25, 9: 0.75, 11: 0.875})
     options = ["--keep-best", "--evaluate-every=3", "--keep-checkpoints=1"]
-    all_done(job(2, members(tmp_path / "undisturbed", *options), faults))
+    all_done(job(2, options_for(tmp_path / "undisturbed", *options), faults))
     for at in (5, 11):
         stopped_after(run_dir, at, *options, faults=faults)
-    all_done(job(3, members(run_dir, *options), faults))
+    all_done(job(3, options_for(run_dir, *options), faults))
     the_same(run_dir, tmp_path / "undisturbed")
     result = result_of(run_dir)
     assert (result["best_step"], result["best_test_accuracy"]) == (3, 0.75)
@@ -1077,7 +1085,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_well_without_its_weights(ru
             checkpoint.finish()
             (run_dir / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"x")
 
-    all_done(job(2, members(run_dir, "--keep-best"), Faults(after_update=after_update, accuracy={4: 0.75})))
+    all_done(job(2, options_for(run_dir, "--keep-best"), Faults(after_update=after_update, accuracy={4: 0.75})))
     assert result_of(run_dir)["best_step"] == 4
     assert not (run_dir / "model-best.safetensors").exists()
     (warning,) = console.warnings()
@@ -1089,10 +1097,10 @@ def test_the_best_outlives_a_start_without_keep_best(run_dir: Path) -> None:
     stopped_after(run_dir, 6, "--keep-best", "--keep-checkpoints=1", faults=faults)
     stopped_after(run_dir, 10, "--keep-checkpoints=1", faults=faults)
     assert "step-00000004" in checkpoints(run_dir)
-    all_done(job(2, members(run_dir, "--keep-best", "--keep-checkpoints=1"), faults))
+    all_done(job(2, options_for(run_dir, "--keep-best", "--keep-checkpoints=1"), faults))
     assert result_of(run_dir)["best_step"] == 4
     assert safetensors.numpy.load_file(run_dir / "model-best.safetensors")["updates"] == 4
-    all_done(job(2, members(run_dir, "--no-resume")))
+    all_done(job(2, options_for(run_dir, "--no-resume")))
     (aside,) = run_dir.glob("earlier-*")
     assert (aside / "model-best.safetensors").exists()
     assert not (run_dir / "model-best.safetensors").exists()
@@ -1102,7 +1110,7 @@ def test_only_to_evaluate_leaves_the_run_as_it_is(run_dir: Path, tmp_path: Path,
     stopped_after(run_dir, 6)
     (run_dir / "checkpoints" / "step-00000099").mkdir()  # a damaged one
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log"}
-    ranks = job(3, members(run_dir, "--evaluate-only"))
+    ranks = job(3, options_for(run_dir, "--evaluate-only"))
     assert [(run.first_step, run.last_step) for run in all_done(ranks)] == [(6, 6)] * 3
     after = {path for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "log"}
     assert after - before.keys() == {run_dir / "evaluation.json"}
@@ -1110,19 +1118,19 @@ def test_only_to_evaluate_leaves_the_run_as_it_is(run_dir: Path, tmp_path: Path,
     printed = json.loads(console.out.getvalue().splitlines()[-1].removeprefix("RESULT "))
     assert printed == json.loads((run_dir / "evaluation.json").read_text())
     assert (printed["steps"], printed["test_examples"], printed["samples_per_second"]) == (6, threads.TEST, 0)
-    all_done(job(2, members(run_dir)))
-    all_done(job(2, members(tmp_path / "undisturbed")))
+    all_done(job(2, options_for(run_dir)))
+    all_done(job(2, options_for(tmp_path / "undisturbed")))
     the_same(run_dir, tmp_path / "undisturbed")
 
 
 def test_weights_can_be_evaluated_alone_but_not_nothing(run_dir: Path, tmp_path: Path) -> None:
-    all_done(job(2, members(run_dir)))
+    all_done(job(2, options_for(run_dir)))
     weights = run_dir / "model.safetensors"
-    all_done(job(2, members(tmp_path / "other", "--evaluate-only", f"--init-from={weights}")))
+    all_done(job(2, options_for(tmp_path / "other", "--evaluate-only", f"--init-from={weights}")))
     found = json.loads((tmp_path / "other" / "evaluation.json").read_text())
     assert (found["steps"], found["weights_sha256"]) == (0, result_of(run_dir)["weights_sha256"])
     assert found["test_loss"] == result_of(run_dir)["test_loss"]
-    (rank,) = job(1, members(tmp_path / "empty", "--evaluate-only"))
+    (rank,) = job(1, options_for(tmp_path / "empty", "--evaluate-only"))
     assert isinstance(rank.error, ConfigError)
     assert "has no checkpoint" in str(rank.error)
     assert not (tmp_path / "empty").exists()
@@ -1135,7 +1143,7 @@ def test_weights_can_be_evaluated_alone_but_not_nothing(run_dir: Path, tmp_path:
 
 
 def test_an_evaluation_is_one_line_on_the_console(run_dir: Path, console: Console) -> None:
-    all_done(job(1, members(run_dir)))
+    all_done(job(1, options_for(run_dir)))
     message = [line for line in console.out.getvalue().splitlines() if line.startswith("epoch ")]
     tested = [line for line in steps_of(run_dir) if "test_loss" in line]
     means = [mean_loss(range(begin, begin + EPOCH)) for begin in range(0, STEPS, EPOCH)]
@@ -1147,11 +1155,11 @@ def test_an_evaluation_is_one_line_on_the_console(run_dir: Path, console: Consol
 
 
 def test_a_finished_run_reports_again_and_trains_nothing(run_dir: Path, console: Console) -> None:
-    all_done(job(2, members(run_dir)))
+    all_done(job(2, options_for(run_dir)))
     lines, saved, first = steps_of(run_dir), checkpoints(run_dir), result_of(run_dir)
     for name in ("result.json", "model.safetensors"):
         (run_dir / name).unlink()
-    ranks = job(3, members(run_dir))
+    ranks = job(3, options_for(run_dir))
     for rank, run in zip(ranks, all_done(ranks)):
         assert run.first_step == run.last_step == STEPS
         assert rank.actions == {}
@@ -1165,15 +1173,15 @@ def test_a_finished_run_reports_again_and_trains_nothing(run_dir: Path, console:
 
 
 def test_a_finished_run_may_be_given_more_epochs(run_dir: Path, tmp_path: Path) -> None:
-    all_done(job(2, members(tmp_path / "undisturbed")))
-    all_done(job(2, members(run_dir, "--epochs=2")))
-    assert [run.resumed_from for run in all_done(job(3, members(run_dir)))] == [8, 8, 8]
+    all_done(job(2, options_for(tmp_path / "undisturbed")))
+    all_done(job(2, options_for(run_dir, "--epochs=2")))
+    assert [run.resumed_from for run in all_done(job(3, options_for(run_dir)))] == [8, 8, 8]
     the_same(run_dir, tmp_path / "undisturbed")
 
 
 def test_a_resumed_run_that_is_past_its_last_step_stays_where_it_is(run_dir: Path) -> None:
     stopped_after(run_dir, 6)
-    assert [(run.first_step, run.last_step) for run in all_done(job(2, members(run_dir, "--max-steps=3")))] == [
+    assert [(run.first_step, run.last_step) for run in all_done(job(2, options_for(run_dir, "--max-steps=3")))] == [
         (6, 6)
     ] * 2
     assert result_of(run_dir)["steps"] == 6
@@ -1187,12 +1195,12 @@ def test_the_seconds_of_a_run_are_those_of_all_its_starts(run_dir: Path) -> None
     groups = {group: found.arrays(group) for group in found.contents}
     checkpoint.save(run_dir, "toy", 6, groups, {**found.state, "seconds": 5000.0}, found.resume_invariants, keep=3)
     checkpoint.finish()
-    all_done(job(2, members(run_dir)))
+    all_done(job(2, options_for(run_dir)))
     assert 5000 < result_of(run_dir)["seconds"] < 5000 + threads.LIMIT
 
 
 def test_a_checkpoint_says_what_a_resume_must_repeat(run_dir: Path) -> None:
-    ranks = job(2, members(run_dir, "--momentum=0.25", "--keep-checkpoints=2"))
+    ranks = job(2, options_for(run_dir, "--momentum=0.25", "--keep-checkpoints=2"))
     all_done(ranks)
     assert checkpoints(run_dir) == ["step-00000010", "step-00000012"]
     found = checkpoint.newest(run_dir, lambda text: None)
@@ -1208,10 +1216,10 @@ def test_a_checkpoint_says_what_a_resume_must_repeat(run_dir: Path) -> None:
 
 
 def test_heartbeats_after_a_resume_begin_at_the_restored_step(run_dir: Path) -> None:
-    for rank in job(2, members(run_dir), crash(7)):
+    for rank in job(2, options_for(run_dir), crash(7)):
         assert rank.first_beat is not None
         assert (json.loads(rank.first_beat)["step"], json.loads(rank.first_beat)["updates"]) == (1, 1)
-    for rank in job(3, members(run_dir)):
+    for rank in job(3, options_for(run_dir)):
         rank.done  # noqa: B018
         assert rank.first_beat is not None
         assert (json.loads(rank.first_beat)["step"], json.loads(rank.first_beat)["updates"]) == (7, 1)

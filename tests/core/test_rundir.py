@@ -35,7 +35,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def message(monkeypatch: pytest.MonkeyPatch) -> StringIO:
+def console(monkeypatch: pytest.MonkeyPatch) -> StringIO:
     """Capture the console's standard error."""
     found = StringIO()
     monkeypatch.setattr(log, "_console_errors", found)
@@ -256,7 +256,7 @@ def spoil(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
-def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_folder: Path, message: StringIO) -> None:
+def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_folder: Path, console: StringIO) -> None:
     options = begun(run_folder / "run", 1, 2, 3, 4)
     spoil(run_folder / "run" / "checkpoints" / "step-00000003")
     (run_folder / "run" / "checkpoints" / "step-00000004" / "manifest.json").write_bytes(b"{}")
@@ -264,12 +264,12 @@ def test_a_launch_script_judges_by_manifests_and_neither_renames_nor_warns(run_f
     quick = rundir.resolve("toy", options, verify=False)
     assert quick.checkpoint is not None
     assert quick.checkpoint.step == 3  # whose manifest is good
-    assert message.getvalue() == ""
+    assert console.getvalue() == ""
     assert contents(run_folder / "run" / "checkpoints") == before
     verified = rundir.resolve("toy", options)
     assert verified.checkpoint is not None
     assert verified.checkpoint.step == 2
-    warnings = message.getvalue().splitlines()
+    warnings = console.getvalue().splitlines()
     assert [line.split(" (")[0] for line in warnings] == [
         "warning: checkpoint step-00000004",
         "warning: checkpoint step-00000003",
@@ -293,15 +293,15 @@ def test_other_data_are_refused_before_any_array_is_read(run_folder: Path, verif
 
 @pytest.mark.parametrize(("verify", "warnings"), [(True, 1), (False, 0)])
 def test_that_a_checkpoint_does_not_name_its_data_is_told_once(
-    run_folder: Path, message: StringIO, verify: bool, warnings: int
+    run_folder: Path, console: StringIO, verify: bool, warnings: int
 ) -> None:
     options = begun(run_folder / "run", 1, dataset_fingerprint=None)
     assert rundir.resolve("toy", options, verify=verify).dataset.fingerprint is not None
-    assert len(message.getvalue().splitlines()) == warnings
+    assert len(console.getvalue().splitlines()) == warnings
 
 
 def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for_is_remembered(
-    run_folder: Path, message: StringIO, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, console: StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(run_folder / "data")
     for name in ("http_proxy", "https_proxy"):
@@ -309,7 +309,7 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
     monkeypatch.delenv("no_proxy", raising=False)
     found = rundir.resolve("toy", parse("--run-dir=run"))
     assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
-    assert "MNIST could not be downloaded" in message.getvalue()
+    assert "MNIST could not be downloaded" in console.getvalue()
 
 
 def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None:

@@ -255,8 +255,8 @@ class Toy:
     def job(self, world_size: int, *options: str, **more: Any) -> list[tuple[int, str, str]]:
         """How its ranks end."""
         self._count += 1
-        own = [f"--run-dir={self.run_dir}", f"--data-dir={self._folder / 'data'}", "--log-every=1", *options]
-        return shards.end(shards.start(world_size, self._folder / f"talk-{self._count}", *own, **more))
+        arguments = [f"--run-dir={self.run_dir}", f"--data-dir={self._folder / 'data'}", "--log-every=1", *options]
+        return shards.end(shards.start(world_size, self._folder / f"talk-{self._count}", *arguments, **more))
 
     def done(self, world_size: int, *options: str, **more: Any) -> dict[str, Any]:
         """The result of a job that ends well."""

@@ -15,7 +15,7 @@ BASE = {"input": 0.001, "computing": 0.010, "waiting": 0.005, "optimizer": 0.001
 
 
 @pytest.fixture(autouse=True)
-def message(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(log, "warning", found.append)
     return found
@@ -50,20 +50,20 @@ def every(log_every: int, last: int = 300) -> list[int]:
 def test_a_slow_rank_is_named_once_with_its_phase(world_size: int, phase: str, log_every: int) -> None:
     detector = StragglerDetector(1.5, world_size, 36 * world_size, 0)
     slow = world_size - 1
-    ((step, rank, parts),) = named(
+    ((step, rank, named_phase),) = named(
         detector, world_size, every(log_every), lambda rank, step: {phase: 0.2} if rank == slow and step >= 99 else {}
     )
-    assert (rank, parts) == (slow, phase)
+    assert (rank, named_phase) == (slow, phase)
     assert 99 < step <= max(99 + 50 + 10, 200)  # and a part of 10 steps that had begun
     assert named(detector, world_size, every(10), lambda rank, step: {}, begin=0) == []
 
 
-def test_it_is_told_what_the_others_take(message: list[str]) -> None:
+def test_it_is_told_what_the_others_take(lines: list[str]) -> None:
     detector = StragglerDetector(1.5, 3, 60, 100)
     syncs = [101, *range(110, 200, 10)]
     found = named(detector, 3, syncs, lambda rank, step: {"input": 0.21} if rank == 1 else {}, 100)
     assert found == [(160, 1, "input")]
-    assert message == [
+    assert lines == [
         "rank 1 is a straggler: 0.211 s per step in input, the others 0.001 (over 59 steps to step 160); reported once"
     ]
 

@@ -81,10 +81,18 @@ class Job:
         return {**inherited, "PYTHONPATH": CORE, "SAMESTEP_JOB": "this", **changes}
 
     def rank_command(self, **changes: Any) -> list[str]:
-        parts = {"rank": 0, "world": 1, "launcher": "torchrun", "timeout": 0.5, "steps": 0, "beats": 0.0, "waits": True}
-        parts |= {"first_step_timeout": None, "compiles": 0.0, "evaluation_compiles": 0.0}
-        parts |= {"restored": 0, "stops": 0.0, "tick": 0.1, "silent": 1.0, "run_dir": str(self.run_dir), **changes}
-        return ["-c", RANK, json.dumps(parts)]
+        settings = {
+            "rank": 0,
+            "world": 1,
+            "launcher": "torchrun",
+            "timeout": 0.5,
+            "steps": 0,
+            "beats": 0.0,
+            "waits": True,
+        }
+        settings |= {"first_step_timeout": None, "compiles": 0.0, "evaluation_compiles": 0.0}
+        settings |= {"restored": 0, "stops": 0.0, "tick": 0.1, "silent": 1.0, "run_dir": str(self.run_dir), **changes}
+        return ["-c", RANK, json.dumps(settings)]
 
     def start(self, command: list[str], **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -312,8 +320,8 @@ def test_a_rank_ends_with_its_launch_script(
 
 
 def test_a_rank_ends_with_its_launch_script_at_the_real_pace(job: Job, launch_script: subprocess.Popen[bytes]) -> None:
-    parts = {"tick": watchdog._TICK, "silent": watchdog._SILENT, "beats": LIMIT, "timeout": LIMIT}
-    process = job.rank(environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"}, **parts)
+    settings = {"tick": watchdog._TICK, "silent": watchdog._SILENT, "beats": LIMIT, "timeout": LIMIT}
+    process = job.rank(environment={"SAMESTEP_LAUNCHER": f"{launch_script.pid}@{socket.gethostname()}"}, **settings)
     launch_script.kill()
     assert "is gone" in ended(process)
 

@@ -227,12 +227,12 @@ def test_weights_are_gathered_and_text_is_written(harness: Harness, whole: Calla
     run_dir = Path(shutil.copytree(result["run_dir"], harness.folder / "run"))
     at_its_end = (run_dir / "model.safetensors").read_bytes()
     (run_dir / "model.safetensors").unlink()
-    message = program("generate.py", run_dir)
-    assert message.returncode == 2
-    assert "gather_weights.py" in message.stderr
-    message = program("gather_weights.py", run_dir)
-    assert (message.returncode, message.stderr) == (0, "")
-    assert result["weights_sha256"] in message.stdout
+    done = program("generate.py", run_dir)
+    assert done.returncode == 2
+    assert "gather_weights.py" in done.stderr
+    done = program("gather_weights.py", run_dir)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert result["weights_sha256"] in done.stdout
     assert (run_dir / "model.safetensors").read_bytes() == at_its_end
     found = storage.read(checkpoint.folder_of(run_dir, STEPS))
     held = [

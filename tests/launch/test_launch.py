@@ -71,7 +71,7 @@ def test_the_machines_are_read_from_the_environment(environ: dict[str, str], nod
 
 
 @pytest.mark.parametrize(
-    ("environ", "output"),
+    ("environ", "expected_output"),
     [
         *(({"NNODES": text}, f"NNODES={text}") for text in ("0", "-1", "x", "1.5", "1:4", " 2", "9" * 30)),
         *(({"PET_NNODES": text}, f"PET_NNODES={text}") for text in ("0", "1:4")),
@@ -89,10 +89,12 @@ def test_the_machines_are_read_from_the_environment(environ: dict[str, str], nod
         ({"PET_MASTER_PORT": "70000"}, "PET_MASTER_PORT=70000"),
     ],
 )
-def test_a_bad_environment_is_one_line_with_the_name_and_the_value(environ: dict[str, str], output: str) -> None:
+def test_a_bad_environment_is_one_line_with_the_name_and_the_value(
+    environ: dict[str, str], expected_output: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read_nodes(environ)
-    assert output in str(caught.value)
+    assert expected_output in str(caught.value)
     assert str(caught.value).isprintable()
 
 
@@ -128,7 +130,7 @@ def test_the_number_of_ranks(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "output"),
+    ("arguments", "environ", "expected_output"),
     [
         ([], {}, "N, the number of ranks, is missing"),
         (["--epochs", "1"], {}, "N, the number of ranks, is missing"),
@@ -138,7 +140,7 @@ def test_the_number_of_ranks(
     ],
 )
 def test_a_bad_number_of_ranks_is_named(
-    arguments: list[str], environ: dict[str, str], output: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], environ: dict[str, str], expected_output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
@@ -146,7 +148,7 @@ def test_a_bad_number_of_ranks_is_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
         app._ranks_per_node(arguments, "bash scripts/run_toy.sh N [options]")
-    assert output in str(caught.value)
+    assert expected_output in str(caught.value)
 
 
 def test_a_command_is_its_template_with_the_blanks_filled() -> None:
@@ -218,12 +220,18 @@ def test_a_dry_run_shows_several_machines_and_the_given_python(tmp_path: Path) -
 def test_help_teaches(tmp_path: Path, words: list[str]) -> None:
     done = call(RUN_MNIST, *words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for output in ("bash scripts/run_mnist_ddp.sh N [options]", "--no-resume", "--dry-run", "PYTHON", "exit codes"):
-        assert output in done.stdout
+    for expected_output in (
+        "bash scripts/run_mnist_ddp.sh N [options]",
+        "--no-resume",
+        "--dry-run",
+        "PYTHON",
+        "exit codes",
+    ):
+        assert expected_output in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "output"),
+    ("words", "environ", "expected_output"),
     [
         ([], {}, "N, the number of ranks, is missing"),
         (["none"], {}, "N=none is not a whole number"),
@@ -242,14 +250,14 @@ def test_help_teaches(tmp_path: Path, words: list[str]) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    tmp_path: Path, words: list[str], environ: dict[str, str], output: str
+    tmp_path: Path, words: list[str], environ: dict[str, str], expected_output: str
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(range(256)))
     (tmp_path / "empty").write_bytes(b"")
     done = call(RUN_MNIST, *words, cwd=tmp_path, **environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
-    assert output in done.stderr
+    assert expected_output in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
@@ -273,12 +281,12 @@ def test_of_several_launchers_the_last_counts(tmp_path: Path, words: list[str], 
     assert ("--nprocs=2" in done.stdout) == spawns
 
 
-@pytest.mark.parametrize(("app", "output"), [("mnist_dpp", "did you mean mnist_ddp?"), ("zzz", "apps: ")])
-def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, output: str) -> None:
+@pytest.mark.parametrize(("app", "expected_output"), [("mnist_dpp", "did you mean mnist_ddp?"), ("zzz", "apps: ")])
+def test_an_unknown_app_is_named_with_a_guess(tmp_path: Path, app: str, expected_output: str) -> None:
     done = call(str(REPOSITORY / "scripts" / "launch.sh"), app, "{python}", "--", "4", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: unknown app {app}: ")
-    assert output in done.stderr
+    assert expected_output in done.stderr
 
 
 def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
@@ -734,8 +742,8 @@ def test_a_signal_stops_all_descendants(project: ScratchProject, number: int, co
     process.send_signal(number)
     done = end_of(process)
     assert done.returncode == code
-    output = f"stopping ({signal.Signals(number).name}): the ranks save a step; again, to end at once; "
-    assert done.stderr == f"{output}--run-dir={project.run_dir} resumes\n"
+    expected_output = f"stopping ({signal.Signals(number).name}): the ranks save a step; again, to end at once; "
+    assert done.stderr == f"{expected_output}--run-dir={project.run_dir} resumes\n"
     assert gone(lambda: [pid for pid in ranks if is_running(pid)])
     assert len(project.notes()) == 1  # not started again
 
@@ -889,7 +897,7 @@ def test_what_measures_is_not_started_again(project: ScratchProject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "output"),
+    ("arguments", "expected_output"),
     [
         (["2"], "the following arguments are required: COMMAND"),
         (["2", "weight"], "invalid choice: 'weight'"),
@@ -900,11 +908,13 @@ def test_what_measures_is_not_started_again(project: ScratchProject) -> None:
     ],
     ids=str,
 )
-def test_a_mistake_with_a_command_is_one_line(project: ScratchProject, arguments: list[str], output: str) -> None:
+def test_a_mistake_with_a_command_is_one_line(
+    project: ScratchProject, arguments: list[str], expected_output: str
+) -> None:
     done = bench(project, "pass", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert output in done.stderr
+    assert expected_output in done.stderr
 
 
 def test_each_command_has_its_help(project: ScratchProject) -> None:

@@ -179,9 +179,9 @@ def test_strangers_are_ignored_and_a_machine_may_come_again() -> None:
     port = int(free_port())
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(preflight.preflight, node(0, 3), "127.0.0.1", port, 20.0, dict, nothing)
-        message = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
-        strangers = [connect(port, 5) for _ in message]
-        for stranger, words in zip(strangers, message):
+        garbage = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"protocol": 1}\n', b"\xff\xfe\n", b"{" * 10_000, b"")
+        strangers = [connect(port, 5) for _ in garbage]
+        for stranger, words in zip(strangers, garbage):
             stranger.sendall(words)
         strangers[0].close()
         once = preflight.JsonConnection(connect(port, 5))  # a machine introduces itself, and dies

@@ -39,7 +39,7 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("kind", "own"),
+    ("kind", "collective"),
     ids=["skip", "order"],
     argvalues=[
         ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('train.py', '.backward()')}train "),
@@ -50,7 +50,7 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
         ),
     ],
 )
-def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, own: str) -> None:
+def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: str, collective: str) -> None:
     """Of two nobody can say which one is wrong: the one that left out a collective, or called them in another order."""
     line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
@@ -59,7 +59,7 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     }
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
-        rf"error: no progress for 25 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{own}.*; "
+        rf"error: no progress for 25 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{collective}.*; "
         r"these do not match; python -m samestep.autopsy \S+ shows all stacks",
         line,
     )

@@ -15,7 +15,7 @@ from samestep.observe import run_reader
 from samestep.observe.run_reader import world_size_of
 
 
-def message(harness: Harness, *arguments: str | Path) -> str:
+def output_of(harness: Harness, *arguments: str | Path) -> str:
     """Return the output of one of the programs."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
@@ -33,7 +33,7 @@ def message(harness: Harness, *arguments: str | Path) -> str:
 def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> None:
     job = harness.start(2, *harness.app.small, "--epochs=6")
     job.wait_for_step(6)
-    live = message(harness, "samestep.observe.watch", job.run_dir, "--once")
+    live = output_of(harness, "samestep.observe.watch", job.run_dir, "--once")
     assert live.splitlines()[:2] == ["running", f"mnist_ddp  {job.run_dir}"]
     assert re.search(r"^step \d+ of 96  [█░]+ \d+%$", live, re.MULTILINE)
     assert re.search(r"samples/s  .* steps/s  .* left$", live, re.MULTILINE)
@@ -43,10 +43,10 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     assert listening(harness.left_running()) == {"0100007F"}  # on one machine: the store too
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
-    after = message(harness, "samestep.observe.watch", job.run_dir)
+    after = output_of(harness, "samestep.observe.watch", job.run_dir)
     assert "finished at step 96" in after
     assert f"started 2 times; resumed at step {result['resumed_from_step']}" in after
-    message(harness, "samestep.observe.report", job.run_dir, "-o", "report.html")
+    output_of(harness, "samestep.observe.report", job.run_dir, "-o", "report.html")
     data = run_reader.read(job.run_dir)
     assert (data.problems, data.log.last_step, world_size_of(data.metrics.header, {})) == ([], 96, 2)
     assert [event.step for event in data.events if event.kind == "restart"] == [result["resumed_from_step"]]

@@ -28,10 +28,10 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 @cache
 def mpirun() -> list[str]:
     """The words that start ranks: Open MPI wants to be told that root may, and that processors may be shared."""
-    message = subprocess.run(
+    version = subprocess.run(
         [BIN / "mpirun", "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    more = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in message else []
+    more = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in version else []
     return [str(BIN / "mpirun"), *more]
 
 

@@ -184,8 +184,8 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
         outcomes = [job.finish(limit=3 * timeout) for job in jobs]
         assert [outcome.code for outcome in outcomes] == [1] * len(jobs), outcomes
         for outcome in outcomes:
-            message = [line for line in outcome.errors if "no progress for" in line or re.search(r"rank \d", line)]
-            assert message, outcome  # and not only that the job has ended
+            reasons = [line for line in outcome.errors if "no progress for" in line or re.search(r"rank \d", line)]
+            assert reasons, outcome  # and not only that the job has ended
             assert "Traceback" not in outcome.stderr
         left = 2 * timeout  # seconds from the cut in which ranks on the host that nobody reaches end by themselves, too
         while ranks := [pid for pid, words in harness.left_running().items() if "train.py" in words]:

@@ -267,11 +267,11 @@ def test_content_of_files_is_escaped(damaged_run: Path, tmp_path: Path) -> None:
     evil = damaged_run.rename(tmp_path / "<script>alert(1)<")
     lines = [json.loads(line) for line in (evil / "metrics.jsonl").read_text().splitlines()]
     for each in lines:
-        for parts in (each, each.get("resumed", {})):
-            parts |= {"app": EVIL, "</script>": 1.0, EVIL: 2.0} if parts else {}
-            if "options" in parts:
-                parts["options"][EVIL] = EVIL
-                parts[EVIL] = EVIL
+        for fields in (each, each.get("resumed", {})):
+            fields |= {"app": EVIL, "</script>": 1.0, EVIL: 2.0} if fields else {}
+            if "options" in fields:
+                fields["options"][EVIL] = EVIL
+                fields[EVIL] = EVIL
     lines[-1]["stragglers"] = [{"rank": EVIL, "phase": EVIL, "seconds": EVIL, "others": {}}]
     (evil / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (evil / "result.json").write_text(json.dumps({"app": EVIL, "steps": EVIL, EVIL: 3, "weights_sha256": EVIL}))

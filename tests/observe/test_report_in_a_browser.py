@@ -42,15 +42,15 @@ def test_a_browser_shows_it_without_an_error_and_fetches_nothing(page: Path, tmp
         # Keys and the pointer show the values at a step.
         key = "plot.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true}))"
         plot = "const plot = document.querySelector('.plot'); plot.focus();"
-        printed = "document.querySelector('output').textContent"
-        assert tab.evaluate(f"(() => {{ {plot} {key % 'End'}; return {printed} }})()").startswith(
+        expression = "document.querySelector('output').textContent"
+        assert tab.evaluate(f"(() => {{ {plot} {key % 'End'}; return {expression} }})()").startswith(
             "step 12: whole loss "
         )
-        assert tab.evaluate(f"(() => {{ {plot} {key % 'ArrowLeft'}; return {printed} }})()").startswith("step 11: ")
-        assert tab.evaluate(f"(() => {{ {plot} {key % 'Escape'}; return {printed} }})()") == ""
+        assert tab.evaluate(f"(() => {{ {plot} {key % 'ArrowLeft'}; return {expression} }})()").startswith("step 11: ")
+        assert tab.evaluate(f"(() => {{ {plot} {key % 'Escape'}; return {expression} }})()") == ""
         at = "(() => { const box = document.querySelector('.plot').getBoundingClientRect();"
         x, y = tab.evaluate(f"{at} return [box.left + box.width / 2, box.top + 20] }})()")
         tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        assert tab.evaluate(printed).startswith("step 6: whole loss ")
+        assert tab.evaluate(expression).startswith("step 6: whole loss ")
         assert tab.errors == []
         assert tab.requests == [page.resolve().as_uri()]

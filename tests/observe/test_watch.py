@@ -52,9 +52,9 @@ def frame(run_dir: Path, columns: int = 100, lines: int = 60) -> list[str]:
 
 def beat(run_dir: Path, rank: int, step: int, host: str = socket.gethostname(), ago: float = 0.5) -> None:
     """Write a rank's heartbeat as its watchdog does."""
-    parts = {"rank": rank, "pid": 4000 + rank, "host": host, "job": JOB, "step": step, "updates": step}
+    heartbeat = {"rank": rank, "pid": 4000 + rank, "host": host, "job": JOB, "step": step, "updates": step}
     at = ["/x/apps/mnist_ddp/train.py", 105, "train"]
-    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({**parts, "time": NOW - ago, "at": at}))
+    (run_dir / "log" / f"alive-{rank}").write_text(json.dumps({**heartbeat, "time": NOW - ago, "at": at}))
 
 
 def test_a_frame_of_a_finished_run(made: dict[str, Path]) -> None:

@@ -31,16 +31,16 @@ def main(folder: Path) -> None:
     model = build_model(50, False, seed=1)
     batch = training.training(GlobalBatches(len(training.labels), 2, seed=1), range(1), 224)
     images, labels, _ = (column.asnumpy() for column in next(batch.create_tuple_iterator(num_epochs=1)))
-    output = folder / "told"
-    output.mkdir()
-    save_file({"images": images, "labels": labels, **model_arrays(model)}, output / "first-step.safetensors")
+    target = folder / "told"
+    target.mkdir()
+    save_file({"images": images, "labels": labels, **model_arrays(model)}, target / "first-step.safetensors")
 
     model.set_train(False)
     for weights in folder.glob("*-*.safetensors"):
         load_model(model, checkpoint.load_weights(weights))
         rows = test.evaluation(0, 16, 16, int(weights.stem.rpartition("-")[2]))
         tensor = next(rows.create_tuple_iterator(num_epochs=1))[0]
-        save_file({"images": tensor.asnumpy(), "logits": model(tensor).asnumpy()}, output / weights.name)
+        save_file({"images": tensor.asnumpy(), "logits": model(tensor).asnumpy()}, target / weights.name)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def start(harness: Harness, app: Path, program: str, n: int | str, *options: str
     return harness.start_command(command, harness.folder / "run", harness.folder, **UTF8, **environ)
 
 
-def output(folder: Path) -> Any:
+def record_of(folder: Path) -> Any:
     return json.loads((folder / "told.json").read_text())
 
 
@@ -132,15 +132,15 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
     assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:
         folder = folders / f"device{device}"
-        own = output(folder)
+        record = record_of(folder)
         expected = {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "ASCEND_WORK_PATH": str(folder)}
-        assert own["environ"] == {**harness.environ(**given), **UTF8, **expected, "RANK_TABLE_FILE": str(table)}
-        lines = [f"{name}={value}" for name, value in sorted(own["environ"].items())]
+        assert record["environ"] == {**harness.environ(**given), **UTF8, **expected, "RANK_TABLE_FILE": str(table)}
+        lines = [f"{name}={value}" for name, value in sorted(record["environ"].items())]
         assert (folder / "env.log").read_text().splitlines() == lines
         assert (folder / "env.log").stat().st_mode & 0o777 == 0o600, "an environment may hold secrets"
-        assert own["folder"] == str(folder)
+        assert record["folder"] == str(folder)
         assert f"this is rank {rank}\n" in (folder / "train.log").read_text()
-        world = env.detect(own["environ"])
+        world = env.detect(record["environ"])
         assert (world.rank, world.world_size, world.launcher) == (int(rank), ranks, "rank table")
 
 
@@ -183,7 +183,7 @@ def test_what_a_call_names_is_the_same_for_a_rank_elsewhere(harness: Harness) ->
     given = {"MINDSPORE_HCCL_CONFIG_PATH": str(table), "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
     given["PYTHONPATH"] = f"{harness.folder}/{python_path}"
     compare(harness, table, "127.0.0.1", 2, given)
-    program, *options = output(harness.folder / "run" / "device2")["words"]
+    program, *options = record_of(harness.folder / "run" / "device2")["words"]
     assert program == str(harness.folder / "rank.py")
     assert options[:6] == ["--run-dir=run", *words]
     assert {f"--{name}={harness.folder / path}" for name, path in (("run-dir", "run"), ("data-dir", "data"))} <= {
@@ -369,7 +369,7 @@ def test_a_failed_rank_ends_the_others_and_its_code_is_kept(harness: Harness, pr
     [
         (lambda job: os.kill(job.process.pid, signal.SIGTERM), 143),
         (lambda job: os.kill(job.process.pid, signal.SIGINT), 130),
-        (lambda job: os.kill(output(job.run_dir / "device7")["pid"], signal.SIGKILL), 137),
+        (lambda job: os.kill(record_of(job.run_dir / "device7")["pid"], signal.SIGKILL), 137),
     ],
     ids=["TERM", "INT", "a rank killed"],
 )
@@ -412,14 +412,14 @@ def test_the_launch_script_needs_the_table_alone(
     folders = of_server(harness.folder / "run", table, this)
     assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:
-        own = output(folders / f"device{device}")
-        shown = {name: own["environ"][name] for name in ("DEVICE_ID", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE")}
+        record = record_of(folders / f"device{device}")
+        shown = {name: record["environ"][name] for name in ("DEVICE_ID", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE")}
         assert shown == {"DEVICE_ID": device, "RANK_ID": rank, "RANK_SIZE": str(ranks), "RANK_TABLE_FILE": str(table)}
-        assert own["environ"]["SAMESTEP_LAUNCHER"]
-        assert own["environ"].get("SAMESTEP_MACHINES") == (str(len(servers)) if len(servers) > 1 else None)
-        assert own["words"][0] == str(project / "train.py")
-        assert f"--data-dir={harness.folder / 'data'}" in own["words"]
-        assert ("--resume" in own["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
+        assert record["environ"]["SAMESTEP_LAUNCHER"]
+        assert record["environ"].get("SAMESTEP_MACHINES") == (str(len(servers)) if len(servers) > 1 else None)
+        assert record["words"][0] == str(project / "train.py")
+        assert f"--data-dir={harness.folder / 'data'}" in record["words"]
+        assert ("--resume" in record["words"]) == ("0" in [rank for _, rank in devices])  # machine 0 resolves
 
 
 def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harness, project: Path) -> None:

@@ -161,9 +161,9 @@ def _start_munge(folder: Path, environ: Mapping[str, str], daemons: list[subproc
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    with (folder / "daemons.out").open("ab") as message:
+    with (folder / "daemons.out").open("ab") as log:
         return subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=message, stderr=message, start_new_session=True
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
 
 

@@ -38,8 +38,8 @@ class Run:
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
-            parts = {"samples_seen": 8 * step, "loss": (1 + self._starts * 1e-6) / step, "samples_per_second": 4.0}
-            self._metrics.write(step=step, epoch=0, **parts, **({"test_loss": 0.5} if step % 5 == 0 else {}))
+            values = {"samples_seen": 8 * step, "loss": (1 + self._starts * 1e-6) / step, "samples_per_second": 4.0}
+            self._metrics.write(step=step, epoch=0, **values, **({"test_loss": 0.5} if step % 5 == 0 else {}))
 
     def save(self, step: int) -> None:
         checkpoint.save(self.run_dir, "toy", step, {"model": {"w": np.zeros(1)}}, {}, {}, keep=3)
@@ -204,10 +204,10 @@ def test_trackers_have_the_header_and_the_result(run: Run) -> None:
     assert (found.info.status, found.info.run_name) == ("FINISHED", run.run_dir.name)
     assert found.data.params["options.lr"] == "0.1"
     assert found.data.tags["result.test_accuracy"] == "0.5"
-    parts = {record["type"]: record[record["type"]] for record in records(run.run_dir)}
-    assert parts["exit"] == {"exit_code": 0, "runtime": 4}
-    assert parts["run"]["project"] == "toy"
-    assert parts["summary"]["update"]["weights_sha256"] == "abc"
+    values = {record["type"]: record[record["type"]] for record in records(run.run_dir)}
+    assert values["exit"] == {"exit_code": 0, "runtime": 4}
+    assert values["run"]["project"] == "toy"
+    assert values["summary"]["update"]["weights_sha256"] == "abc"
     events = EventAccumulator(str(run.run_dir / "track" / "tensorboard"))
     events.Reload()
     (text,) = events.Tensors("result")

@@ -53,8 +53,8 @@ def _tell_addresses(path: str) -> None:
     import torch
 
     weights = [found for found in gc.get_objects() if type(found) is torch.nn.Parameter]
-    output = {"pid": os.getpid(), "weights": [[each.data_ptr(), each.numel()] for each in weights]}
-    Path(f"{path}.tmp").write_text(json.dumps(output))
+    addresses = {"pid": os.getpid(), "weights": [[each.data_ptr(), each.numel()] for each in weights]}
+    Path(f"{path}.tmp").write_text(json.dumps(addresses))
     Path(f"{path}.tmp").rename(path)
 
 
