@@ -192,7 +192,7 @@ def check(found: Limits, limits: Limits) -> list[str]:
 def sample(count: int, seed: str) -> list[Sentence]:
     """Draw ``count`` sentences of the README, docs/ and the READMEs of apps."""
     pages = [s for s in read("markdown") if re.match(r"README|docs/|apps/|deploy/|CONTRIBUTING", s.place)]
-    return random.Random(seed).sample(pages, count)  # noqa: S311  # a sample that anyone can draw again
+    return random.Random(seed).sample(pages, min(count, len(pages)))  # noqa: S311  # a sample that anyone can draw again
 
 
 def main() -> int:
