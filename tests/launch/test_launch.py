@@ -779,7 +779,8 @@ for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, save)
 path = Path({str(run_dir / "log")!r}, "alive-{rank}")
 content = {{"job": os.environ["SAMESTEP_JOB"], "host": socket.gethostname(), "pid": os.getpid(), "updates": 1}}
-path.write_text(json.dumps(content))
+path.with_suffix(".tmp").write_text(json.dumps(content))
+path.with_suffix(".tmp").rename(path)  # at once, as a rank's heartbeat
 time.sleep(600)
 '''
 
