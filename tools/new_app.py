@@ -37,7 +37,8 @@ READMES = {"README.md": "want your copy of", "README.zh.md": "复制自"}  # the
 GENERATED_PAGES = {"docs/devices.md": "docs/device_paths.py", "docs/messages.md": "docs/messages.py"}
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 PROJECT_FILES = (
-    *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "tools/code_lines.py", "tools/lock.py", "LICENSE"),
+    *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
+    *("tools/code_lines.py", "tools/lock.py", "tools/share_files.py"),
     *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
     *("mypy.ini", "pytest.ini", "ruff.toml"),
 )
@@ -120,6 +121,10 @@ class Copy:
         files["tests/conftest.py"] = read("tests/conftest.py").partition(BESIDE_OTHER_APPS)[0].rstrip() + "\n"
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
+        changed = (
+            r"(?ms)^# Run the tests of a change.*?\n|^if \[ .[^\n]* = --changed \].*?^fi\n"  # tools/changed.py stays
+        )
+        files["scripts/test.sh"] = re.sub(changed, "", files["scripts/test.sh"])
         return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
 
     def environment(self, section: str) -> str:
@@ -425,9 +430,9 @@ def print_paths(title: str, paths: Sequence[str] | Mapping[str, str]) -> None:
 
 
 def print_advice(copy: Copy) -> None:
-    """Print the commands that train and test the copy, the first parts to change, and the parts to keep."""
-    _, commands, rest = copy.fill("app_readme.txt").split("```", 2)
-    print(commands.strip() + "\n\n" + rest.partition("## Make it yours\n\n")[2])
+    """Print the commands that train and test the copy, and where its first changes are listed."""
+    print(copy.fill("app_readme.txt").split("```", 2)[1].strip())
+    print(f"apps/{copy.name}/README.md lists the first changes, and the parts to keep.")
     print_paths("left behind, because these are about more than the app", copy.left_behind)
 
 
