@@ -47,7 +47,8 @@ def app(options: Options) -> Callable[[int], object]:
     optimizer, timer = train.build_optimizer(options, model), StepTimer()
     distributed.time_phases(model, optimizer, timer)
     training, _ = load(options, CPU)
-    batches = GlobalBatches(len(training), options.global_batch_size, 1, dist.get_rank(), dist.get_world_size())
+    cut = dist.get_rank(), dist.get_world_size(), None, options.accumulate
+    batches = GlobalBatches(len(training), options.global_batch_size, 1, *cut)
     return lambda step: train.train_step(options, model, optimizer, training, batches, step, mesh, timer).item()
 
 

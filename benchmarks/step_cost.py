@@ -1,11 +1,14 @@
-"""Measure what a step of mnist_ddp pays for stop requests, and for the phases by which a straggler is found.
+"""Measure what a step of mnist_ddp pays for stop requests, for the phases that find a straggler, and for virtual ranks.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
-        benchmarks/step_cost.py [--rounds 200]
+        benchmarks/step_cost.py [--rounds 200] [--virtual-ranks 4 8]
 
 All variants take turns in one job, ten steps each, with the log line's sum over ranks after the tenth; nothing is kept.
 Times are medians, in milliseconds; ratios to the first are of each round, with their quartiles. The last one is what
 PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
+
+With --virtual-ranks, the first two variants are without it, at one thread and at this job's share of the processors.
+The others are each V at one thread, with the gradients that rank 0 exchanges and the kB that it sends per step.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from samestep.run import Run, StepStats  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.torch import distributed, reduction  # noqa: E402
+from samestep.virtual_ranks import nodes_of_ranks  # noqa: E402
 from train import build_optimizer  # noqa: E402
 
 AT_ONCE = 10  # steps that are timed together, and between two log lines
@@ -49,7 +53,9 @@ BATCH = 128  # images over all ranks
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--virtual-ranks", type=int, nargs="+", metavar="V", help="measure these instead")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
     device, world = torch.device("cpu"), env.detect(os.environ)
@@ -102,12 +108,55 @@ def main() -> None:
             reduction.time_phases(model, optimizer, run.timer)
         return partial(ten_steps, ddp, optimizer, stops, phases, lightning)
 
-    loops = {
-        "neither": variant(False, False),
-        "stop requests": variant(True, False),
-        "stop requests and phases (the app)": variant(True, True),
-        "neither, and Lightning's broadcast": variant(False, False, True),
-    }
+    def cut(virtual_ranks: int | None, threads: int) -> Callable[[], None]:
+        model = build_model("net", 0.5, torch.float32, 1)
+        optimizer = build_optimizer(options, model)
+        cuts = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size, virtual_ranks)
+        ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
+        reduction.fix_reduction_order(ddp, run.timer, *sample)
+        tree = reduction.gradient_tree(ddp, cuts)
+
+        def ten() -> None:
+            nonlocal step
+            torch.set_num_threads(threads)
+            for _ in range(AT_ONCE):
+                optimizer.zero_grad()
+                for micro_batch in cuts.micro_batches(step):
+                    images, labels = training.batch(cuts.indices(step, micro_batch), torch.float32)
+                    rows = cuts.rows(step, micro_batch)
+                    loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
+                    (loss * ((1 if tree else world.world_size) / rows.global_size)).backward()
+                    if tree:
+                        tree.add(micro_batch, loss)
+                if tree:
+                    tree.all_reduce(step)
+                optimizer.step()
+                step += 1
+
+        return ten
+
+    def cost(virtual_ranks: int) -> str:
+        """Describe a variant by the data that rank 0 exchanges."""
+        nodes = len(nodes_of_ranks(virtual_ranks, world.world_size)[0])
+        size = 4 * sum(parameter.numel() for parameter in build_model("net", 0.5, torch.float32, 1).parameters())
+        sent = (nodes + 1) * size * (world.world_size - 1) / world.world_size  # all-to-all of nodes, all-gather of sums
+        return f"virtual ranks {virtual_ranks}, 1 thread ({nodes} gradients exchanged, {sent / 1000:.0f} kB sent)"
+
+    share = max(1, len(os.sched_getaffinity(0)) // world.world_size)
+    loops = (
+        {
+            "no virtual ranks, 1 thread": cut(None, 1),
+            f"no virtual ranks, {share} threads": cut(None, share),
+            **{cost(each): cut(each, 1) for each in arguments.virtual_ranks},
+        }
+        if arguments.virtual_ranks
+        else {
+            "neither": variant(False, False),
+            "stop requests": variant(True, False),
+            "stop requests and phases (the app)": variant(True, True),
+            "neither, and Lightning's broadcast": variant(False, False, True),
+        }
+    )
     taken: dict[str, list[float]] = {name: [] for name in loops}
     for each in range(rounds + 1):  # the first warms up
         first = each % len(loops)  # who comes first changes
@@ -120,8 +169,9 @@ def main() -> None:
         say = partial(print, file=console, flush=True)
         say(f"{world.world_size} ranks, {torch.get_num_threads()} threads each, torch {torch.__version__}\n")
         say("| a step with | ms | ratio |\n|---|---|---|")
+        reference = next(iter(taken.values()))
         for name, times in taken.items():
-            low, median, high = statistics.quantiles([a / b for a, b in zip(times, taken["neither"])], n=4)
+            low, median, high = statistics.quantiles([a / b for a, b in zip(times, reference)], n=4)
             say(f"| {name} | {statistics.median(times):.2f} | {median:.3f} ({low:.3f} to {high:.3f}) |")
     run.monitor.stop()
     dist.barrier()  # no rank leaves a heartbeat any more

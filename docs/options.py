@@ -93,7 +93,11 @@ def page(parsers: Mapping[str, Parser]) -> str:
             lines += list(command_tables(parser))
             continue
         own = [each for _, actions in groups(parser) for each in actions if each.dest not in shared]
-        lines += [*TABLE, *(row(each, star=each.dest in parser.resume_mutable) for each in own), ""]
+        lines += [
+            *TABLE,
+            *(row(each, star=each.dest in RESUME_MUTABLE.union(parser.resume_mutable)) for each in own),
+            "",
+        ]
     run = cli.build_parser().commands()["run"]
     lines += ["## samestep run", "", text(run.description), "", *table(run), ""]
     for name, module in PROGRAMS.items():

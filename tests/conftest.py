@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "torchrun: of apps that torchrun starts",
         "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
+        "virtual_ranks: of apps that have --virtual-ranks",
         "best, curves, kills, launcher, stall, stragglers, slow: an app may leave it to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
@@ -60,6 +61,7 @@ def _warm_up(app: App) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     app = app_spec(config.getoption("--app"))
     applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
+    applies["virtual_ranks"] = app.virtual_ranks is not None
     applies["stored_run"] = (ROOT / f"tests/{app.name}/stored/version-0.1/options").exists()
     marks = [mark for mark, does in applies.items() if not does]
     if not config.getoption("--soak") and not config.getoption("--every-case"):

@@ -54,14 +54,9 @@ class Split:
         return images.permute(0, 3, 1, 2)
 
 
-def num_microbatches(options: Options, batches: GlobalBatches, step: int) -> int:
-    """Return the number of micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
-    return min(int(options.accumulate), batches.size(step))
-
-
-def no_empty_shards(options: Options, batches: GlobalBatches, step: int) -> bool:
+def no_empty_shards(batches: GlobalBatches, step: int) -> bool:
     """Return whether every rank has samples in each micro-batch of the step."""
-    return batches.size(step) // num_microbatches(options, batches, step) >= batches.world_size
+    return batches.size(step) // batches.num_micro_batches(step) >= batches.world_size
 
 
 def batches_of(
@@ -71,15 +66,14 @@ def batches_of(
     if options.input == "loader":
         yield from _load(options, training, batches, steps, dtype)
         return
-    for step, indices in _indices(options, batches, steps):
+    for step, indices in _indices(batches, steps):
         yield training.batch(indices, dtype, (options.seed, batches.epoch(step)) if options.augment else None)
 
 
-def _indices(options: Options, batches: GlobalBatches, steps: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _indices(batches: GlobalBatches, steps: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
     for step in steps:
-        count = num_microbatches(options, batches, step)
-        for k in range(count):
-            yield step, batches.indices(step, (k, count))
+        for micro_batch in batches.micro_batches(step):
+            yield step, batches.indices(step, micro_batch)
 
 
 Key = tuple[int, int]  # an epoch, and the index of a sample
@@ -116,7 +110,7 @@ def _load(
 ) -> Generator[tuple[Tensor, Tensor]]:
     """Yield batches that workers load. The keys define the order, so that a resume starts at its first key."""
     device = training.labels.device
-    keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(options, batches, steps))
+    keys = ([(batches.epoch(step), int(i)) for i in indices] for step, indices in _indices(batches, steps))
     on_cpu = Split(*(tensor.cpu() for tensor in (training.images, training.labels, training.mean, training.std)))
     samples = Samples(options, on_cpu)
     for images, labels in DataLoader(samples, batch_sampler=keys, num_workers=options.workers, collate_fn=_collate):

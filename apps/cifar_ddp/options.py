@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, bounded_float, bounded_int
+from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
 from samestep.torch.options import add_local_rank
 
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.003}
@@ -35,6 +35,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("input", "workers", "first_step_timeout"),
     )
+    add_virtual_ranks(parser)
     default, fraction, positive = (
         "(default: %(default)s)",
         bounded_float(0.0, below=1.0),
@@ -106,6 +107,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError(f"--freeze-bn: --norm {options.norm} has no stored statistics: leave one of them out")
     if options.autocast != "none" and options.dtype == "float64":
         raise ConfigError(f"--autocast {options.autocast} is less precise than --dtype float64: leave one of them out")
+    if options.virtual_ranks and options.compile:
+        raise ConfigError("--compile makes kernels for the shapes that a rank sees: leave it or --virtual-ranks out")
     compiler = os.environ.get("CXX", "g++")  # as torch chooses
     if options.compile and not shutil.which(compiler):
         raise ConfigError(f"--compile needs a C++ compiler, but {compiler!r} is missing: install g++, or set CXX")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ema
 import norm
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import Split, batches_of, load, no_empty_shards, num_microbatches
+from data import Split, batches_of, load, no_empty_shards
 from model import build_model, compile_step
 from options import parse
 from samestep import env, log, schedules
@@ -40,7 +41,10 @@ from samestep.torch import distributed, reduction, weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EVAL_BATCH_SIZE = 1000  # does not change the result
+if TYPE_CHECKING:
+    from samestep.torch.virtual_ranks import GradientTree
+
+EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
 
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "constant": lambda step, steps: schedules.constant(step),
@@ -80,29 +84,36 @@ def train_step(
     batches: GlobalBatches,
     step: int,
     timer: StepTimer,
+    tree: GradientTree | None = None,
 ) -> Tensor:
     """Update once with this rank's shard of a global batch, the next ``shards``; return the shard's summed loss.
 
     The gradient must be the mean over the global batch: DDP divides by world_size, and shards and micro-batches may
-    differ in size or be empty. Micro-batches add up.
+    differ in size or be empty. Micro-batches add up; a ``tree`` adds them without DDP (--virtual-ranks).
     """
     losses = []
     optimizer.zero_grad()
-    count = num_microbatches(options, batches, step)
-    for k in range(count):
+    micro_batches = batches.micro_batches(step)
+    world_size = 1 if tree else dist.get_world_size()
+    for micro_batch in micro_batches:
         images, labels = next(shards)
-        rows = batches.rows(step, (k, count))
+        rows = batches.rows(step, micro_batch)
         timer.mark(INPUT)
         # Before each micro-batch: dropout draws for the whole global batch and takes these rows of it.
         distributed.generator(images.device).manual_seed(step_seed(options.seed, step))
-        with nullcontext() if k == count - 1 else model.no_sync():  # the gradients are reduced once
+        with nullcontext() if micro_batch == micro_batches[-1] else model.no_sync():  # the gradients are reduced once
             with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
                 scores = model(images, rows)  # collective: batch normalization reduces its statistics
             loss = F.cross_entropy(
                 scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing
             )
-            (loss * (dist.get_world_size() / rows.global_size)).backward()  # collective: DDP averages the gradients
+            (loss * (world_size / rows.global_size)).backward()  # collective: DDP averages the gradients
         losses.append(loss.detach())
+        if tree:
+            tree.add(micro_batch, loss)
+    if tree:
+        losses = [tree.all_reduce(step)]  # collective
+        norm.update_running(model)
     if options.clip_norm:
         nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, after DDP reduced them
     optimizer.step()
@@ -113,18 +124,18 @@ def train_step(
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    first, last = shard(len(test_set.labels), run.world.rank, run.world.world_size)
-    sums = torch.zeros(3, dtype=torch.float64, device=test_set.labels.device)
-    for begin in range(first, last, EVAL_BATCH_SIZE):
-        images, labels = test_set.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)), dtype)
+    batches = np.array_split(np.arange(len(test_set.labels)), -(-len(test_set.labels) // EVAL_BATCH_SIZE))
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
+    for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
+        images, labels = test_set.batch(batches[k], dtype)
         scores = model(images, BatchSlice(0, len(images)))
-        sums[0] += F.cross_entropy(scores, labels, reduction="sum")
-        sums[1] += (scores.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[k, 0] = F.cross_entropy(scores, labels, reduction="sum")
+        sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
+        sums[k, 2] = len(labels)
         run.monitor.beat()
     model.train()
     dist.all_reduce(sums)  # collective
-    loss_sum, correct, examples = sums.tolist()
+    loss_sum, correct, examples = sums.sum(dim=0).tolist()
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
@@ -138,13 +149,16 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     groups = ("model", "optimizer", *(["ema"] if average else []))
     run.restore(distributed, partial(ema.load, model, optimizer, average), groups)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
+    cut = rank, world_size, options.virtual_ranks, options.accumulate
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
     # Buffers are the same on all ranks, as their statistics are: DDP need not broadcast them before each pass.
     device_ids = [device] if device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids, forward_sync_buffers=False)  # collective
     reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
+    sums = norm.separate(model, batches) if options.virtual_ranks else ()
+    tree = reduction.gradient_tree(ddp, batches, sums)  # with --virtual-ranks, instead of DDP's own reduction
     reduction.time_phases(model, optimizer, run.timer)
     norm.time_communication(model, None if options.compile else run.timer)
     compiled = compile_step(ddp) if options.compile else ddp
@@ -155,8 +169,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
         # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
-        step_model = compiled if no_empty_shards(options, batches, step) else ddp
-        loss = train_step(options, step_model, optimizer, shards, batches, step, run.timer)  # collective
+        step_model = compiled if no_empty_shards(batches, step) else ddp
+        loss = train_step(options, step_model, optimizer, shards, batches, step, run.timer, tree)  # collective
         if average:
             average.update(model, step)
         running_loss += loss
@@ -182,6 +196,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
+    distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from options import SIZES, TEXTS
 from samestep import ConfigError
 from samestep.options import Options
-from samestep.sharding import GlobalBatches
 from torch import Tensor
 
 HELD_OUT = 10  # the last 1 / HELD_OUT of the bytes are the test set
@@ -53,11 +52,6 @@ class Windows:
         tokens = torch.from_numpy(self.text[there - 1].astype(np.int64))
         targets = torch.from_numpy(np.where(at < self.stop, self.text[there].astype(np.int64), IGNORED))
         return tokens.to(self.device), targets.to(self.device)
-
-
-def num_microbatches(options: Options, batches: GlobalBatches, step: int) -> int:
-    """Return the number of micro-batches of a step: --accumulate, or fewer, so that none is empty on all ranks."""
-    return min(int(options.accumulate), batches.size(step))
 
 
 def read(options: Options) -> NDArray[np.uint8]:

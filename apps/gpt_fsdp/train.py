@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import weights
-from data import IGNORED, Windows, load, markov_bits, num_microbatches, read
+from data import IGNORED, Windows, load, markov_bits, read
 from model import GPT, build_model
 from options import parse
 from samestep import env, log, schedules
@@ -81,9 +81,8 @@ def train_step(
     """
     losses = []
     optimizer.zero_grad()
-    count = num_microbatches(options, batches, step)
-    for k in range(count):
-        tokens, targets = train_set.batch(batches.indices(step, (k, count)))
+    for micro_batch in batches.micro_batches(step):
+        tokens, targets = train_set.batch(batches.indices(step, micro_batch))
         timer.mark(INPUT)
         loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # collective
         timer.mark(COMPUTE)
@@ -142,7 +141,8 @@ def train(run: ShardedRun, options: Options, device: torch.device) -> None:
     run.restore(distributed, lambda groups: weights.load(model, optimizer, mesh, groups))  # collective
     train_set, test_set = load(options, device)
     dp_rank, dp_size = mesh.get_local_rank("dp"), mesh.size(0)
-    batches = GlobalBatches(len(train_set), options.global_batch_size, options.seed, dp_rank, dp_size)
+    cut = dp_rank, dp_size, None, options.accumulate
+    batches = GlobalBatches(len(train_set), options.global_batch_size, options.seed, *cut)
     counts = mesh.get_local_rank("tp") == 0  # tensor-parallel peers compute the same loss: one counts it
     shape = "x".join(map(str, mesh.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from paddle import Tensor, nn
 from samestep import ConfigError
 from samestep.env import World, processor
+from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMPUTE, StepTimer
+from samestep.virtual_ranks import Node, nodes_of_ranks, push
 
 SELECTED_GPUS = "FLAGS_selected_gpus"  # Paddle's launchers set it to each rank's GPU; others do not
 
@@ -49,6 +51,8 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
             f"--device gpu: this machine has {available} GPUs for {users}{build}: start fewer, or use --device cpu"
         )
     if requested == "cpu" or available < ranks:
+        if threads := os.environ.get("OMP_NUM_THREADS"):
+            paddle.base.core.set_num_threads(int(threads))  # --threads, which may be set after Paddle's import
         paddle.set_device("cpu")
         return "cpu"
     number = gpu_number(gpus, world)
@@ -174,6 +178,53 @@ def distribute(api: str, model: nn.Layer, optimizer: paddle.optimizer.Optimizer)
     if api == "fleet":
         return dist.fleet.distributed_model(model), dist.fleet.distributed_optimizer(optimizer)  # collective
     return paddle.DataParallel(model), optimizer  # collective
+
+
+class GradientTree:
+    """Sum the gradients of a step's micro-batches in one fixed tree, with the same bits at any number of ranks.
+
+    It replaces DataParallel. Paddle's gloo has no all-to-all, so every rank receives all ranks' nodes and sums them
+    all: at most (log2(micro-batches) + 1) x ranks x the bytes of the gradients. Arrays are numpy's, on the host.
+    """
+
+    def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+        self._batches, self._nodes = batches, list[Node]()
+
+    def add(self, micro_batch: tuple[int, int], *sums: Tensor) -> None:
+        """Take the gradients of one micro-batch out of the parameters, and its ``sums``, which are scalars."""
+        k, count = micro_batch
+        scalars = [np.asarray(value.numpy(), self._dtype()).reshape(1) for value in sums]
+        row = np.concatenate([*(parameter.grad.numpy().ravel() for parameter in self._parameters), *scalars])
+        for parameter in self._parameters:
+            parameter.clear_gradient(False)  # the next gradient is not added to zeros: -0.0 + 0.0 has another sign
+        push(self._nodes, count, k, k + 1, row)
+
+    def all_reduce(self, step: int, count: int) -> list[Tensor]:
+        """Give every parameter its gradient of the global batch; return the ``count`` sums over it on rank 0.
+
+        Other ranks return zeros, so that the ranks' sums add up, as their shards' do.
+        """
+        leaves, world_size = self._batches.num_micro_batches(step), self._batches.world_size
+        layout, nodes = nodes_of_ranks(leaves, world_size), self._nodes
+        rows = np.zeros((max(map(len, layout)), sum(parameter.size for parameter in self._parameters) + count))
+        rows = rows.astype(self._dtype())
+        for row, (_, _, value) in zip(rows, nodes):
+            row[:] = value
+        gathered = all_gather(rows.ravel()).reshape(world_size, *rows.shape)  # collective
+        self._nodes = []
+        merged: list[Node] = []
+        for ranges, of_rank in zip(layout, gathered):
+            for (begin, end), row in zip(ranges, of_rank):
+                push(merged, leaves, begin, end, row)
+        total, sizes = merged[0][2], [parameter.size for parameter in self._parameters]
+        *gradients, scalars = np.split(total, np.cumsum(sizes))
+        for parameter, gradient in zip(self._parameters, gradients):
+            parameter.grad = paddle.to_tensor(gradient.reshape(parameter.shape))
+        return [paddle.to_tensor(value if self._batches.rank == 0 else 0 * value) for value in scalars]
+
+    def _dtype(self) -> Any:
+        return self._parameters[0].numpy().dtype
 
 
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:

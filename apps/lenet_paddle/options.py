@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, bounded_float, bounded_int
+from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
 
 LAUNCHER = {"may_differ": ("gpus",)}
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
@@ -35,6 +35,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "gpu"),
         resume_mutable=("gpus", "launcher", "nprocs", "visualdl"),
     )
+    add_virtual_ranks(parser)
     default = "(default: %(default)s)"
     add = parser.group("Training").add_argument
     add("--optimizer", choices=("sgd", "adam"), default="adam", help=f"optimizer {default}")
@@ -78,6 +79,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.launcher == "spawn" and os.environ.get("NNODES", "1") != "1":
         raise ConfigError("--launcher spawn starts ranks on one machine: use --launcher launch for several")
+    if options.virtual_ranks and options.api != "basic":
+        raise ConfigError(f"--api {options.api} reduces gradients itself: use basic, or leave --virtual-ranks out")
     if options.gpus and options.device == "cpu":
         raise ConfigError(f"--gpus {options.gpus} contradicts --device cpu: leave one of them out")
     if options.gpus:  # "auto" would ignore them if it found none

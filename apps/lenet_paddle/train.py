@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,19 +69,50 @@ def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, An
         sums = model.sum_shards(test)  # collective
     else:
         model.eval()
-        first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
-        sums = paddle.zeros([4], dtype="float64")
-        for begin in range(first, last, EVAL_BATCH_SIZE):
-            images, labels = test.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)), run.options.dtype)
+        batches = np.array_split(np.arange(len(test.labels)), -(-len(test.labels) // EVAL_BATCH_SIZE))
+        rows = np.zeros((len(batches), 4))  # a row per batch
+        for k in range(*shard(len(batches), dist.get_rank(), dist.get_world_size())):
+            images, labels = test.batch(batches[k], run.options.dtype)
             scores = model(images)
             hits = (paddle.topk(scores, 2)[1] == labels.unsqueeze(1)).astype("float64").sum(axis=0)
-            loss_sum = F.cross_entropy(scores, labels, reduction="sum").astype("float64")
-            sums += paddle.stack([loss_sum, hits[0], hits.sum(), paddle.to_tensor(len(labels), dtype="float64")])
+            loss_sum = F.cross_entropy(scores, labels, reduction="sum")
+            rows[k] = loss_sum.item(), hits[0].item(), hits.sum().item(), len(labels)
             run.monitor.beat()
         model.train()
-    loss_sum, correct, correct_top2, examples = distributed.all_reduce(sums)  # collective
+        sums = paddle.to_tensor(rows.ravel())
+    totals = np.reshape(distributed.all_reduce(sums), (-1, 4)).sum(axis=0)  # collective
+    loss_sum, correct, correct_top2, examples = totals.tolist()
     accuracies = {"test_accuracy": correct / examples, "test_accuracy_top2": correct_top2 / examples}
     return {"test_loss": loss_sum / examples, **accuracies, "test_examples": int(examples)}
+
+
+def train_virtual_ranks(
+    run: Run,
+    model: nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
+    train_set: Split,
+    batches: GlobalBatches,
+    after_step: Callable[[int, Tensor, Tensor], None],
+) -> None:
+    """Take the same steps with the same bits at any number of ranks (--virtual-ranks)."""
+    tree = distributed.GradientTree(model, batches)
+    distributed.time_gradients(model, run.timer)
+    for step in range(run.first_step, run.last_step):
+        for micro_batch in batches.micro_batches(step):
+            with run.timer.phase(INPUT):
+                images, labels = train_set.batch(batches.indices(step, micro_batch), run.options.dtype)
+            paddle.seed(step_seed(run.options.seed, step))
+            scores = model(images)
+            loss_sum = F.cross_entropy(scores, labels, reduction="sum")
+            (loss_sum / batches.size(step)).backward()
+            tree.add(micro_batch, loss_sum, (scores.argmax(axis=1) == labels).sum())
+        with run.monitor.collective("all_reduce"):
+            loss_sum, correct = tree.all_reduce(step, 2)  # collective
+        run.timer.mark(COMMUNICATION)
+        optimizer.step()
+        optimizer.clear_grad()
+        run.timer.mark(OPTIMIZER)
+        after_step(step, loss_sum, correct)  # collective
 
 
 def train(run: Run, options: Options, device: str) -> None:
@@ -90,7 +122,8 @@ def train(run: Run, options: Options, device: str) -> None:
     optimizer = build_optimizer(options, model)
     run.restore(distributed, partial(weights.load, model, optimizer))  # collective: rank 0 reads and broadcasts
     train_set, test_set = load(options.dataset, options.data_dir)
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, dist.get_rank(), world_size)
+    cut = dist.get_rank(), world_size, options.virtual_ranks
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
     run.start(batches, len(test_set.labels), "lenet", device, distributed.run_metadata(device))
     writes = options.visualdl and run.world.rank == 0 and not options.evaluate_only
     scalars = Scalars(options.visualdl, options.run_dir) if writes else None
@@ -117,6 +150,8 @@ def train(run: Run, options: Options, device: str) -> None:
     if options.api == "highlevel":
         trainee = HighLevel(run, model, optimizer, *sample)  # collective
         trainee.train(train_set, batches, after_step)  # collective
+    elif options.virtual_ranks:
+        train_virtual_ranks(run, model, optimizer, train_set, batches, after_step)
     else:
         parallel, parallel_optimizer = distributed.distribute(options.api, model, optimizer)  # collective
         with run.monitor.collective("backward"):

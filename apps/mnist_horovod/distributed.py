@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import horovod
@@ -14,7 +15,8 @@ from samestep import ConfigError, log
 from samestep.env import World
 from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import generator as generator
-from torch import nn
+from samestep.torch.distributed import set_threads as set_threads
+from torch import Tensor, nn
 
 
 def choose_device(requested: str, world: World) -> torch.device:
@@ -87,6 +89,17 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
     rows: NDArray[Any] = hvd.allgather(torch.from_numpy(row.copy()).unsqueeze(0)).numpy()  # collective
     return rows
+
+
+def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Send each rank ``send[rank]`` values of ``tensor`` in turn; return the ``receive[rank]`` values of each."""
+    received, _ = hvd.alltoall(tensor, torch.tensor(send, dtype=torch.int32))  # collective
+    return received  # type: ignore[no-any-return]
+
+
+def all_gather_tensor(tensor: Tensor) -> Tensor:
+    """Return all ranks' ``tensor`` [k] as [world_size * k], in the order of ranks."""
+    return hvd.allgather(tensor)  # type: ignore[no-any-return]  # collective
 
 
 def all_reduce_gradients(model: nn.Module, compression: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, bounded_float
+from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 # The prefix of a rank's lines: from horovodrun itself, from Open MPI's mpirun (4 and 5), and from MPICH's.
@@ -46,6 +46,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("transport",),
     )
+    add_virtual_ranks(parser)
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.group("Model").add_argument
     models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"
@@ -86,6 +87,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.transport = "mpi" if by_mpirun else "gloo"
     if by_slurm and options.transport != "mpi":
         raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
+    if options.virtual_ranks and options.compression != "none":
+        raise ConfigError("--compression changes the values that ranks exchange: leave it or --virtual-ranks out")
     return options
 
 

@@ -32,7 +32,7 @@ from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
 from samestep.torch import reduction, weights
 from torch import nn
 
-EVAL_BATCH_SIZE = 1000  # does not change the result
+EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -45,18 +45,18 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    first, last = shard(len(test_set.labels), run.world.rank, run.world.world_size)
-    sums = torch.zeros(3, dtype=torch.float64, device=test_set.labels.device)
-    for begin in range(first, last, EVAL_BATCH_SIZE):
-        images, labels = test_set.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)), dtype)
+    batches = np.array_split(np.arange(len(test_set.labels)), -(-len(test_set.labels) // EVAL_BATCH_SIZE))
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
+    for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
+        images, labels = test_set.batch(batches[k], dtype)
         scores = model(images, BatchSlice(0, len(images)))
-        sums[0] += F.nll_loss(scores, labels, reduction="sum")
-        sums[1] += (scores.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
+        sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
+        sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
+        sums[k, 2] = len(labels)
         run.monitor.beat()
     model.train()
     sums = hvd.allreduce(sums, op=hvd.Sum)  # collective
-    loss_sum, correct, examples = sums.tolist()
+    loss_sum, correct, examples = sums.sum(dim=0).tolist()
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
@@ -67,22 +67,31 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     optimizer = build_optimizer(options, model)
     run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
+    cut = rank, world_size, options.virtual_ranks
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
+    tree = reduction.gradient_tree(model, batches, (), distributed.all_to_all, distributed.all_gather_tensor)
     reduction.time_phases(model, optimizer, run.timer)
     running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
-        with run.timer.phase("input"):
-            images, labels = train_set.batch(batches.indices(step), dtype)
-        distributed.generator(device).manual_seed(step_seed(options.seed, step))  # dropout: the same at any world size
-        rows = batches.rows(step)  # this rank's rows of the global batch
         optimizer.zero_grad()
-        loss = F.nll_loss(model(images, rows), labels, reduction="sum")
-        # The mean over the global batch: Horovod adds the ranks' gradients, and shards may differ in size or be empty.
-        (loss / rows.global_size).backward()
-        distributed.all_reduce_gradients(model, options.compression)  # collective
+        for micro_batch in batches.micro_batches(step):  # one; with --virtual-ranks, this rank's sub-shards
+            with run.timer.phase("input"):
+                images, labels = train_set.batch(batches.indices(step, micro_batch), dtype)
+            # Dropout draws for the global batch, from the same seed on each rank, and takes these rows.
+            distributed.generator(device).manual_seed(step_seed(options.seed, step))
+            rows = batches.rows(step, micro_batch)
+            loss = F.nll_loss(model(images, rows), labels, reduction="sum")
+            # The mean over the global batch: ranks add their gradients, and shards may differ in size or be empty.
+            (loss / rows.global_size).backward()
+            if tree:
+                tree.add(micro_batch, loss)
+        if tree:
+            loss = tree.all_reduce(step)  # collective
+        else:
+            distributed.all_reduce_gradients(model, options.compression)  # collective
         optimizer.step()
         running_loss += loss.detach()
         run.after_step(step)  # counts, and beats for the watchdog
@@ -104,6 +113,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
+    distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout, options.transport)  # collective
     train(run, options, device)
     hvd.shutdown()

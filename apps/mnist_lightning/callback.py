@@ -37,8 +37,11 @@ class RunCallback(pl.Callback):
         self.run.stop_request.install()  # Lightning's handler of TERM would communicate at once
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
-        sample = self.data.train_set.batch(np.arange(1), self.data.dtype)
-        reduction.fix_reduction_order(ddp, self.run.timer, *sample)  # collective
+        if self.data.batches.virtual_ranks:
+            ddp.require_backward_grad_sync = False  # as in no_sync(): training_step reduces the gradients
+        else:
+            sample = self.data.train_set.batch(np.arange(1), self.data.dtype)
+            reduction.fix_reduction_order(ddp, self.run.timer, *sample)  # collective
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from samestep.sharding import BatchSlice, GlobalBatches, shard
 from samestep.step_timer import INPUT
 from torch import Tensor
 
-EVAL_BATCH_SIZE = 1000  # does not change the result
+EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,20 @@ def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]
     return split(found.train_images, found.train_labels), split(found.test_images, found.test_labels)
 
 
-class Batch(NamedTuple):
-    """This rank's shard of a global batch, and its place in it."""
+class MicroBatch(NamedTuple):
+    """A part of a global batch, and its place in it."""
 
     images: Tensor
     labels: Tensor
     rows: BatchSlice
+    number: tuple[int, int]  # k, and the number of micro-batches in the global batch
+
+
+class Batch(NamedTuple):
+    """This rank's shard of a global batch, or, with --virtual-ranks, its sub-shards, if any."""
+
     step: int  # updates done before this one
+    micro_batches: list[MicroBatch]
 
 
 Item = TypeVar("Item")
@@ -75,6 +82,8 @@ class Data(LightningDataModule):
     def __init__(self, run: Run, batches: GlobalBatches, train_set: Split, test_set: Split, dtype: torch.dtype) -> None:
         super().__init__()
         self.run, self.batches, self.train_set, self.test_set, self.dtype = run, batches, train_set, test_set, dtype
+        n = len(test_set.labels)
+        self.val_batches = np.array_split(np.arange(n), -(-n // EVAL_BATCH_SIZE))  # of all ranks
 
     def train_dataloader(self) -> Loader[Batch]:
         """Return the steps of Lightning's current epoch, from the run's first step to its last.
@@ -88,14 +97,16 @@ class Data(LightningDataModule):
 
     def train_batch(self, step: int) -> Batch:
         with self.run.timer.phase(INPUT):
-            images, labels = self.train_set.batch(self.batches.indices(step), self.dtype)
-        return Batch(images, labels, self.batches.rows(step), step)
+            return Batch(step, [self.micro_batch(step, number) for number in self.batches.micro_batches(step)])
 
-    def val_dataloader(self) -> Loader[tuple[Tensor, Tensor]]:
-        """Return this rank's shard of the test set, which may be a batch longer or shorter than another's."""
-        indices = np.arange(*shard(len(self.test_set.labels), self.batches.rank, self.batches.world_size))
+    def micro_batch(self, step: int, number: tuple[int, int]) -> MicroBatch:
+        images, labels = self.train_set.batch(self.batches.indices(step, number), self.dtype)
+        return MicroBatch(images, labels, self.batches.rows(step, number), number)
 
-        def batch(begin: int) -> tuple[Tensor, Tensor]:
-            return self.test_set.batch(indices[begin : begin + EVAL_BATCH_SIZE], self.dtype)
+    def val_dataloader(self) -> Loader[tuple[int, Tensor, Tensor]]:
+        """Return this rank's batches of the test set, with their numbers; another rank may have one more or less."""
 
-        return Loader(batch, range(0, len(indices), EVAL_BATCH_SIZE))
+        def batch(k: int) -> tuple[int, Tensor, Tensor]:
+            return k, *self.test_set.batch(self.val_batches[k], self.dtype)
+
+        return Loader(batch, range(*shard(len(self.val_batches), self.batches.rank, self.batches.world_size)))

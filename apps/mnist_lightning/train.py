@@ -16,7 +16,7 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from callback import RunCallback
 from cluster import SamestepEnvironment
-from data import Batch, Data, load
+from data import Batch, Data, MicroBatch, load
 from model import build_model
 from options import parse
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -35,8 +35,11 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run
 from samestep.sharding import BatchSlice, GlobalBatches, step_seed
-from samestep.torch import distributed, weights
+from samestep.torch import distributed, reduction, weights
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from samestep.torch.virtual_ranks import GradientTree
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -48,9 +51,12 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 class Digits(pl.LightningModule):
     """Define what Lightning trains: the model, its optimizer, their step, and the evaluation."""
 
-    def __init__(self, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, tree: GradientTree | None
+    ) -> None:
         super().__init__()
-        self.options, self.model, self.optimizer = options, model, optimizer
+        self.options, self.model, self.optimizer, self.tree = options, model, optimizer, tree
+        self.automatic_optimization = tree is None  # else training_step calls backward() and updates
         self.eval_metrics: dict[str, Any] = {}  # of the last validation
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
@@ -64,27 +70,44 @@ class Digits(pl.LightningModule):
         """Return the loss that Lightning calls backward() on, and this rank's summed loss.
 
         The gradient must be the mean over the global batch: DDP divides by world_size, and shards may differ in size or
-        be empty.
+        be empty. With --virtual-ranks a tree adds the gradients of the sub-shards, without DDP.
         """
-        distributed.generator(self.device).manual_seed(step_seed(self.options.seed, batch.step))
-        loss_sum = F.nll_loss(self(batch.images, batch.rows), batch.labels, reduction="sum")
+        if self.tree:
+            return {"loss_sum": self.update_by_tree(self.tree, batch)}
+        (shard,) = batch.micro_batches
+        loss_sum = self.loss_sum(batch.step, shard)
         # collective: DDP averages the gradients in backward()
-        return {"loss": loss_sum * (dist.get_world_size() / batch.rows.global_size), "loss_sum": loss_sum.detach()}
+        return {"loss": loss_sum * (dist.get_world_size() / shard.rows.global_size), "loss_sum": loss_sum.detach()}
+
+    def loss_sum(self, step: int, part: MicroBatch) -> Tensor:
+        distributed.generator(self.device).manual_seed(step_seed(self.options.seed, step))
+        return F.nll_loss(self(part.images, part.rows), part.labels, reduction="sum")
+
+    def update_by_tree(self, tree: GradientTree, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad()
+        for part in batch.micro_batches:
+            loss_sum = self.loss_sum(batch.step, part)
+            (loss_sum / part.rows.global_size).backward()
+            tree.add(part.number, loss_sum)
+        loss = tree.all_reduce(batch.step)  # collective
+        self.optimizers().step()  # type: ignore[union-attr]
+        return loss
 
     def on_validation_epoch_start(self) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        batches = self.trainer.datamodule.val_batches  # type: ignore[attr-defined]
+        self.sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=self.device)  # a row per batch
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
+    def validation_step(self, batch: tuple[int, Tensor, Tensor], batch_idx: int) -> None:
+        k, images, labels = batch
         scores = self(images, BatchSlice(0, len(images)))
-        self.sums[0] += F.nll_loss(scores, labels, reduction="sum")
-        self.sums[1] += (scores.argmax(dim=1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
+        self.sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
+        self.sums[k, 2] = len(labels)
 
     def on_validation_epoch_end(self) -> None:
         """Compute loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
         dist.all_reduce(self.sums)  # collective
-        loss_sum, correct, examples = self.sums.tolist()
+        loss_sum, correct, examples = self.sums.sum(dim=0).tolist()
         self.eval_metrics = {"test_loss": loss_sum / examples, "test_accuracy": correct / examples}
         self.eval_metrics["test_examples"] = int(examples)
 
@@ -123,11 +146,13 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     optimizer = build_optimizer(options, model)
     run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, rank, world_size)
+    cut = rank, world_size, options.virtual_ranks
+    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
     metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device)}
     run.start(batches, len(test_set.labels), options.model, device.type, metadata)
 
-    module, data = Digits(options, model, optimizer), Data(run, batches, train_set, test_set, dtype)
+    tree = reduction.gradient_tree(model, batches)  # None without --virtual-ranks
+    module, data = Digits(options, model, optimizer, tree), Data(run, batches, train_set, test_set, dtype)
     epochs = -(-run.last_step // batches.steps_per_epoch)  # the last of them may be cut
     trainer = build_trainer(run, options, device, epochs, RunCallback(run, data, device))
     if run.first_step < run.last_step:
@@ -141,6 +166,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
+    distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()

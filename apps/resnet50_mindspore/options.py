@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, bounded_float, bounded_int, seconds
+from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int, seconds
 
 # msrun numbers the ranks of a machine from NODE_RANK * N.
 LAUNCHER = {"equal_ranks": True}
@@ -36,6 +36,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "ascend"),
         resume_mutable=("api", "sink_size", "first_step_timeout"),
     )
+    add_virtual_ranks(parser, "MindSpore compiles its reduction into the step")
     parser.set_defaults(dtype="float32", lr=0.01)  # MindSpore's convolutions on CPU have no other dtype
     default = "(default: %(default)s)"
     add = parser.group("Model").add_argument

@@ -157,9 +157,8 @@ class AppLoop:
 
         its: Options = parse([f"--seed={options.seed}", *words])
         training, self._test = data.load("fashion-mnist", options.data, torch.device("cpu"))
-        batches = GlobalBatches(
-            len(training.labels), its.global_batch_size, its.seed, dist.get_rank(), dist.get_world_size()
-        )
+        cut = dist.get_rank(), dist.get_world_size(), None, its.accumulate
+        batches = GlobalBatches(len(training.labels), its.global_batch_size, its.seed, *cut)
         self.steps_per_epoch, self.steps = batches.steps_per_epoch, its.epochs * batches.steps_per_epoch
         model = changed(build_model(its, torch.float32), name)
         average = ema.Average(model, its.ema) if its.ema else None

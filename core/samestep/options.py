@@ -23,7 +23,7 @@ HELP_WIDTH = 80  # columns
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
-    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from "
+    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from threads "
     "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best track".split()
 )
 
@@ -93,6 +93,8 @@ class Parser(argparse.ArgumentParser):
             if near == [unknown[0].split("=")[0]]:  # an option of a command, before the command's name
                 hint = "put it after its command (see COMMAND --help)"
             raise ConfigError(f"unknown argument {unknown[0]}: {hint}")
+        if getattr(options, "virtual_ranks", None):
+            options.threads = options.threads or 1  # a kernel's threads decide how its sums round
         if getattr(options, "evaluate_only", False):
             if not (options.run_dir or options.init_from):
                 raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
@@ -204,6 +206,22 @@ def add_common(
     trackers = "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)"
     log("--track", metavar="NAMES", help=trackers)
     log("--quiet", action="store_true", help="print only warnings, errors and the result")
+
+
+def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
+    """Add --virtual-ranks and --threads; an app with a ``refusal``, its reason, refuses --virtual-ranks."""
+
+    def convert(text: str) -> int | None:
+        if refusal:
+            raise argparse.ArgumentTypeError(f"not available, because {refusal}: leave it out")
+        return bounded_int(0)(text) or None  # None is off, as in checkpoints of earlier versions
+
+    add = parser.group("Training").add_argument
+    virtual = "sub-shards per global batch, summed in a fixed tree: same bits at any number of ranks (default: off)"
+    add("--virtual-ranks", type=convert, metavar="V", help=argparse.SUPPRESS if refusal else virtual)
+    if not refusal:
+        threads = "threads per rank (default: OMP_NUM_THREADS, or 1 with --virtual-ranks)"
+        add("--threads", type=bounded_int(1), metavar="T", help=threads)
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:

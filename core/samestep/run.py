@@ -124,7 +124,7 @@ class Run:
             resolve_dataset: finds a dataset by name, as `samestep.data.datasets.resolve` does.
 
         Raises:
-            ConfigError: the number of ranks or machines differs from the launch script's.
+            ConfigError: the number of ranks or machines differs from the launch script's, or exceeds --virtual-ranks.
         """
         self.app, self.options, self.world = app, options, world
         self.monitor = monitor or Monitor()
@@ -138,6 +138,10 @@ class Run:
             self._open_logs()
         if missing := ", ".join(name for name in options.RESULT_FIELDS if not hasattr(options, name)):
             raise NonRetryableError(f"the options of {app} lack {missing}: add them in apps/{app}/options.py")
+        if (getattr(options, "virtual_ranks", None) or world.world_size) < world.world_size:
+            raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {world.world_size} ranks: raise it")
+        if threads := getattr(options, "threads", None):
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
             requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
             if count is not None and requested != str(count):

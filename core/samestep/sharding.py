@@ -161,6 +161,9 @@ class GlobalBatches:
         global_batch_size: samples per step, over all ranks; at least 1.
         seed: integer in [0, 2**64) that decides the order together with the epoch.
         rank, world_size: the shard of each batch that `indices` returns.
+        virtual_ranks: the number of sub-shards per micro-batch, or None. A rank then takes whole sub-shards, which
+            are micro-batches of their own: the same ones at any number of ranks.
+        accumulate: micro-batches per global batch, which are cut before ranks are; at least 1.
         drop_last: leave out an epoch's last batch if it is smaller.
 
     Raises:
@@ -172,6 +175,8 @@ class GlobalBatches:
     seed: int
     rank: int = 0
     world_size: int = 1
+    virtual_ranks: int | None = None
+    accumulate: int = 1
     drop_last: bool = field(default=False, kw_only=True)
     # The indices that `indices` has computed, by step.
     _index_cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -212,6 +217,19 @@ class GlobalBatches:
         epoch, start, _ = self._locate(step)
         return epoch * min(self.n, self.steps_per_epoch * self.global_batch_size) + start
 
+    def num_micro_batches(self, step: int) -> int:
+        """Return the number of this step's micro-batches, over all ranks. None of them is empty on all ranks."""
+        return min(self.accumulate * (self.virtual_ranks or 1), self.size(step))
+
+    def micro_batches(self, step: int) -> list[tuple[int, int]]:
+        """Return (k, count) of each micro-batch that this rank computes, in order, for `rows` and `indices`.
+
+        A rank takes a shard of every micro-batch; with ``virtual_ranks`` it takes some micro-batches, each whole.
+        """
+        count = self.num_micro_batches(step)
+        first, stop = shard(count, self.rank, self.world_size) if self.virtual_ranks else (0, count)
+        return [(k, count) for k in range(first, stop)]
+
     def rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> BatchSlice:
         """Return the rows of this step's global batch whose samples `indices` returns."""
         return BatchSlice(self._shard(step, *micro_batch)[0], self.size(step))
@@ -223,14 +241,20 @@ class GlobalBatches:
 
         Args:
             step: number of updates done before this one.
-            micro_batch: (k, count) to return the shard of the k-th of ``count`` micro-batches, from 0. They are cut
-                before ranks are, so they hold the same samples at any world size.
+            micro_batch: (k, count) to return the shard of the k-th of ``count`` micro-batches, from 0; see
+                `micro_batches`. They hold the same samples at any world size.
 
         Returns:
             int64 [m]; m is 0 for a rank that gets no sample because there are fewer samples than ranks.
         """
-        if micro_batch != (0, 1):
-            return self._compute_indices(range(step, step + 1), *micro_batch)[0]
+        if micro_batch == (0, 1):
+            return self._cached_indices(step)
+        if self.virtual_ranks:
+            return self._cached_indices(step)[slice(*self._shard(step, *micro_batch))]
+        return self._compute_indices(range(step, step + 1), *micro_batch)[0]
+
+    def _cached_indices(self, step: int) -> NDArray[np.int64]:
+        """Return this rank's indices at ``step``; with ``virtual_ranks``, the whole global batch."""
         if (cached := self._index_cache.get(step)) is not None:
             return cached
         is_seek = step - 1 not in self._index_cache
@@ -250,7 +274,7 @@ class GlobalBatches:
     def _shard(self, step: int, k: int, count: int) -> tuple[int, int]:
         """Return [first, stop): this rank's rows of the global batch, in the k-th of ``count`` micro-batches."""
         first, stop = shard(self.size(step), k, count)
-        begin, end = shard(stop - first, self.rank, self.world_size)
+        begin, end = (0, stop - first) if self.virtual_ranks else shard(stop - first, self.rank, self.world_size)
         return first + begin, first + end
 
 

@@ -331,7 +331,7 @@ def curve(*arguments, batch=20, steps=3):
     dtype = getattr(torch, options.dtype)
     model = build_model(options, dtype)
     ddp, optimizer = DistributedDataParallel(model, forward_sync_buffers=False), train.build_optimizer(options, model)
-    batches = GlobalBatches(1_024, batch, options.seed)
+    batches = GlobalBatches(1_024, batch, options.seed, accumulate=options.accumulate)
     shards = data.batches_of(options, training, batches, range(steps), dtype)
     timer = StepTimer()
     losses = [train.train_step(options, ddp, optimizer, shards, batches, step, timer).item() for step in range(steps)]
@@ -345,7 +345,7 @@ def gap(one, other):
 
 
 # The same shards by both inputs, of one rank of three, from a step in mid-epoch to after its last batch of one sample.
-batches = GlobalBatches(1_024, 341, 1, rank=2, world_size=3)
+batches = GlobalBatches(1_024, 341, 1, rank=2, world_size=3, accumulate=2)
 both = [parse(["--accumulate=2", f"--input={way}"]) for way in ("memory", "loader")]
 fed = [list(data.batches_of(options, training, batches, range(2, 5), torch.float32)) for options in both]
 told["inputs"] = [[len(labels) for _, labels in shards] for shards in fed]

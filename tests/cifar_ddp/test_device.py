@@ -47,7 +47,7 @@ labels = torch.zeros(100, dtype=torch.int64, device=meta)
 split = Split(images, labels, torch.zeros(3, device=meta), torch.ones(3, device=meta))
 model = build_model(options, torch.float32).to(meta)
 optimizer, average = train.build_optimizer(options, model), ema.Average(model, options.ema)
-batches = GlobalBatches(100, 10, 1, 1, 2)
+batches = GlobalBatches(100, 10, 1, 1, 2, accumulate=2)
 shards = batches_of(options, split, batches, range(2), torch.float32)
 for step in range(2):
     loss = train.train_step(options, Alone(model), optimizer, shards, batches, step, StepTimer())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from samestep import ConfigError, options
-from samestep.options import RESUME_MUTABLE, Options, Parser, add_common, as_json, resume_invariants
+from samestep.options import RESUME_MUTABLE, Options, Parser, add_common, add_virtual_ranks, as_json, resume_invariants
 
 
 def parse(*arguments: str, resume_mutable: Sequence[str] = ()) -> Options:
@@ -207,6 +207,25 @@ def test_an_option_counts_unless_it_may_change(name: str) -> None:
     may_change = name not in ("global_batch_size", "lr", "seed", "dataset")
     assert (resume_invariants(given) == before) == may_change
     assert (name in RESUME_MUTABLE) == may_change
+
+
+def test_virtual_ranks_take_one_thread_and_must_not_change() -> None:
+    """0 is stored like the absence of the option, which checkpoints of earlier versions lack."""
+    parser = Parser()
+    add_common(parser, epochs=1, global_batch_size=1, lr="", datasets=("mnist",), devices=("auto",))
+    add_virtual_ranks(parser)
+    off, on = parser.parse(["--virtual-ranks=0"]), parser.parse(["--virtual-ranks=8"])
+    assert resume_invariants(off) == resume_invariants(parser.parse(["--threads=3"]))
+    assert (off.virtual_ranks, off.threads, on.virtual_ranks, on.threads) == (None, None, 8, 1)
+    assert parser.parse(["--virtual-ranks=8", "--threads=3"]).threads == 3
+    assert resume_invariants(on) == {**resume_invariants(off), "virtual_ranks": 8}
+
+
+def test_an_app_refuses_virtual_ranks_with_its_reason() -> None:
+    parser = Parser()
+    add_virtual_ranks(parser, "it has no batches")
+    with pytest.raises(ConfigError, match="--virtual-ranks: not available, because it has no batches: leave it out"):
+        parser.parse(["--virtual-ranks=2"])
 
 
 def test_an_apps_own_option_counts_unless_the_app_says_otherwise() -> None:

@@ -36,5 +36,6 @@ SPEC = App(
     exact_steps=(50, 6),
     diverges=("--lr=1e30", "--warmup-steps=0"),
     compared=False,
+    virtual_ranks=None,
     skipped_marks=("core_only", "best", "curves", "kills", "launcher", "stall", "torchrun", "stragglers"),
 )

@@ -19,6 +19,13 @@ def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
         assert (apps / "mnist_ddp" / name).read_bytes() == (apps / "mnist_horovod" / name).read_bytes()
 
 
+def test_with_virtual_ranks_three_ranks_end_with_the_bits_of_one_of_mnist_ddp(harness: Harness, ddp: Harness) -> None:
+    options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5", "--log-every=1"]
+    ours, reference = harness.train(3, *options), ddp.train(1, *options)
+    assert ours["weights_sha256"] == reference["weights_sha256"]
+    assert losses(harness.folder / "run") == losses(ddp.folder / "run")
+
+
 @pytest.mark.soak  # in the matrix tests/conformance shows it
 @pytest.mark.parametrize("batch", [125, 1333])  # no multiple of 2 or 3; 1333 leaves a last batch of one sample
 def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int) -> None:

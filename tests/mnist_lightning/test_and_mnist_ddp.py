@@ -38,6 +38,13 @@ def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
 
 
+def test_with_virtual_ranks_three_ranks_end_with_the_bits_of_one_of_mnist_ddp(harness: Harness, ddp: Harness) -> None:
+    options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5"]
+    ours, reference = harness.train(3, *options), ddp.train(1, *options)
+    assert ours["weights_sha256"] == reference["weights_sha256"]
+    assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
+
+
 def recorded(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without their speeds."""
     return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]

@@ -41,5 +41,6 @@ SPEC = App(
     diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
     patience=40,
     kills=5,
+    virtual_ranks=None,
     skipped_marks=("core_only", "launcher", "stall", "slow"),  # each start compiles for 13 s
 )

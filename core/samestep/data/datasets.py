@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from samestep import ConfigError
 from samestep.data import files
-from samestep.data.files import CIFAR_ARCHIVE, DatasetInfo, damaged, missing
+from samestep.data.files import DatasetInfo, damaged, missing
 from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
@@ -178,29 +178,9 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
         try:
             download.fill(name, cache)
         except download.NoNetworkError as error:
-            return _without_network(name, data_dir, fallback, error)
+            substitute, notice = download.substitute(name, data_dir, fallback, error)
+            return _find(substitute, data_dir, fallback)._replace(notice=notice)
     return DatasetInfo(name, cache)
-
-
-def _without_network(name: str, data_dir: Path, fallback: bool, error: Exception) -> DatasetInfo:
-    """Return the dataset that replaces ``name`` if a download is not possible. Raises ConfigError if there is none."""
-    if name == "mnist" and fallback:
-        notice = (
-            "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST put"
-        )
-        notice = f"MNIST could not be downloaded ({error}): {notice} its four files in {data_dir / name}"
-        return DatasetInfo("mnist-5k", EMBEDDED, notice)
-    if name == "cifar10" and fallback:
-        notice = "using synthetic-cifar10 instead, 1,024 training and 256 test images that are made up; for CIFAR-10"
-        notice = f"CIFAR-10 could not be downloaded ({error}): {notice} unpack {CIFAR_ARCHIVE} in {data_dir}"
-        return DatasetInfo("synthetic-cifar10", _synthetic_cifar(), notice)
-    remedy = f"put {', '.join(f'{file}.gz' for file in FILES)} in {data_dir / name}"
-    remedies = {
-        "mnist": f"choose mnist-5k, or {remedy}",
-        "fashion-mnist": f"install Debian's package dataset-fashion-mnist, or {remedy}",
-        "cifar10": f"choose synthetic-cifar10, or unpack {CIFAR_ARCHIVE} in {data_dir}",
-    }
-    raise ConfigError(f"cannot download {name} ({error}): {remedies[name]}") from None
 
 
 def _synthetic_cifar() -> Path:

@@ -66,6 +66,27 @@ class NoNetworkError(Exception):
     """No mirror answered; the message has the reason."""
 
 
+def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError) -> tuple[str, str]:
+    """Return the embedded or generated dataset that replaces ``name`` without a network, and a notice for the user.
+
+    Raises ConfigError without ``fallback``, or if there is none.
+    """
+    if name == "mnist" and fallback:
+        sample = "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST"
+        return "mnist-5k", f"MNIST could not be downloaded ({error}): {sample} put its four files in {data_dir / name}"
+    if name == "cifar10" and fallback:
+        sample = "using synthetic-cifar10 instead, 1,024 training and 256 test images that are made up; for CIFAR-10"
+        remedy = f"unpack {CIFAR_ARCHIVE} in {data_dir}"
+        return "synthetic-cifar10", f"CIFAR-10 could not be downloaded ({error}): {sample} {remedy}"
+    remedy = f"put {', '.join(f'{file}.gz' for file in MNIST_FILES)} in {data_dir / name}"
+    remedies = {
+        "mnist": f"choose mnist-5k, or {remedy}",
+        "fashion-mnist": f"install Debian's package dataset-fashion-mnist, or {remedy}",
+        "cifar10": f"choose synthetic-cifar10, or unpack {CIFAR_ARCHIVE} in {data_dir}",
+    }
+    raise ConfigError(f"cannot download {name} ({error}): {remedies[name]}") from None
+
+
 class _BrokenDownloadError(Exception):
     """A mirror's answer is not the file; the message has the reason."""
 

@@ -38,6 +38,12 @@ def choose_device(requested: str, world: World) -> torch.device:
     return device
 
 
+def set_threads(threads: int | None) -> None:
+    """Compute with ``threads`` threads, if given; otherwise torch reads OMP_NUM_THREADS."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
 def backend(device: torch.device) -> str:
     """Return the name of the library that carries the gradients."""
     return "nccl" if device.type == "cuda" else "gloo"

@@ -7,6 +7,9 @@ order of ranks; for larger ones the buckets are rebuilt before training.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,8 +18,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from samestep.sharding import BatchSlice
+from samestep.sharding import BatchSlice, GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
+
+if TYPE_CHECKING:
+    from samestep.torch.virtual_ranks import GradientTree
 
 GATHER_MAX_BYTES = 2**22  # that rank 0 gathers at a time
 
@@ -72,6 +78,22 @@ def ddp_comm_hook(timer: StepTimer, bucket: dist.GradBucket) -> Future[Tensor]: 
     mean: Future[Tensor] = Future()
     mean.set_result(gradients.div_(dist.get_world_size()))
     return mean
+
+
+def gradient_tree(
+    model: nn.Module, batches: GlobalBatches, buffers: Sequence[Tensor] = (), *collectives: Callable[..., Tensor]
+) -> GradientTree | None:
+    """Return the tree that reduces the gradients of ``model`` instead of DDP; None without ``batches.virtual_ranks``.
+
+    `GradientTree` explains the arguments.
+    """
+    if not batches.virtual_ranks:
+        return None
+    from samestep.torch.virtual_ranks import GradientTree  # other runs do not need it
+
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = False  # as in no_sync()
+    return GradientTree(model, batches, buffers, *collectives)
 
 
 def time_phases(model: nn.Module, optimizer: Optimizer, timer: StepTimer) -> None:

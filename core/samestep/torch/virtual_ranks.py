@@ -1,0 +1,101 @@
+"""Reduce the gradients of micro-batches in one fixed tree: see `samestep.virtual_ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.sharding import GlobalBatches
+from samestep.virtual_ranks import Node, nodes_of_ranks, push
+
+AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+
+
+def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Send each rank ``send[rank]`` values of ``tensor`` in turn; return the ``receive[rank]`` values of each."""
+    received = tensor.new_empty(sum(receive))
+    dist.all_to_all_single(received, tensor, list(receive), list(send))  # collective
+    return received
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Return all ranks' ``tensor`` [k] as [world_size * k], in the order of ranks."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)  # collective
+    return torch.cat(gathered)
+
+
+class GradientTree:
+    """Sum the gradients and losses of a step's micro-batches, with the same bits at any number of ranks.
+
+    It replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients at a time. Each rank then sums one slice of
+    all gradients: it sends and receives about as many bytes as an all-reduce does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: GlobalBatches,
+        buffers: Sequence[Tensor] = (),
+        all_to_all: AllToAll = all_to_all,
+        all_gather: Callable[[Tensor], Tensor] = all_gather,
+    ) -> None:
+        """Prepare sums of the parameters' gradients, which have one dtype.
+
+        Args:
+            model: has the parameters.
+            batches: this rank's micro-batches.
+            buffers: tensors that each micro-batch overwrites, such as statistics of a norm; they are summed too.
+            all_to_all: the framework's collective, with the interface of this module's.
+            all_gather: likewise.
+        """
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buffers = buffers
+        self._batches, self._all_to_all, self._all_gather = batches, all_to_all, all_gather
+        self._sizes = [*(each.numel() for each in (*self._parameters, *buffers)), 1]
+        self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # for equal slices
+        self._nodes: list[Node] = []
+
+    def add(self, micro_batch: tuple[int, int], loss: Tensor) -> None:
+        """Take the gradients of one micro-batch out of the parameters, and its summed ``loss``.
+
+        Gradients are moved, never added to zeros: -0.0 + 0.0 has another sign.
+        """
+        k, count = micro_batch
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        parts = [*gradients, *self._buffers, loss.detach(), self._padding]
+        row = torch.cat([part.reshape(-1).to(self._padding.dtype) for part in parts])
+        for parameter in self._parameters:
+            parameter.grad = None
+        push(self._nodes, count, k, k + 1, row)
+
+    def all_reduce(self, step: int) -> Tensor:
+        """Give every parameter its gradient of the global batch; return the global batch's summed loss on rank 0.
+
+        Other ranks return 0, so that the ranks' losses add up, as their shards' do.
+        """
+        nodes, self._nodes = self._nodes, []
+        total = nodes[0][2] if self._batches.world_size == 1 else self._exchange(nodes, step)
+        *sums, loss = total[: sum(self._sizes)].split(self._sizes)
+        for parameter, gradient in zip(self._parameters, sums):
+            parameter.grad = gradient.view_as(parameter)
+        for buffer, each in zip(self._buffers, sums[len(self._parameters) :]):
+            buffer.copy_(each.view_as(buffer))
+        return loss[0] if self._batches.rank == 0 else torch.zeros_like(loss[0])
+
+    def _exchange(self, nodes: list[Node], step: int) -> Tensor:
+        """Return the sum over all ranks' ``nodes``: each rank sums one slice of it."""
+        leaves, world_size = self._batches.num_micro_batches(step), self._batches.world_size
+        layout = nodes_of_ranks(leaves, world_size)
+        width = (sum(self._sizes) + len(self._padding)) // world_size
+        rows = torch.stack([row for _, _, row in nodes]) if nodes else self._padding.new_empty(0, width * world_size)
+        slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node
+        received = self._all_to_all(slices, [len(nodes) * width] * world_size, [len(each) * width for each in layout])
+        merged: list[Node] = []
+        for (begin, end), row in zip(chain(*layout), received.view(-1, width)):
+            push(merged, leaves, begin, end, row)
+        return self._all_gather(merged[0][2])

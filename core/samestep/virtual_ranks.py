@@ -1,0 +1,41 @@
+"""Sum values in one fixed binary tree, so that no bit of the sum depends on the number of ranks.
+
+The leaves 0 to L - 1 are the micro-batches of a step. A node sums the leaves [begin, end): its left child has the
+largest power of two of them, and its right child the rest. A rank's leaves are contiguous. It adds its nodes alone, and
+ranks exchange the at most log2(L) + 1 nodes that it could not join. Floating-point addition is not associative, but
+every sum here has the same two terms at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from samestep.sharding import shard
+
+Node = tuple[int, int, Any]  # begin, end, and the sum of the leaves [begin, end): numbers, arrays or tensors
+
+
+def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> None:
+    """Append the node [begin, end) of a tree of ``leaves``, and add siblings, in place, until the last two are none."""
+    nodes.append((begin, end, value))
+    while len(nodes) > 1:
+        (first, middle, left), (_, last, right) = nodes[-2:]
+        width = middle - first
+        if first % (2 * width) or (last - middle < width and last < leaves):
+            return
+        left += right
+        nodes[-2:] = [(first, last, left)]
+
+
+@lru_cache(maxsize=64)
+def nodes_of_ranks(leaves: int, world_size: int) -> Sequence[Sequence[tuple[int, int]]]:
+    """Return the nodes [begin, end) that each rank is left with after it has pushed its leaves, in order of ranks."""
+    ranks = []
+    for rank in range(world_size):
+        nodes: list[Node] = []
+        for leaf in range(*shard(leaves, rank, world_size)):
+            push(nodes, leaves, leaf, leaf + 1, 0)
+        ranks.append([(begin, end) for begin, end, _ in nodes])
+    return ranks

@@ -1,0 +1,88 @@
+"""--virtual-ranks: the same bits at any number of ranks, also if each resume has another number."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Harness, Shape, metrics
+
+pytestmark = pytest.mark.virtual_ranks
+
+
+def recorded(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without times."""
+    return [
+        {name: value for name, value in line.items() if "second" not in name and name != "stragglers"}
+        for line in metrics(run_dir)
+    ]
+
+
+def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Compare the weights, the last checkpoint with the optimizer's state, and metrics.jsonl."""
+    run_dir, expected = Path(result["run_dir"]), Path(reference["run_dir"])
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    assert recorded(run_dir) == recorded(expected)
+    last = f"checkpoints/step-{reference['steps']:08d}"
+    files = {file.name for file in (expected / last).glob("*.safetensors")}
+    assert "optimizer.safetensors" in files
+    for name in files:
+        assert (run_dir / last / name).read_bytes() == (expected / last / name).read_bytes(), name
+
+
+def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], last: int, run_dir: Path) -> Any:
+    """Start (n, step): n ranks that are all killed after the step; then ``last`` ranks to the end."""
+    for n, step in kills:
+        job = harness.start(n, *options, run_dir=run_dir)
+        job.wait_for_step(step)
+        for pid in harness.left_running():
+            os.kill(pid, signal.SIGKILL)
+        job.process.communicate()
+    return harness.train(last, *options, run_dir=run_dir)
+
+
+def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    options = ["--virtual-ranks=4", *(harness.app.virtual_ranks or ())]
+    reference = undisturbed(1, *options)
+    kill = Shape.of(reference).epoch + Shape.of(reference).every + 1
+    result = relay(harness, [*harness.app.small, *options], [(3, kill)], 2, harness.folder / "run")
+    assert 0 < result["resumed_from_step"] < result["steps"]
+    check_same_bits(result, reference)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_one_hash_at_any_number_of_ranks(harness: Harness, optimizer: str, table: list[str]) -> None:
+    """320 steps of mnist_ddp at up to 8 ranks, and 100 of the others at up to 3."""
+    counts, steps = ((1, 2, 3, 4, 5, 8), 320) if harness.app.name == "mnist_ddp" else ((1, 2, 3), 100)
+    name = optimizer if f"--optimizer={optimizer}" in str(harness.app.variants) else f"{optimizer}w"
+    options = [f"--dataset={harness.app.dataset}", "--virtual-ranks=8", f"--max-steps={steps}", f"--optimizer={name}"]
+    options += harness.app.virtual_ranks or ()
+    reference, *results = (harness.train(n, *options, run_dir=harness.folder / str(n)) for n in counts)
+    for result in results:
+        check_same_bits(result, reference)
+    ranks, runs = ", ".join(map(str, counts)), len(counts)
+    table.append(f"| {harness.app.name} | {ranks} | none: one hash after {steps} steps, {name} | {runs} | {runs} |")
+
+
+@pytest.mark.soak
+def test_a_relay_of_four_three_one_and_two_ranks(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
+) -> None:
+    options = ["--virtual-ranks=4", *(harness.app.virtual_ranks or ())]
+    reference = undisturbed(1, *options)
+    shape, chance = Shape.of(reference), random.Random(38)
+    runs = harness.app.kills if soak else 1
+    for i in range(runs):
+        steps = sorted(chance.sample(range(1, reference["steps"] - shape.every - 1), 3))
+        kills = list(zip((4, 3, 1), steps))
+        result = relay(harness, [*harness.app.small, *options], kills, 2, harness.folder / str(i))
+        check_same_bits(result, reference)
+    table.append(f"| {harness.app.name} | 4, 3, 1, 2 | SIGKILL of all, and another number of ranks | {runs} | {runs} |")
