@@ -37,6 +37,7 @@ SPEC = App(
     defaults=("--log-every=1",),
     parts=(40, 3),
     exact_steps=(50, 6),
+    virtual_ranks=4,
     delay=30,  # in each of three micro-batches
     skipped_marks=("core_only", "best", "curves", "kills", "launcher", "stall", "stragglers", "torchrun"),
 )

@@ -44,7 +44,7 @@ class App:
     accuracy: float | None = None  # The minimum for its defaults on its embedded dataset, if it has one.
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Changes of a small run's options. A resume must refuse each.
-    virtual_ranks: Sequence[str] | None = ()  # Options beside --virtual-ranks, or None if the app refuses it.
+    virtual_ranks: int | None = 3  # The most ranks, in a soak, with --virtual-ranks; None if the app refuses it.
     defaults: Sequence[str] = ()  # A test's changes to the defaults, so that they take minutes.
     parts: tuple[int, int] = (32, 3)  # For `Shape.odd_batch`: the training set has about so many batches.
     exact_steps: Sequence[int] = (100, 6)  # The steps of the first variant, and of the others.

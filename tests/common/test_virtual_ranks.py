@@ -49,40 +49,38 @@ def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], la
 def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    options = ["--virtual-ranks=4", *(harness.app.virtual_ranks or ())]
-    reference = undisturbed(1, *options)
+    reference = undisturbed(1, "--virtual-ranks=4")
     kill = Shape.of(reference).epoch + Shape.of(reference).every + 1
-    result = relay(harness, [*harness.app.small, *options], [(3, kill)], 2, harness.folder / "run")
+    result = relay(harness, [*harness.app.small, "--virtual-ranks=4"], [(3, kill)], 2, harness.folder / "run")
     assert 0 < result["resumed_from_step"] < result["steps"]
     check_same_bits(result, reference)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_one_hash_at_any_number_of_ranks(harness: Harness, optimizer: str, table: list[str]) -> None:
-    """320 steps of mnist_ddp at up to 8 ranks, and 100 of the others at up to 3."""
-    counts, steps = ((1, 2, 3, 4, 5, 8), 320) if harness.app.name == "mnist_ddp" else ((1, 2, 3), 100)
-    name = optimizer if f"--optimizer={optimizer}" in str(harness.app.variants) else f"{optimizer}w"
-    options = [f"--dataset={harness.app.dataset}", "--virtual-ranks=8", f"--max-steps={steps}", f"--optimizer={name}"]
-    options += harness.app.virtual_ranks or ()
+@pytest.mark.parametrize("variant", [0, 1])
+def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
+    """Two models, optimizers or norms of the app, for at most 320 steps."""
+    counts = [n for n in (1, 2, 3, 4, 5, 8) if n <= (harness.app.virtual_ranks or 0)]
+    options = [f"--dataset={harness.app.dataset}", "--virtual-ranks=8", "--max-steps=320", "--log-every=5"]
+    options += harness.app.variants[variant]
     reference, *results = (harness.train(n, *options, run_dir=harness.folder / str(n)) for n in counts)
     for result in results:
         check_same_bits(result, reference)
-    ranks, runs = ", ".join(map(str, counts)), len(counts)
-    table.append(f"| {harness.app.name} | {ranks} | none: one hash after {steps} steps, {name} | {runs} | {runs} |")
+    ranks, runs, words = ", ".join(map(str, counts)), len(counts), " ".join(harness.app.variants[variant])
+    event = f"one hash after {reference['steps']} steps, {words}"
+    table.append(f"| {harness.app.name} | {ranks} | none: {event} | {runs} | {runs} |")
 
 
 @pytest.mark.soak
 def test_a_relay_of_four_three_one_and_two_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    options = ["--virtual-ranks=4", *(harness.app.virtual_ranks or ())]
-    reference = undisturbed(1, *options)
+    reference = undisturbed(1, "--virtual-ranks=4")
     shape, chance = Shape.of(reference), random.Random(38)
     runs = harness.app.kills if soak else 1
     for i in range(runs):
         steps = sorted(chance.sample(range(1, reference["steps"] - shape.every - 1), 3))
         kills = list(zip((4, 3, 1), steps))
-        result = relay(harness, [*harness.app.small, *options], kills, 2, harness.folder / str(i))
+        result = relay(harness, [*harness.app.small, "--virtual-ranks=4"], kills, 2, harness.folder / str(i))
         check_same_bits(result, reference)
     table.append(f"| {harness.app.name} | 4, 3, 1, 2 | SIGKILL of all, and another number of ranks | {runs} | {runs} |")
