@@ -397,8 +397,9 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
 def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
     """Return the versions of a package, with their labels, that have a wheel for this Python."""
     command = [python, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *options]
-    with _start(command, stdout=subprocess.PIPE, stderr=sys.stderr) as step:
-        output = step.communicate()[0]
+    with _start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as step:
+        output, errors = step.communicate()
+    sys.stderr.write(re.sub("(?m)^WARNING: pip index is currently an experimental command.*\n", "", errors))
     line = re.search(r"^Available versions: (.*)", output, re.MULTILINE)
     return line[1].split(", ") if line else []
 
