@@ -8,7 +8,8 @@ Times are medians, in milliseconds; ratios to the first are of each round, with 
 PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
 
 With --virtual-ranks, the first two variants are without it, at one thread and at this job's share of the processors.
-The others are each V at one thread, with the gradients that rank 0 exchanges and the kB that it sends per step.
+The others are each V at one thread, with the number of gradients that a rank has left to exchange, and the kB that it
+sends per step.
 """
 
 from __future__ import annotations
@@ -136,11 +137,11 @@ def main() -> None:
         return ten
 
     def cost(virtual_ranks: int) -> str:
-        """Describe a variant by the data that rank 0 exchanges."""
-        nodes = len(nodes_of_ranks(virtual_ranks, world.world_size)[0])
+        """Describe a variant by the data that a rank exchanges."""
+        nodes = max(map(len, nodes_of_ranks(virtual_ranks, world.world_size)))
         size = 4 * sum(parameter.numel() for parameter in build_model("net", 0.5, torch.float32, 1).parameters())
-        sent = (nodes + 1) * size * (world.world_size - 1) / world.world_size  # all-to-all of nodes, all-gather of sums
-        return f"virtual ranks {virtual_ranks}, 1 thread ({nodes} gradients exchanged, {sent / 1000:.0f} kB sent)"
+        sent = nodes * size * (world.world_size - 1)
+        return f"virtual ranks {virtual_ranks}, 1 thread ({nodes} to exchange, {sent / 1000:.0f} kB)"
 
     share = max(1, len(os.sched_getaffinity(0)) // world.world_size)
     loops = (

@@ -16,7 +16,7 @@ from samestep import ConfigError
 from samestep.env import World, processor
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMPUTE, StepTimer
-from samestep.virtual_ranks import Node, nodes_of_ranks, push
+from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
 SELECTED_GPUS = "FLAGS_selected_gpus"  # Paddle's launchers set it to each rank's GPU; others do not
 
@@ -213,11 +213,8 @@ class GradientTree:
             row[:] = value
         gathered = all_gather(rows.ravel()).reshape(world_size, *rows.shape)  # collective
         self._nodes = []
-        merged: list[Node] = []
-        for ranges, of_rank in zip(layout, gathered):
-            for (begin, end), row in zip(ranges, of_rank):
-                push(merged, leaves, begin, end, row)
-        total, sizes = merged[0][2], [parameter.size for parameter in self._parameters]
+        values = (row for of_rank, ranges in zip(gathered, layout) for row in of_rank[: len(ranges)])
+        total, sizes = tree_sum(leaves, layout, values), [parameter.size for parameter in self._parameters]
         *gradients, scalars = np.split(total, np.cumsum(sizes))
         for parameter, gradient in zip(self._parameters, gradients):
             parameter.grad = paddle.to_tensor(gradient.reshape(parameter.shape))

@@ -8,12 +8,14 @@ every sum here has the same two terms at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from samestep.sharding import shard
 
+Value = TypeVar("Value")
 Node = tuple[int, int, Any]  # begin, end, and the sum of the leaves [begin, end): numbers, arrays or tensors
 
 
@@ -27,6 +29,15 @@ def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> No
             return
         left += right
         nodes[-2:] = [(first, last, left)]
+
+
+def tree_sum(leaves: int, layout: Sequence[Sequence[tuple[int, int]]], values: Iterable[Value]) -> Value:
+    """Return the sum of a whole tree from the ``values`` of all nodes in ``layout``, in order; it changes them."""
+    nodes: list[Node] = []
+    for (begin, end), value in zip(chain(*layout), values):
+        push(nodes, leaves, begin, end, value)
+    total: Value = nodes[0][2]
+    return total
 
 
 @lru_cache(maxsize=64)

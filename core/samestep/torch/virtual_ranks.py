@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.sharding import GlobalBatches
-from samestep.virtual_ranks import Node, nodes_of_ranks, push
+from samestep.torch.reduction import GATHER_MAX_BYTES
+from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
@@ -32,8 +33,8 @@ def all_gather(tensor: Tensor) -> Tensor:
 class GradientTree:
     """Sum the gradients and losses of a step's micro-batches, with the same bits at any number of ranks.
 
-    It replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients at a time. Each rank then sums one slice of
-    all gradients: it sends and receives about as many bytes as an all-reduce does.
+    It replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients at a time. Of large gradients each rank then
+    sums one slice: it sends and receives about as many bytes as an all-reduce does.
     """
 
     def __init__(
@@ -88,14 +89,16 @@ class GradientTree:
         return loss[0] if self._batches.rank == 0 else torch.zeros_like(loss[0])
 
     def _exchange(self, nodes: list[Node], step: int) -> Tensor:
-        """Return the sum over all ranks' ``nodes``: each rank sums one slice of it."""
+        """Return the sum over all ranks' ``nodes``. Every rank adds small ones; each adds a slice of large ones."""
         leaves, world_size = self._batches.num_micro_batches(step), self._batches.world_size
         layout = nodes_of_ranks(leaves, world_size)
-        width = (sum(self._sizes) + len(self._padding)) // world_size
-        rows = torch.stack([row for _, _, row in nodes]) if nodes else self._padding.new_empty(0, width * world_size)
+        size, most = sum(self._sizes) + len(self._padding), max(map(len, layout))
+        rows = torch.stack([row for _, _, row in nodes]) if nodes else self._padding.new_empty(0, size)
+        if world_size * most * size * rows.element_size() <= GATHER_MAX_BYTES:  # one collective instead of two
+            gathered = self._all_gather(F.pad(rows, (0, 0, 0, most - len(rows))).view(-1))
+            of_ranks = zip(gathered.view(world_size, most, size), layout)
+            return tree_sum(leaves, layout, (row for padded, own in of_ranks for row in padded[: len(own)]))
+        width = size // world_size
         slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node
         received = self._all_to_all(slices, [len(nodes) * width] * world_size, [len(each) * width for each in layout])
-        merged: list[Node] = []
-        for (begin, end), row in zip(chain(*layout), received.view(-1, width)):
-            push(merged, leaves, begin, end, row)
-        return self._all_gather(merged[0][2])
+        return self._all_gather(tree_sum(leaves, layout, received.view(-1, width)))
