@@ -1,4 +1,4 @@
-"""tools/share_files.py: equal files of two environments become one; the size of a file decides, not its name."""
+"""tools/share_files.py makes one file of equal ones in two environments, whatever their names."""
 
 from __future__ import annotations
 

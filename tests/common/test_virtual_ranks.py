@@ -36,7 +36,7 @@ def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], last: int, run_dir: Path) -> Any:
-    """Start (n, step): n ranks that are all killed after the step; then ``last`` ranks to the end."""
+    """Start n ranks, and kill all after the step, for each (n, step); then start ``last`` ranks."""
     for n, step in kills:
         job = harness.start(n, *options, run_dir=run_dir)
         job.wait_for_step(step)

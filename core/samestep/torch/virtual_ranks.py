@@ -97,7 +97,8 @@ class GradientTree:
         if world_size * most * size * rows.element_size() <= GATHER_MAX_BYTES:  # one collective instead of two
             gathered = self._all_gather(F.pad(rows, (0, 0, 0, most - len(rows))).view(-1))
             of_ranks = zip(gathered.view(world_size, most, size), layout)
-            return tree_sum(leaves, layout, (row for padded, own in of_ranks for row in padded[: len(own)]))
+            total: Tensor = tree_sum(leaves, layout, (row for padded, own in of_ranks for row in padded[: len(own)]))
+            return total
         width = size // world_size
         slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node
         received = self._all_to_all(slices, [len(nodes) * width] * world_size, [len(each) * width for each in layout])
