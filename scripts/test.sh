@@ -23,6 +23,10 @@ if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$tox_version" ]; then
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "tox==$tox_version"
   echo "$tox_version" >"$venv/samestep-stamp"
 fi
+if [ "${1:-}" = --help ]; then
+  sed -n '2,3s/^# //p' "$0"
+  exec "$venv/bin/tox" list
+fi
 if [ "${1:-}" = --changed ]; then
   environments=$("$venv/bin/python" tools/changed.py "${@:2}")
   echo "the change needs: ${environments:-nothing}"

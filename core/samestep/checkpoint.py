@@ -47,6 +47,7 @@ _BODY = {"app": _TEXT, "step": _STEP, "state": _MAPPING, "arithmetic": _MAPPING,
 # The values of the state that a run relies on.
 _STATE: dict[str, untrusted.Check] = {
     **dict.fromkeys(("requested_dataset", "dataset_fingerprint", "threads"), untrusted.optional(_TEXT)),
+    "metadata": _MAPPING,
     **dict.fromkeys(("epoch_loss_sum", "epoch_correct"), _NUMBER),
     "train_loss": untrusted.optional(_NUMBER),
     "seconds": untrusted.number(0, 1e15),

@@ -218,6 +218,7 @@ class Run:
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_loss: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
+        self._metadata = dict(metadata)
         self._threads = os.environ.get("OMP_NUM_THREADS", "")[:100] or None  # it decides how a framework's sums round
         self._metrics: Metrics | None = None
         self._best: BestEvaluation | None = None
@@ -227,6 +228,11 @@ class Run:
             if (before := self._state.get("threads", self._threads)) != self._threads:
                 change = f"was {before or 'unset'} before this resume and is {self._threads or 'unset'} now"
                 log.warning(f"OMP_NUM_THREADS {change}: sums may round differently; set it back for the same bits")
+            was = self._state.get("metadata", metadata) if getattr(options, "virtual_ranks", None) else metadata
+            changed = [name for name in metadata if was.get(name) != metadata[name]]
+            if changed:
+                texts = [f"{name} {was.get(name)} before this resume, {metadata[name]} now" for name in changed]
+                log.warning(f"{'; '.join(texts)}: the bits may differ from here on")
             header = metrics.header(self.app, options, world, metadata)
             self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
             self._best = metrics.BestEvaluation(self._state.get("best"))
@@ -382,6 +388,7 @@ class Run:
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun, "threads": self._threads}
+        state["metadata"] = self._metadata
         options, best = self.options, self._best
         state |= {"best": best.state} if best and best.state else {}
         return state, resume_invariants(options), options.keep_checkpoints, best.step if best else None

@@ -34,11 +34,12 @@ LIMIT = 60  # seconds that no child process needs
 
 # A run of one rank without a framework; its weights depend on all updates, and on the optimizer's state.
 PROGRAM = """
+import os
 import sys
 import numpy as np
 from samestep import log
 from samestep.env import World
-from samestep.options import Parser, add_common
+from samestep.options import Parser, add_common, add_virtual_ranks
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run
 from samestep.sharding import GlobalBatches
@@ -50,6 +51,7 @@ class Alone:
 def main():
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=4, lr="1", datasets=("none",), devices=("cpu",))
+    add_virtual_ranks(parser)
     parser.add_argument("--dtype", default="float64")
     run = Run("toy", parser.parse(sys.argv[1:]), World(0, 1), Watchdog())
     weights, momentum = np.zeros(3), np.zeros(3)
@@ -59,7 +61,7 @@ def main():
         momentum[:] = groups.get("optimizer", {"m": momentum})["m"]
 
     run.restore(Alone, load)
-    run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", {})
+    run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", {"device": os.environ.get("DEVICE", "one")})
     for step in range(run.first_step, run.last_step):
         momentum[:] = momentum / 2 + step
         weights[:] -= momentum
@@ -291,6 +293,17 @@ def test_another_number_of_threads_is_one_warning(tmp_path: Path, before: str | 
     found = [line for line in errors(done, "warning") if "OMP_NUM_THREADS" in line]
     assert len(found) == warns, done.stderr
     assert all(f"was {before or 'unset'} before this resume and is {now or 'unset'} now" in line for line in found)
+
+
+@pytest.mark.parametrize("options", [(), ("--virtual-ranks=2",)])
+def test_a_resume_on_another_processor_is_a_warning_where_bits_are_promised(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    assert run_toy(tmp_path / "run", "--max-steps=2", *options).returncode == 0
+    done = run_toy(tmp_path / "run", "--max-steps=4", *options, DEVICE="two")
+    assert done.returncode == 0
+    found = [line for line in errors(done, "warning") if "device one before this resume, two now" in line]
+    assert len(found) == len(options), done.stderr
 
 
 # --- 16: the lock ----------------------------------------------------------------------------------------------------

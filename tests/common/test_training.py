@@ -15,7 +15,7 @@ from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_
 from samestep import checkpoint
 
 # Lines of code of samestep that a rank may load, and of samestep.sharded beside it.
-MAX_LOADED_LINES, MAX_SHARDED_LINES = 2380, 500
+MAX_LOADED_LINES, MAX_SHARDED_LINES = 2390, 500
 RESULT_KEYS = set(
     "app framework framework_version launcher backend device dtype world_size node_count dataset train_examples epochs "
     "steps global_batch_size seed train_loss test_loss test_accuracy test_examples seconds samples_per_second restarts "

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.sharding import GlobalBatches
-from samestep.torch.reduction import GATHER_MAX_BYTES
 from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
+GATHER_MAX_BYTES = 2**22  # of all ranks' nodes, which every rank then adds
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
