@@ -67,10 +67,13 @@ def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_buck
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "rows"), [("ddp_step", 12), ("step_cost", 5)])
-def test_the_variants_of_a_step(harness: Harness, name: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "rows"),
+    [("ddp_step", [], 12), ("step_cost", [], 5), ("step_cost", ["--virtual-ranks", "4"], 4)],
+)
+def test_the_variants_of_a_step(harness: Harness, name: str, options: list[str], rows: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / f"{name}.py"), "--rounds=2"])
+    outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / f"{name}.py"), "--rounds=2", *options])
     assert outcome.code == 0, outcome
     assert outcome.stdout.count("\n|") >= rows
 
