@@ -135,8 +135,9 @@ def separate(model: nn.Module, batches: GlobalBatches) -> list[Tensor]:
     norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm2d) and not module.frozen]
     last = batches.steps_per_epoch - 1
     if norms and batches.size(last) < 2 * batches.num_micro_batches(last):
-        need = f"batch norm needs 2 samples in each sub-shard, and the last batch of an epoch has {batches.size(last)}"
-        raise ConfigError(f"--virtual-ranks: {need}: lower it, or use --norm group")
+        cut = f"{batches.size(last)} samples of an epoch's last batch make {batches.num_micro_batches(last)} sub-shards"
+        remedy = "lower --virtual-ranks or --accumulate, or use --norm group"
+        raise ConfigError(f"--virtual-ranks: {cut}, and batch norm needs 2 in each: {remedy}")
     for module in norms:
         module.sums = module.running_mean.new_zeros(2 * module.num_features + 1)
     return [module.sums for module in norms if module.sums is not None]

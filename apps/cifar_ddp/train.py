@@ -35,7 +35,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run, StepStats
-from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
+from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
 from samestep.step_timer import INPUT, StepTimer
 from samestep.torch import distributed, reduction, weights
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ def train_step(
     losses = []
     optimizer.zero_grad()
     micro_batches = batches.micro_batches(step)
-    world_size = 1 if tree else dist.get_world_size()
+    scale = 1 if tree else dist.get_world_size()  # undoes DDP's division
     for micro_batch in micro_batches:
         images, labels = next(shards)
         rows = batches.rows(step, micro_batch)
@@ -107,7 +107,7 @@ def train_step(
             loss = F.cross_entropy(
                 scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing
             )
-            (loss * (world_size / rows.global_size)).backward()  # collective: DDP averages the gradients
+            (loss * (scale / rows.global_size)).backward()  # collective: DDP averages the gradients
         losses.append(loss.detach())
         if tree:
             tree.add(micro_batch, loss)
@@ -124,7 +124,7 @@ def train_step(
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    batches = np.array_split(np.arange(len(test_set.labels)), -(-len(test_set.labels) // EVAL_BATCH_SIZE))
+    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks or run.world.world_size)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
     for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
         images, labels = test_set.batch(batches[k], dtype)

@@ -189,12 +189,12 @@ class GradientTree:
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
         self._parameters = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
-        self._batches, self._nodes = batches, list[Node]()
+        self._batches, self._nodes, self._dtype = batches, list[Node](), self._parameters[0].numpy().dtype
 
     def add(self, micro_batch: tuple[int, int], *sums: Tensor) -> None:
         """Take the gradients of one micro-batch out of the parameters, and its ``sums``, which are scalars."""
         k, count = micro_batch
-        scalars = [np.asarray(value.numpy(), self._dtype()).reshape(1) for value in sums]
+        scalars = [np.asarray(value.numpy(), self._dtype).reshape(1) for value in sums]
         row = np.concatenate([*(parameter.grad.numpy().ravel() for parameter in self._parameters), *scalars])
         for parameter in self._parameters:
             parameter.clear_gradient(False)  # the next gradient is not added to zeros: -0.0 + 0.0 has another sign
@@ -207,8 +207,8 @@ class GradientTree:
         """
         leaves, world_size = self._batches.num_micro_batches(step), self._batches.world_size
         layout, nodes = nodes_of_ranks(leaves, world_size), self._nodes
-        rows = np.zeros((max(map(len, layout)), sum(parameter.size for parameter in self._parameters) + count))
-        rows = rows.astype(self._dtype())
+        shape = max(map(len, layout)), sum(parameter.size for parameter in self._parameters) + count
+        rows = np.zeros(shape, self._dtype)
         for row, (_, _, value) in zip(rows, nodes):
             row[:] = value
         gathered = all_gather(rows.ravel()).reshape(world_size, *rows.shape)  # collective
@@ -218,10 +218,7 @@ class GradientTree:
         *gradients, scalars = np.split(total, np.cumsum(sizes))
         for parameter, gradient in zip(self._parameters, gradients):
             parameter.grad = paddle.to_tensor(gradient.reshape(parameter.shape))
-        return [paddle.to_tensor(value if self._batches.rank == 0 else 0 * value) for value in scalars]
-
-    def _dtype(self) -> Any:
-        return self._parameters[0].numpy().dtype
+        return [paddle.to_tensor(value if self._batches.rank == 0 else np.zeros_like(value)) for value in scalars]
 
 
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:

@@ -43,7 +43,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run, StepStats
-from samestep.sharding import GlobalBatches, shard, step_seed
+from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
 from samestep.step_timer import COMMUNICATION, INPUT, OPTIMIZER
 from spawn import spawn
 from visual import Scalars, check_folder
@@ -69,7 +69,8 @@ def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, An
         sums = model.sum_shards(test)  # collective
     else:
         model.eval()
-        batches = np.array_split(np.arange(len(test.labels)), -(-len(test.labels) // EVAL_BATCH_SIZE))
+        parts = run.options.virtual_ranks or run.world.world_size
+        batches = eval_batches(len(test.labels), EVAL_BATCH_SIZE, parts)
         rows = np.zeros((len(batches), 4))  # a row per batch
         for k in range(*shard(len(batches), dist.get_rank(), dist.get_world_size())):
             images, labels = test.batch(batches[k], run.options.dtype)
@@ -110,7 +111,7 @@ def train_virtual_ranks(
             loss_sum, correct = tree.all_reduce(step, 2)  # collective
         run.timer.mark(COMMUNICATION)
         optimizer.step()
-        optimizer.clear_grad()
+        optimizer.clear_grad(set_to_zero=False)  # the next gradient is not added to zeros
         run.timer.mark(OPTIMIZER)
         after_step(step, loss_sum, correct)  # collective
 

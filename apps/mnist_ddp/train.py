@@ -26,7 +26,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run, StepStats
-from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
+from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch import distributed, reduction, weights
 from torch import nn
 
@@ -43,7 +43,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    batches = np.array_split(np.arange(len(test_set.labels)), -(-len(test_set.labels) // EVAL_BATCH_SIZE))
+    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks or run.world.world_size)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
     for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
         images, labels = test_set.batch(batches[k], dtype)
@@ -73,7 +73,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
     tree = reduction.gradient_tree(ddp, batches)  # with --virtual-ranks, instead of DDP's own reduction
     reduction.time_phases(model, optimizer, run.timer)
-    divisor = 1 if tree else world_size  # DDP's
+    scale = 1 if tree else world_size  # DDP divides by world_size
     running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         optimizer.zero_grad()
@@ -84,8 +84,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             distributed.generator(device).manual_seed(step_seed(options.seed, step))
             rows = batches.rows(step, micro_batch)
             loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-            # The mean over the global batch: DDP divides by world_size, and shards may differ in size or be empty.
-            (loss * (divisor / rows.global_size)).backward()  # collective: DDP averages the gradients
+            # The mean over the global batch, although shards may differ in size or be empty.
+            (loss * (scale / rows.global_size)).backward()  # collective: DDP averages the gradients
             if tree:
                 tree.add(micro_batch, loss)
         if tree:

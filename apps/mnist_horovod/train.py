@@ -17,7 +17,6 @@ from pathlib import Path
 import distributed
 import horovod
 import horovod.torch as hvd
-import numpy as np
 import torch
 import torch.nn.functional as F
 from data import Split, load
@@ -28,7 +27,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Run, StepStats
-from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
+from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch import reduction, weights
 from torch import nn
 
@@ -45,7 +44,7 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    batches = np.array_split(np.arange(len(test_set.labels)), -(-len(test_set.labels) // EVAL_BATCH_SIZE))
+    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks or run.world.world_size)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
     for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
         images, labels = test_set.batch(batches[k], dtype)
@@ -84,7 +83,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             distributed.generator(device).manual_seed(step_seed(options.seed, step))
             rows = batches.rows(step, micro_batch)
             loss = F.nll_loss(model(images, rows), labels, reduction="sum")
-            # The mean over the global batch: ranks add their gradients, and shards may differ in size or be empty.
+            # The mean over the global batch, although shards may differ in size or be empty.
             (loss / rows.global_size).backward()
             if tree:
                 tree.add(micro_batch, loss)

@@ -30,16 +30,16 @@ class RunCallback(pl.Callback):
         fit, first = trainer.fit_loop, self.run.first_step
         current: Any = fit.epoch_progress.current
         current.processed = current.completed = first // self.data.batches.steps_per_epoch  # current_epoch
-        fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first  # global_step
+        # global_step, without and with --virtual-ranks
+        fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first
+        fit.epoch_loop.manual_optimization.optim_step_progress.total.completed = first
         fit.epoch_loop.on_load_checkpoint({"_batches_that_stepped": first})  # the step that its loggers get
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.run.stop_request.install()  # Lightning's handler of TERM would communicate at once
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
-        if self.data.batches.virtual_ranks:
-            ddp.require_backward_grad_sync = False  # as in no_sync(): training_step reduces the gradients
-        else:
+        if not self.data.batches.virtual_ranks:
             sample = self.data.train_set.batch(np.arange(1), self.data.dtype)
             reduction.fix_reduction_order(ddp, self.run.timer, *sample)  # collective
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)

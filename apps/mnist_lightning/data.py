@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pytorch_lightning import LightningDataModule
 from samestep.data import datasets
 from samestep.run import Run
-from samestep.sharding import BatchSlice, GlobalBatches, shard
+from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard
 from samestep.step_timer import INPUT
 from torch import Tensor
 
@@ -82,8 +82,9 @@ class Data(LightningDataModule):
     def __init__(self, run: Run, batches: GlobalBatches, train_set: Split, test_set: Split, dtype: torch.dtype) -> None:
         super().__init__()
         self.run, self.batches, self.train_set, self.test_set, self.dtype = run, batches, train_set, test_set, dtype
-        n = len(test_set.labels)
-        self.val_batches = np.array_split(np.arange(n), -(-n // EVAL_BATCH_SIZE))  # of all ranks
+        # Of all ranks. Lightning refuses a rank without a batch.
+        parts = batches.virtual_ranks or batches.world_size
+        self.val_batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, parts)
 
     def train_dataloader(self) -> Loader[Batch]:
         """Return the steps of Lightning's current epoch, from the run's first step to its last.

@@ -87,7 +87,7 @@ class Digits(pl.LightningModule):
         self.optimizer.zero_grad()
         for part in batch.micro_batches:
             loss_sum = self.loss_sum(batch.step, part)
-            (loss_sum / part.rows.global_size).backward()
+            (loss_sum / part.rows.global_size).backward()  # with manual_backward() DDP would reduce
             tree.add(part.number, loss_sum)
         loss = tree.all_reduce(batch.step)  # collective
         self.optimizers().step()  # type: ignore[union-attr]

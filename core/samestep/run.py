@@ -139,7 +139,8 @@ class Run:
         if missing := ", ".join(name for name in options.RESULT_FIELDS if not hasattr(options, name)):
             raise NonRetryableError(f"the options of {app} lack {missing}: add them in apps/{app}/options.py")
         if (getattr(options, "virtual_ranks", None) or world.world_size) < world.world_size:
-            raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {world.world_size} ranks: raise it")
+            problem = f"--virtual-ranks {options.virtual_ranks} is below {world.world_size} ranks"
+            raise ConfigError(f"{problem}: start fewer, or raise it in a new run")
         if threads := getattr(options, "threads", None):
             os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
@@ -227,9 +228,10 @@ class Run:
 
             if (before := self._state.get("threads", self._threads)) != self._threads:
                 change = f"was {before or 'unset'} before this resume and is {self._threads or 'unset'} now"
-                log.warning(f"OMP_NUM_THREADS {change}: sums may round differently; set it back for the same bits")
+                name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
+                log.warning(f"{name} {change}: sums may round differently; set it back for the same bits")
             was = self._state.get("metadata", metadata) if getattr(options, "virtual_ranks", None) else metadata
-            changed = [name for name in metadata if was.get(name) != metadata[name]]
+            changed = [name for name in metadata if name != "threads" and was.get(name) != metadata[name]]
             if changed:
                 texts = [f"{name} {was.get(name)} before this resume, {metadata[name]} now" for name in changed]
                 log.warning(f"{'; '.join(texts)}: the bits may differ from here on")

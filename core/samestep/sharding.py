@@ -142,6 +142,11 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + size + (rank < extra)
 
 
+def eval_batches(length: int, batch_size: int, parts: int) -> list[NDArray[np.int64]]:
+    """Cut ``length`` examples into at least ``parts`` batches, of at most ``batch_size`` examples."""
+    return np.array_split(np.arange(length), max(parts, -(-length // batch_size)))
+
+
 class BatchSlice(NamedTuple):
     """Locate a rank's rows in a global batch: they begin at ``first``, of ``global_size`` rows over all ranks."""
 
@@ -161,8 +166,8 @@ class GlobalBatches:
         global_batch_size: samples per step, over all ranks; at least 1.
         seed: integer in [0, 2**64) that decides the order together with the epoch.
         rank, world_size: the shard of each batch that `indices` returns.
-        virtual_ranks: the number of sub-shards per micro-batch, or None. A rank then takes whole sub-shards, which
-            are micro-batches of their own: the same ones at any number of ranks.
+        virtual_ranks: None, or the number of sub-shards per global batch, ``accumulate`` times. A rank takes whole
+            sub-shards, which are micro-batches of their own: the same ones at any number of ranks.
         accumulate: micro-batches per global batch, which are cut before ranks are; at least 1.
         drop_last: leave out an epoch's last batch if it is smaller.
 
@@ -183,8 +188,9 @@ class GlobalBatches:
 
     def __post_init__(self) -> None:
         size = self.global_batch_size
-        if size < 1:
-            raise ValueError(f"global_batch_size must be at least 1, got {size}")
+        for name, value in (("global_batch_size", size), ("accumulate", self.accumulate)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.drop_last and size > self.n:
             raise ValueError(f"global_batch_size must be at most {self.n} to leave a batch, got {size}")
         shard(0, self.rank, self.world_size)  # checks rank and world_size
@@ -257,8 +263,8 @@ class GlobalBatches:
         """Return this rank's indices at ``step``; with ``virtual_ranks``, the whole global batch."""
         if (cached := self._index_cache.get(step)) is not None:
             return cached
-        is_seek = step - 1 not in self._index_cache
-        ahead = 1 if is_seek else max(1, PREFETCH_SAMPLES // (self.global_batch_size // self.world_size + 1))
+        is_seek, ranks = step - 1 not in self._index_cache, 1 if self.virtual_ranks else self.world_size
+        ahead = 1 if is_seek else max(1, PREFETCH_SAMPLES // (self.global_batch_size // ranks + 1))
         steps = range(step, step + min(ahead, self.steps_per_epoch - step % self.steps_per_epoch))
         shards = self._compute_indices(steps)
         self._index_cache.clear()

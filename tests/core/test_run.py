@@ -1208,7 +1208,7 @@ def test_a_checkpoint_says_what_a_resume_must_repeat(run_dir: Path) -> None:
     assert found.resume_invariants == resume_invariants(ranks[0].options)
     assert found.resume_invariants["momentum"] == 0.25
     wanted = {"requested_dataset", "dataset_fingerprint", "epoch_loss_sum", "epoch_correct", "train_loss", "seconds"}
-    assert found.state.keys() == {*wanted, "threads"}
+    assert found.state.keys() == {*wanted, "threads", "metadata"}
     assert (found.state["epoch_loss_sum"], found.state["train_loss"]) == (0.0, mean_loss(range(8, 12)))
 
 

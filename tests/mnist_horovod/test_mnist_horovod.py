@@ -348,3 +348,39 @@ def test_a_damaged_source_is_refused(
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in message
     assert message.splitlines()[-1].startswith("error: could not download the source of Horovod 0.28.1: ")
     assert not ran.exists()
+
+
+TREE = """
+import os
+import torch
+import distributed
+import horovod.torch as hvd
+from samestep.sharding import GlobalBatches
+from samestep.torch import virtual_ranks
+from torch import nn
+
+hvd.init()
+virtual_ranks.GATHER_MAX_BYTES = 0  # so that large gradients go by all-to-all
+collectives = distributed.all_to_all, distributed.all_gather_tensor
+for step in (0, 8):  # the last batch has one sample: two ranks have none
+    sums = []
+    for rank, world_size in ((0, 1), (hvd.rank(), hvd.size())):
+        batches, model = GlobalBatches(65, 8, 1, rank, world_size, 5), nn.Linear(7, 5)
+        tree = virtual_ranks.GradientTree(model, batches, (), *collectives)
+        for micro_batch in batches.micro_batches(step):
+            torch.manual_seed(micro_batch[0])
+            model.weight.grad, model.bias.grad = torch.randn(5, 7), torch.randn(5)
+            tree.add(micro_batch, torch.randn(()))
+        tree.all_reduce(step)
+        sums.append([model.weight.grad, model.bias.grad])
+    assert all(map(torch.equal, *sums))
+os._exit(0)
+"""
+
+
+def test_large_gradients_of_virtual_ranks_have_the_bits_of_one_rank(harness: Harness) -> None:
+    (harness.folder / "tree.py").write_text(TREE)
+    command = [*HOROVODRUN, "-np", "3", sys.executable, "tree.py"]
+    folders = [str(ROOT / "apps" / "mnist_horovod"), os.environ.get("PYTHONPATH", "")]
+    outcome = bare(harness, command, PYTHONPATH=os.pathsep.join(folders))
+    assert outcome.code == 0, outcome

@@ -81,10 +81,11 @@ def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness
     assert curve == [line["loss"] for line in lines]
 
 
-def test_lightning_counts_on_where_a_run_resumes(harness: Harness) -> None:
+@pytest.mark.parametrize("options", [[], ["--virtual-ranks=2"]], ids=["automatic", "manual optimization"])
+def test_lightning_counts_on_where_a_run_resumes(harness: Harness, options: list[str]) -> None:
     """Its epochs and steps are the run's, also from the middle of an epoch on."""
     file = harness.folder / "probe.jsonl"
-    command = [sys.executable, PROBE, "--dataset=mnist-5k", "--global-batch-size=250", "--run-dir=run"]
+    command = [sys.executable, PROBE, "--dataset=mnist-5k", "--global-batch-size=250", "--run-dir=run", *options]
     for max_steps in (20, 40, 40):  # the last has nothing to train
         harness.checked(bare(harness, [*command, f"--max-steps={max_steps}"], PROBE=str(file)), 1)
     lines = [json.loads(line) for line in file.read_text().splitlines()]

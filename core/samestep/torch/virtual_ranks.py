@@ -67,7 +67,7 @@ class GradientTree:
         Gradients are moved, never added to zeros: -0.0 + 0.0 has another sign.
         """
         k, count = micro_batch
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
         parts = [*gradients, *self._buffers, loss.detach(), self._padding]
         row = torch.cat([part.reshape(-1).to(self._padding.dtype) for part in parts])
         for parameter in self._parameters:
