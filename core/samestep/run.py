@@ -139,8 +139,7 @@ class Run:
         if missing := ", ".join(name for name in options.RESULT_FIELDS if not hasattr(options, name)):
             raise NonRetryableError(f"the options of {app} lack {missing}: add them in apps/{app}/options.py")
         if (getattr(options, "virtual_ranks", None) or world.world_size) < world.world_size:
-            problem = f"--virtual-ranks {options.virtual_ranks} is below {world.world_size} ranks"
-            raise ConfigError(f"{problem}: start fewer, or raise it in a new run")
+            raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {world.world_size} ranks: start fewer")
         if threads := getattr(options, "threads", None):
             os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):

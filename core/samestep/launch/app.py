@@ -129,8 +129,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
     if (getattr(options, "virtual_ranks", None) or nproc) < nproc:
-        problem = f"--virtual-ranks {options.virtual_ranks} is below {nproc} ranks"
-        raise ConfigError(f"{problem}: start fewer, or raise it in a new run")
+        raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {nproc} ranks: start fewer")
     if hasattr(module, "check_ranks"):
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
