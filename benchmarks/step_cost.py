@@ -72,69 +72,56 @@ def main() -> None:
     run.start(batches, len(test.labels), "net", "cpu", {})
     step = 0
 
-    def ten_steps(
-        ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, stops: bool, phases: bool, lightning: bool
-    ) -> None:
-        nonlocal step
-        running_loss = torch.zeros((), dtype=torch.float64)
-        for _ in range(AT_ONCE):
-            if lightning:
-                flag = torch.tensor([0])
-                dist.broadcast(flag, src=0)
-                flag.item()
-            with run.timer.phase("input") if phases else nullcontext():
-                images, labels = training.batch(batches.indices(step), torch.float32)
-            rows = batches.rows(step)
-            optimizer.zero_grad()
-            loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-            (loss * (world.world_size / rows.global_size)).backward()
-            optimizer.step()
-            running_loss += loss.detach()
-            if stops:
-                run.after_step(step)
-                run.actions(step)
-            step += 1
-        local = run.local_stats(loss, running_loss).to_vector() if stops else [loss.item(), running_loss.item()]
-        sums = torch.tensor(local, dtype=torch.float64)
-        dist.all_reduce(sums)
-        if stops:
-            run.apply_global_stats(StepStats.from_vector(sums.tolist()))
-
-    def variant(stops: bool, phases: bool, lightning: bool = False) -> Callable[[], None]:
-        model = build_model("net", 0.5, torch.float32, 1)
-        optimizer = build_optimizer(options, model)
-        ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
-        reduction.fix_reduction_order(ddp, run.timer if phases else StepTimer(), *sample)
-        if phases:
-            reduction.time_phases(model, optimizer, run.timer)
-        return partial(ten_steps, ddp, optimizer, stops, phases, lightning)
-
-    def cut(virtual_ranks: int | None, threads: int) -> Callable[[], None]:
+    def variant(
+        stops: bool = False,
+        phases: bool = False,
+        lightning: bool = False,
+        virtual_ranks: int | None = None,
+        threads: int | None = None,
+    ) -> Callable[[], None]:
+        """Return a function that takes ten steps."""
         model = build_model("net", 0.5, torch.float32, 1)
         optimizer = build_optimizer(options, model)
         cuts = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size, virtual_ranks)
         ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
-        reduction.fix_reduction_order(ddp, run.timer, *sample)
+        reduction.fix_reduction_order(ddp, run.timer if phases else StepTimer(), *sample)
         tree = reduction.gradient_tree(ddp, cuts)
+        if phases:
+            reduction.time_phases(model, optimizer, run.timer)
 
-        def ten() -> None:
+        def ten_steps() -> None:
             nonlocal step
-            torch.set_num_threads(threads)
+            distributed.set_threads(threads)
+            running_loss = torch.zeros((), dtype=torch.float64)
             for _ in range(AT_ONCE):
+                if lightning:
+                    flag = torch.tensor([0])
+                    dist.broadcast(flag, src=0)
+                    flag.item()
                 optimizer.zero_grad()
                 for micro_batch in cuts.micro_batches(step):
-                    images, labels = training.batch(cuts.indices(step, micro_batch), torch.float32)
+                    with run.timer.phase("input") if phases else nullcontext():
+                        images, labels = training.batch(cuts.indices(step, micro_batch), torch.float32)
                     rows = cuts.rows(step, micro_batch)
                     loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
                     (loss * ((1 if tree else world.world_size) / rows.global_size)).backward()
                     if tree:
                         tree.add(micro_batch, loss)
                 if tree:
-                    tree.all_reduce(step)
+                    loss = tree.all_reduce(step)
                 optimizer.step()
+                running_loss += loss.detach()
+                if stops:
+                    run.after_step(step)
+                    run.actions(step)
                 step += 1
+            local = run.local_stats(loss, running_loss).to_vector() if stops else [loss.item(), running_loss.item()]
+            sums = torch.tensor(local, dtype=torch.float64)
+            dist.all_reduce(sums)
+            if stops:
+                run.apply_global_stats(StepStats.from_vector(sums.tolist()))
 
-        return ten
+        return ten_steps
 
     def cost(virtual_ranks: int) -> str:
         """Describe a variant by the data that a rank exchanges."""
@@ -146,16 +133,16 @@ def main() -> None:
     share = max(1, len(os.sched_getaffinity(0)) // world.world_size)
     loops = (
         {
-            "no virtual ranks, 1 thread": cut(None, 1),
-            f"no virtual ranks, {share} threads": cut(None, share),
-            **{cost(each): cut(each, 1) for each in arguments.virtual_ranks},
+            "no virtual ranks, 1 thread": variant(threads=1),
+            f"no virtual ranks, {share} threads": variant(threads=share),
+            **{cost(each): variant(virtual_ranks=each, threads=1) for each in arguments.virtual_ranks},
         }
         if arguments.virtual_ranks
         else {
-            "neither": variant(False, False),
-            "stop requests": variant(True, False),
-            "stop requests and phases (the app)": variant(True, True),
-            "neither, and Lightning's broadcast": variant(False, False, True),
+            "neither": variant(),
+            "stop requests": variant(stops=True),
+            "stop requests and phases (the app)": variant(stops=True, phases=True),
+            "neither, and Lightning's broadcast": variant(lightning=True),
         }
     )
     taken: dict[str, list[float]] = {name: [] for name in loops}

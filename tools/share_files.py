@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def share(store: Path, folder: Path) -> None:
     store.mkdir(parents=True, exist_ok=True)
     for path in folder.rglob("*"):
         status = path.lstat()
-        if not path.is_file() or path.is_symlink() or status.st_size < MIN_BYTES or status.st_nlink > 1:
+        if not stat.S_ISREG(status.st_mode) or status.st_size < MIN_BYTES or status.st_nlink > 1:
             continue
         with path.open("rb") as file:
             copy = store / hashlib.file_digest(file, "sha256").hexdigest()

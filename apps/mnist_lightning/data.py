@@ -82,7 +82,7 @@ class Data(LightningDataModule):
     def __init__(self, run: Run, batches: GlobalBatches, train_set: Split, test_set: Split, dtype: torch.dtype) -> None:
         super().__init__()
         self.run, self.batches, self.train_set, self.test_set, self.dtype = run, batches, train_set, test_set, dtype
-        # Of all ranks. Lightning refuses a rank without a batch.
+        # The batches of all ranks. Lightning raises an error on a rank that has none.
         parts = batches.virtual_ranks or batches.world_size
         self.val_batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, parts)
 

@@ -224,6 +224,12 @@ def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
         add("--threads", type=bounded_int(1), metavar="T", help=threads)
 
 
+def check_virtual_ranks(options: argparse.Namespace, ranks: int) -> None:
+    """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
+    if (virtual_ranks := getattr(options, "virtual_ranks", None) or ranks) < ranks:
+        raise ConfigError(f"--virtual-ranks {virtual_ranks} is below {ranks} ranks: start fewer")
+
+
 def resume_invariants(options: Options) -> dict[str, Any]:
     """Return the options that a resume must repeat, because they decide a run's numbers, as JSON values."""
     mutable = RESUME_MUTABLE.union(options.resume_mutable).difference(options.resume_pinned)

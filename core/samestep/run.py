@@ -28,7 +28,7 @@ from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
-from samestep.options import Options, resume_invariants
+from samestep.options import Options, check_virtual_ranks, resume_invariants
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import PHASES, StepTimer
 
@@ -138,8 +138,7 @@ class Run:
             self._open_logs()
         if missing := ", ".join(name for name in options.RESULT_FIELDS if not hasattr(options, name)):
             raise NonRetryableError(f"the options of {app} lack {missing}: add them in apps/{app}/options.py")
-        if (getattr(options, "virtual_ranks", None) or world.world_size) < world.world_size:
-            raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {world.world_size} ranks: start fewer")
+        check_virtual_ranks(options, world.world_size)
         if threads := getattr(options, "threads", None):
             os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
@@ -214,11 +213,10 @@ class Run:
         total = options.epochs * batches.steps_per_epoch
         self.last_step = max(self.first_step, total if options.max_steps is None else min(total, options.max_steps))
         self.last_step = self.first_step if options.evaluate_only else self.last_step
-        self._batches, self._step = batches, self.first_step  # updates done
+        self._batches, self._metadata, self._step = batches, dict(metadata), self.first_step  # updates done
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_loss: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
-        self._metadata = dict(metadata)
         self._threads = os.environ.get("OMP_NUM_THREADS", "")[:100] or None  # it decides how a framework's sums round
         self._metrics: Metrics | None = None
         self._best: BestEvaluation | None = None
@@ -387,9 +385,8 @@ class Run:
         """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
         metrics.sync()
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
-        state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct}
+        state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct, "metadata": self._metadata}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun, "threads": self._threads}
-        state["metadata"] = self._metadata
         options, best = self.options, self._best
         state |= {"best": best.state} if best and best.state else {}
         return state, resume_invariants(options), options.keep_checkpoints, best.step if best else None

@@ -262,6 +262,11 @@ class Harness:
                 raise AssertionError(f"left running: {left}")
             time.sleep(0.1)
 
+    def kill_all(self) -> None:
+        """Kill every process of this test at once, as a machine that fails does."""
+        for pid in self.left_running():
+            os.kill(pid, signal.SIGKILL)
+
     def left_running(self) -> dict[int, str]:
         """Return the processes of this test, even if their parents have changed."""
         return {
@@ -292,6 +297,11 @@ def losses(run_dir: Path) -> list[float]:
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
+
+
+def recorded(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without their speeds."""
+    return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 
 def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:

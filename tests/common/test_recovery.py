@@ -78,8 +78,7 @@ def test_what_started_the_ranks_is_killed(
             job.process.kill()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)  # at once: old ranks may still be there
         else:
-            for pid in harness.left_running():
-                os.kill(pid, signal.SIGKILL)
+            harness.kill_all()
             job = harness.start(2, *harness.app.small, run_dir=run_dir)
         # Ranks that lost their script take note within a second, and may have come to the end by then.
         result = check_same_end(harness, job.finish(), 2, reference)

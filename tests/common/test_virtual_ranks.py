@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Harness, Shape, metrics
+from harness import Harness, Shape, recorded
 
 pytestmark = pytest.mark.virtual_ranks
 
 
-def recorded(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without times."""
-    return [
-        {name: value for name, value in line.items() if "second" not in name and name != "stragglers"}
-        for line in metrics(run_dir)
-    ]
+OPTIONS = ("--virtual-ranks=4", "--straggler=0")  # a report of a slow rank would be in metrics.jsonl
 
 
 def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -40,8 +33,7 @@ def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], la
     for n, step in kills:
         job = harness.start(n, *options, run_dir=run_dir)
         job.wait_for_step(step)
-        for pid in harness.left_running():
-            os.kill(pid, signal.SIGKILL)
+        harness.kill_all()
         job.process.communicate()
     return harness.train(last, *options, run_dir=run_dir)
 
@@ -49,9 +41,9 @@ def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], la
 def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    reference = undisturbed(1, "--virtual-ranks=4")
+    reference = undisturbed(1, *OPTIONS)
     kill = Shape.of(reference).epoch + Shape.of(reference).every + 1
-    result = relay(harness, [*harness.app.small, "--virtual-ranks=4"], [(3, kill)], 2, harness.folder / "run")
+    result = relay(harness, [*harness.app.small, *OPTIONS], [(3, kill)], 2, harness.folder / "run")
     assert 0 < result["resumed_from_step"] < result["steps"]
     check_same_bits(result, reference)
 
@@ -61,8 +53,8 @@ def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
 def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
     """Two models, optimizers or norms of the app, for at most 320 steps."""
     counts = [n for n in (1, 2, 3, 4, 5, 8) if n <= (harness.app.virtual_ranks or 0)]
-    options = [f"--dataset={harness.app.dataset}", "--virtual-ranks=8", "--max-steps=320", "--log-every=5"]
-    options += harness.app.variants[variant]
+    options = [f"--dataset={harness.app.dataset}", "--max-steps=320", "--log-every=5", *harness.app.variants[variant]]
+    options += ["--virtual-ranks=8", "--straggler=0"]
     reference, *results = (harness.train(n, *options, run_dir=harness.folder / str(n)) for n in counts)
     for result in results:
         check_same_bits(result, reference)
@@ -75,12 +67,12 @@ def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: 
 def test_a_relay_of_four_three_one_and_two_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    reference = undisturbed(1, "--virtual-ranks=4")
+    reference = undisturbed(1, *OPTIONS)
     shape, chance = Shape.of(reference), random.Random(38)
     runs = harness.app.kills if soak else 1
     for i in range(runs):
         steps = sorted(chance.sample(range(1, reference["steps"] - shape.every - 1), 3))
         kills = list(zip((4, 3, 1), steps))
-        result = relay(harness, [*harness.app.small, "--virtual-ranks=4"], kills, 2, harness.folder / str(i))
+        result = relay(harness, [*harness.app.small, *OPTIONS], kills, 2, harness.folder / str(i))
         check_same_bits(result, reference)
     table.append(f"| {harness.app.name} | 4, 3, 1, 2 | SIGKILL of all, and another number of ranks | {runs} | {runs} |")

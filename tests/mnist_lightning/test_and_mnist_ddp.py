@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import Harness, losses, metrics, relative_difference
+from harness import Harness, losses, recorded, relative_difference
 
 
 @pytest.mark.soak  # in the matrix tests/conformance shows it
@@ -44,11 +43,6 @@ def test_with_virtual_ranks_five_ranks_end_with_the_bits_of_one_of_mnist_ddp(har
     ours, reference = harness.train(5, *options), ddp.train(1, *options)
     assert ours["weights_sha256"] == reference["weights_sha256"]
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
-
-
-def recorded(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without their speeds."""
-    return [{name: value for name, value in line.items() if "second" not in name} for line in metrics(run_dir)]
 
 
 @pytest.mark.soak  # in the matrix tests/conformance shows it

@@ -47,7 +47,7 @@ from samestep.launch.environments import Environment
 from samestep.launch.job import OUTER_JOB, Job, Nodes, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.migration import check_imports
 from samestep.launch.supervise import print_stderr
-from samestep.options import Options
+from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import printable
 
 MAX_RANKS = 10**5  # on one machine
@@ -128,8 +128,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     options = module.parse(arguments, usage=usage)
-    if (getattr(options, "virtual_ranks", None) or nproc) < nproc:
-        raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {nproc} ranks: start fewer")
+    check_virtual_ranks(options, nproc)
     if hasattr(module, "check_ranks"):
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None

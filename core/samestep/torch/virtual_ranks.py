@@ -33,8 +33,8 @@ def all_gather(tensor: Tensor) -> Tensor:
 class GradientTree:
     """Sum the gradients and losses of a step's micro-batches, with the same bits at any number of ranks.
 
-    It replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients at a time. Of large gradients each rank then
-    sums one slice: it sends and receives about as many bytes as an all-reduce does.
+    The tree replaces DDP. A rank keeps at most log2(micro-batches) + 1 gradients at a time, and then exchanges them. If
+    they are large, each rank sums one slice, and sends and receives about as many bytes as an all-reduce does.
     """
 
     def __init__(
