@@ -27,7 +27,8 @@ from hypothesis.extra import numpy as st_numpy
 from numpy.typing import NDArray
 from samestep import ConfigError
 from samestep.data import datasets, download, files
-from samestep.data.datasets import EMBEDDED, FILES, load, read_idx, resolve
+from samestep.data.datasets import EMBEDDED, load, read_idx, resolve
+from samestep.data.files import MNIST_FILES as FILES
 from samestep.data.files import DatasetInfo
 
 CORE = str(Path(samestep.__file__).parent.parent)

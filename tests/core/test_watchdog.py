@@ -193,6 +193,34 @@ def test_a_heartbeat_says_who_and_where_and_goes_on(job: Job) -> None:
     job.alive(0, lambda seen: seen["time"] > first["time"])  # although the rank hangs
 
 
+def test_a_heartbeat_during_a_garbage_collection_does_not_hang_the_process() -> None:
+    """In `sys._current_frames` of Python 3.11.7 a finalizer that closes a file lets another thread in: both wait."""
+    program = """
+import gc, os, threading
+from samestep.recovery.rank_files import current_frames
+
+class Cycle:
+    def __init__(self):
+        self.itself, self.file = self, open(os.devnull)  # to close it gives up the interpreter's lock
+
+def beat():
+    for _ in range(500):
+        current_frames()
+        Cycle()
+        threading.Thread(target=Cycle).start()  # which takes the lock of all threads' states
+
+gc.set_threshold(50)
+threads = [threading.Thread(target=beat) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+"""
+    environment = {**os.environ, "PYTHONPATH": CORE}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, timeout=60, check=True)
+
+
 def test_the_first_update_of_a_process_writes_its_heartbeat_at_once(job: Job) -> None:
     """The launch script wants to know whether a start that failed got so far."""
     job.rank(restored=7, steps=8, tick=LIMIT, timeout=LIMIT)  # no tick comes in between

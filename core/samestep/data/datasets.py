@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from samestep import ConfigError
 from samestep.data import files
-from samestep.data.files import DatasetInfo, damaged, missing
+from samestep.data.files import MNIST_FILES, DatasetInfo, damaged, missing
 from samestep.untrusted import own_folder
 
 NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
@@ -40,7 +40,6 @@ NAMES = ("mnist", "fashion-mnist", "mnist-5k", "cifar10", "synthetic-cifar10")
 MEAN = 0.1307
 STD = 0.3081
 
-FILES = files.MNIST_FILES
 TORCHVISION = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-bin"}
 SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 EMBEDDED = Path(__file__).parent / "mnist-5k"
@@ -124,7 +123,7 @@ def _read(info: DatasetInfo) -> Dataset:
 
         arrays = cifar.read_files(info.folder, records)
     else:
-        arrays = _read_split(info.folder, *FILES[:2]) + _read_split(info.folder, *FILES[2:])
+        arrays = _read_split(info.folder, *MNIST_FILES[:2]) + _read_split(info.folder, *MNIST_FILES[2:])
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"uint8 {list(array.shape)}\n".encode())

@@ -15,7 +15,6 @@ import contextlib
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.env import detect
-from samestep.recovery.rank_files import PROGRAM, CodeLocation, own_location, stack
+from samestep.recovery.rank_files import PROGRAM, CodeLocation, current_frames, own_location, stack
 from samestep.untrusted import check, integer, mapping, number, optional, read_object, read_text, text, write_json
 
 HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
@@ -64,7 +63,7 @@ def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callabl
 def _threads() -> list[dict[str, Any]]:
     """Return the stacks of all threads except this one, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    frames = sorted(current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     return [
         {"name": names.get(ident, str(ident)), "calls": [call.with_code() for call in stack(frame)]}
         for ident, frame in frames

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ _MAIN = getattr(sys.modules["__main__"], "__file__", None)
 PROGRAM = Path(_MAIN).absolute().parent if _MAIN else Path(os.devnull)
 _PACKAGE = f"{Path(__file__).absolute().parents[1]}{os.sep}"
 _COLLECTIVES = re.compile(r"/(horovod|distributed|communication)/")  # folders of frameworks' modules of collectives
+
+_reading_frames = threading.Lock()
 
 
 class CodeLocation(NamedTuple):
@@ -38,6 +42,21 @@ class CodeLocation(NamedTuple):
         code = re.sub(r"\s*#.*", "", self.code)
         code = code if len(code) <= MAX_CODE_LENGTH else f"{code[: MAX_CODE_LENGTH - 3]}..."
         return f"{os.path.basename(self.file)}:{self.line} in {self.function}" + (f" ({code})" if code else "")
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return each thread's frame, without a garbage collection meanwhile.
+
+    Before Python 3.11.9 a collection in `sys._current_frames` may hang the process: it holds the lock of all threads'
+    states while a finalizer gives up the interpreter's lock (https://github.com/python/cpython/issues/106883).
+    """
+    with _reading_frames:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        frames = sys._current_frames()
+        if was_enabled:
+            gc.enable()
+        return frames
 
 
 def stack(frame: FrameType | None) -> list[CodeLocation]:

@@ -97,10 +97,5 @@ class StragglerDetector:
 def leave_one_out_median(seconds: Seconds) -> Seconds:
     """Return for each of two or more ranks the median of all others' ``seconds`` [world_size]."""
     ordered, others = np.sort(seconds), len(seconds) - 1
-    position = np.argsort(np.argsort(seconds, kind="stable"), kind="stable")  # of each rank in ``ordered``
-
-    def nth_other(n: int) -> Seconds:
-        nth: Seconds = np.where(position > n, ordered[n], ordered[n + 1])
-        return nth
-
-    return (nth_other((others - 1) // 2) + nth_other(others // 2)) / 2
+    low, high = (np.where(seconds > ordered[n], ordered[n], ordered[n + 1]) for n in ((others - 1) // 2, others // 2))
+    return np.asarray((low + high) / 2)

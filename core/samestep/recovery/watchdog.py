@@ -16,7 +16,6 @@ import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.events import HANG, append_event
-from samestep.recovery.rank_files import is_in_collective, own_location, stack
+from samestep.recovery.rank_files import current_frames, is_in_collective, own_location, stack
 from samestep.recovery.straggler import StragglerDetector
 from samestep.untrusted import open_regular, write_json
 
@@ -222,7 +221,7 @@ class Watchdog(Monitor):
 
     def values(self) -> dict[str, Any]:
         """Return a heartbeat's values. ``at`` is the main thread's file, line and function in the program."""
-        calls = stack(sys._current_frames().get(threading.main_thread().ident or 0))
+        calls = stack(current_frames().get(threading.main_thread().ident or 0))
         waiting = self._collective is not None or is_in_collective(calls)
         values = {"rank": self._world.rank, "pid": os.getpid(), "host": socket.gethostname(), "job": self.job}
         values |= {"step": self._step, "updates": self._updates, "time": time.time()}

@@ -27,9 +27,8 @@ def choose_device(requested: str, world: World) -> torch.device:
     """
     gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
     if requested == "cuda" and gpus < ranks:
-        raise ConfigError(
-            f"--device cuda: this machine has {gpus} GPUs for {ranks} ranks: start fewer, or use --device cpu"
-        )
+        problem = f"this machine has {gpus} GPUs for {ranks} ranks"
+        raise ConfigError(f"--device cuda: {problem}: start fewer, or use --device cpu")
     if requested == "cpu" or gpus < ranks:
         return torch.device("cpu")
     torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bits
