@@ -13,6 +13,10 @@ PATHS = [
         "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
     ),
     (
+        *("cuda", "NCCL", "placement of a step, an evaluation and the average, by torch's device meta", "simulated"),
+        "tests/cifar_ddp/test_device.py::test_a_step_an_evaluation_and_the_average_stay_on_the_device",
+    ),
+    (
         *("cuda", "NCCL", "DistributedDataParallel(device_ids=[...]), all-reduce in backward, autocast", "read"),
         "torch/nn/parallel/distributed.py of torch 2.13.0",
     ),

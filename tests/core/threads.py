@@ -111,7 +111,7 @@ def put(data_dir: Path, label: int = 0) -> Path:
     """Write a data set of 20 + 6 images; ``label`` tells one from another. Returns its folder."""
     folder = data_dir / "mnist"
     folder.mkdir(parents=True, exist_ok=True)
-    for images_file, labels_file, n in ((*MNIST_FILES[:2], TRAINING), (*MNIST_FILES[2:], TEST)):
+    for (images_file, labels_file), n in ((MNIST_FILES[:2], TRAINING), (MNIST_FILES[2:], TEST)):
         images, labels = np.full((n, 28, 28), 7, np.uint8), np.full(n, label, np.uint8)
         for file, array in ((images_file, images), (labels_file, labels)):
             header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()

@@ -1,0 +1,64 @@
+"""Nothing of a step, an evaluation or a sharded model stays behind on the CPU, with FSDP and tensor parallelism.
+
+Tensors of torch's device "meta" have a device, but no content. As on a GPU, an operation refuses to mix them with the
+CPU's.
+"""
+
+from __future__ import annotations
+
+from harness import told_by
+
+PROGRAM = """
+import json
+import torch
+import torch.distributed as dist
+import distributed
+import model
+import train
+from data import load
+from options import parse
+from samestep.env import World
+from samestep.sharded.run import ShardedRun
+from samestep.sharding import GlobalBatches
+from samestep.step_timer import StepTimer
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+class Streams:  # of the device meta, which has none: the CPU's do nothing
+    def __getattr__(self, name):
+        return getattr(torch.cpu, name)
+    def current_device(self):
+        return 0
+
+torch.meta = Streams()
+FSDPParamGroup._validate_no_meta_params = lambda group: None
+model.initialize = lambda *arguments: None  # it copies drawn values to wherever the weights are
+adamw = torch.optim.AdamW
+torch.optim.AdamW = lambda *arguments, fused, **settings: adamw(*arguments, **settings)  # meta has no fused one
+read = []
+torch.Tensor.item = lambda tensor: read.append(tensor) or 1.0  # there is no content
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+meta = torch.device("meta")
+sizes = ["--layers=2", "--width=64", "--heads=2", "--context=16"]
+options = parse([*sizes, "--mesh=2x2", "--clip-norm=1", "--accumulate=2", "--checkpoint-activations"])
+mesh = distributed.make_mesh(options, meta)
+gpt = model.build_model(options, torch.float32, mesh)
+optimizer = train.build_optimizer(options, gpt)
+train_set, test_set = load(options, meta)
+batches = GlobalBatches(len(train_set), 5, 1, 0, 2, None, 2)
+for step in range(2):
+    loss = train.train_step(options, gpt, optimizer, train_set, batches, step, mesh, StepTimer())
+try:
+    run = ShardedRun("gpt_fsdp", options, World(1, 4))
+    evaluated = str(train.evaluate(run, gpt, test_set, mesh, torch.float32))
+except NotImplementedError as problem:  # sums.tolist(), after everything else
+    evaluated = str(problem)
+tensors = [loss, *gpt.parameters(), *(each.grad for each in gpt.parameters())]
+tensors += [each for each in read if each.dtype == torch.float64]  # norms; AdamW reads its step
+tensors += [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+print(json.dumps([sorted({each.device.type for each in tensors}), evaluated]))
+"""
+
+
+def test_a_step_and_an_evaluation_stay_on_the_device() -> None:
+    assert told_by("gpt_fsdp", PROGRAM) == [["meta"], "Cannot copy out of meta tensor; no data!"]
