@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -59,6 +59,12 @@ def shell(repository: Path, text: str) -> Ended:
     return ran(repository, "bash", "-c", text, environ=environ, limit=LIMIT)
 
 
+@cache  # pages repeat commands
+def repeated(repository: Path, text: str) -> Ended:
+    """Return how a command ends that leaves nothing behind."""
+    return shell(repository, text)
+
+
 @pytest.mark.parametrize("page", ruled())
 def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
     """Check the commands that match a rule, in the order of the page."""
@@ -73,8 +79,10 @@ def test_the_commands_of_a_page_work(repository: Path, page: str) -> None:
 # Each check yields the problems, in words.
 
 
-def _ends(repository: Path, text: str, codes: tuple[int, ...] = (0,)) -> Iterator[str]:
-    done = shell(repository, text)
+def _ends(
+    repository: Path, text: str, codes: tuple[int, ...] = (0,), run: Callable[[Path, str], Ended] = repeated
+) -> Iterator[str]:
+    done = run(repository, text)
     if done.returncode not in codes:
         yield f"{text} ends with {done.returncode}: {(done.stderr or done.stdout)[-1000:]}"
 
@@ -85,7 +93,7 @@ def as_it_stands(repository: Path, text: str) -> Iterator[str]:
         addresses = [f"address_{i}=192.168.{server[1]}.{i + 1}\n" for i in range(8)]
         (repository / "hccn.conf").write_text("".join(addresses))
         text += " --hccn-conf hccn.conf"
-    yield from _ends(repository, text, (0, 1) if text.startswith("diff ") else (0,))
+    yield from _ends(repository, text, (0, 1) if text.startswith("diff ") else (0,), shell)
 
 
 def shown(repository: Path, text: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@cache  # pages name the same tests
+def functions(file: Path) -> dict[str, list[str]]:
+    """Return the decorators of each function of a file of tests."""
+    found = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: [*map(ast.unparse, node.decorator_list)] for node in found}
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_a_heading_and_a_test(page: Path) -> None:
     text = CODE.sub(lambda match: match[0] if "\n" not in match[0] else "", page.read_text())
@@ -57,8 +65,7 @@ def test_every_link_leads_to_a_file_a_heading_and_a_test(page: Path) -> None:
             assert anchor in anchors(file / "README.md" if file.is_dir() else file), target
         name = title or words.strip("`")
         if name.startswith("test_"):
-            functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-            decorators = {node.name: [*map(ast.unparse, node.decorator_list)] for node in functions}
+            decorators = functions(file)
             assert name in decorators, f"{target} has no function {name}"
             assert bool(note) == ("pytest.mark.soak" in decorators[name]), f"{name}: in the soak, or not?"
 

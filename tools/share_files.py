@@ -1,9 +1,10 @@
-"""Replace large files that environments have in common by hard links to one copy in a store.
+"""Replace large files that environments have in common by hard links to one copy, and compile the frameworks.
 
     python tools/share_files.py .tox/store .tox/core/lib/python3.11/site-packages
 
-tox runs this after it has installed an environment: most of them hold the same framework, and the test suite's
-environments would take 21 GB instead of 8.
+tox runs this after it has installed an environment. Most of them hold the same framework, and the test suite's
+environments would take 21 GB instead of 8. The first import compiles a framework's modules, which takes 6 s of a
+processor: without this, all ranks of the first tests would do so at once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import contextlib
 import hashlib
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 MIN_BYTES = 2**14  # smaller files are many and take little
+MODULES = ("torch._dynamo", "torch.distributed.run", "lightning.pytorch", "horovod.torch", "paddle", "mindspore")
 
 
 def share(store: Path, folder: Path) -> None:
@@ -35,6 +38,14 @@ def share(store: Path, folder: Path) -> None:
         link.replace(path)
 
 
+def compile_frameworks(folder: Path) -> None:
+    """Import what ``folder`` has of MODULES, each in a process of its own, so that Python writes its bytecode."""
+    for module in MODULES:
+        if (folder / module.partition(".")[0]).is_dir():
+            subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
+
+
 if __name__ == "__main__":
     with contextlib.suppress(OSError):  # a file system without hard links, or two of them
         share(Path(sys.argv[1]), Path(sys.argv[2]))
+    compile_frameworks(Path(sys.argv[2]))

@@ -86,7 +86,6 @@ def test_the_version_stands_in_one_place_and_the_newest_change_is_its() -> None:
     assert headings[0] == samestep.__version__
 
 
-@pytest.mark.soak  # in the matrix tests/copies installs the wheel
 def test_a_project_elsewhere_imports_it_has_its_types_and_its_digits(built: Built, tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", "venv", folder=tmp_path)
