@@ -1,7 +1,8 @@
-"""tools/share_files.py makes one file of equal ones in two environments, whatever their names."""
+"""tools/share_files.py makes one file of equal ones in two environments, whatever their names, and compiles modules."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,3 +22,13 @@ def test_large_files_that_are_equal_become_one(tmp_path: Path) -> None:
     assert (tmp_path / "a/large").samefile(tmp_path / "b/same")
     assert not (tmp_path / "a/small").samefile(tmp_path / "b/small")
     assert len([*(tmp_path / "store").iterdir()]) == 2
+
+
+def test_the_modules_that_an_environment_has_are_compiled(tmp_path: Path) -> None:
+    for package in ("first", "second"):
+        (tmp_path / "packages" / package).mkdir(parents=True)
+        (tmp_path / "packages" / package / "__init__.py").touch()
+    words = [str(tmp_path / "store"), str(tmp_path / "packages"), "first", "missing"]
+    environ = {"PATH": os.defpath, "PYTHONPATH": str(tmp_path / "packages")}
+    subprocess.run([sys.executable, str(FILE), *words], env=environ, check=True)
+    assert [path.parent.parent.name for path in tmp_path.glob("packages/*/__pycache__/*.pyc")] == ["first"]

@@ -1,10 +1,10 @@
 """Replace large files that environments have in common by hard links to one copy, and compile the frameworks.
 
-    python tools/share_files.py .tox/store .tox/core/lib/python3.11/site-packages
+    python tools/share_files.py .tox/store .tox/core/lib/python3.11/site-packages [MODULE ...]
 
 tox runs this after it has installed an environment. Most of them hold the same framework, and the test suite's
 environments would take 21 GB instead of 8. The first import compiles a framework's modules, which takes 6 s of a
-processor: without this, all ranks of the first tests would do so at once.
+processor. Otherwise all ranks of the first tests would do so at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 MIN_BYTES = 2**14  # smaller files are many and take little
-MODULES = ("torch._dynamo", "torch.distributed.run", "lightning.pytorch", "horovod.torch", "paddle", "mindspore")
 
 
 def share(store: Path, folder: Path) -> None:
@@ -38,9 +38,9 @@ def share(store: Path, folder: Path) -> None:
         link.replace(path)
 
 
-def compile_frameworks(folder: Path) -> None:
-    """Import what ``folder`` has of MODULES, each in a process of its own, so that Python writes its bytecode."""
-    for module in MODULES:
+def compile_modules(folder: Path, modules: Sequence[str]) -> None:
+    """Import each of ``modules`` that ``folder`` has, in its own process, so that Python writes its bytecode."""
+    for module in modules:
         if (folder / module.partition(".")[0]).is_dir():
             subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
 
@@ -48,4 +48,4 @@ def compile_frameworks(folder: Path) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(OSError):  # a file system without hard links, or two of them
         share(Path(sys.argv[1]), Path(sys.argv[2]))
-    compile_frameworks(Path(sys.argv[2]))
+    compile_modules(Path(sys.argv[2]), sys.argv[3:])

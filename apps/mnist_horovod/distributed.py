@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from options import NO_MPI
 from samestep import ConfigError, log
 from samestep.env import World
+from samestep.options import Options
 from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import generator as generator
 from samestep.torch.distributed import set_threads as set_threads
@@ -100,6 +101,19 @@ def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> T
 def all_gather_tensor(tensor: Tensor) -> Tensor:
     """Return all ranks' ``tensor`` [k] as [world_size * k], in the order of ranks."""
     return hvd.allgather(tensor)  # type: ignore[no-any-return]  # collective
+
+
+def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """Return ``optimizer`` itself, or with --gradients optimizer Horovod's, with its state.
+
+    Horovod's starts to sum a gradient when `backward` has computed it, and waits for the sums in `step`.
+    """
+    if options.gradients == "group":
+        return optimizer
+    compressor = getattr(hvd.Compression, options.compression)
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compressor, op=hvd.Sum)
+    wrapped.load_state_dict(optimizer.state_dict())  # equal on all ranks; hvd.broadcast_optimizer_state loads a pickle
+    return wrapped  # type: ignore[no-any-return]
 
 
 def all_reduce_gradients(model: nn.Module, compression: str) -> None:

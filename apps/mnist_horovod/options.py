@@ -44,7 +44,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu", "cuda"),
-        resume_mutable=("transport",),
+        resume_mutable=("transport", "gradients"),
     )
     add_virtual_ranks(parser)
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
@@ -55,6 +55,13 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add = parser.group("Training").add_argument
     add("--optimizer", choices=("sgd", "adam"), default="sgd", help=f"optimizer {default}")
     add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
+    add(
+        "--gradients",
+        choices=("group", "optimizer"),
+        default="group",
+        help="group sums all gradients after backward, in a fixed order; optimizer is hvd.DistributedOptimizer, which "
+        f"sums each during backward, so that the last bits of two runs differ from 3 ranks on {default}",
+    )
     compression = f"compression of gradients in the all-reduce {default}"
     add("--compression", choices=("none", "fp16"), default="none", help=compression)
     add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
@@ -89,6 +96,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
     if options.virtual_ranks and options.compression != "none":
         raise ConfigError("--compression changes the values that ranks exchange: leave it or --virtual-ranks out")
+    if options.virtual_ranks and options.gradients != "group":
+        raise ConfigError("--gradients optimizer sums whole shards: leave it or --virtual-ranks out")
     return options
 
 

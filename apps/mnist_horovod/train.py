@@ -71,6 +71,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
+    optimizer = distributed.wrap(optimizer, model, options)  # with --gradients optimizer, Horovod's
     tree = reduction.gradient_tree(model, batches, (), distributed.all_to_all, distributed.all_gather_tensor)
     reduction.time_phases(model, optimizer, run.timer)
     running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
@@ -89,7 +90,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
                 tree.add(micro_batch, loss)
         if tree:
             loss = tree.all_reduce(step)  # collective
-        else:
+        elif options.gradients == "group":
             distributed.all_reduce_gradients(model, options.compression)  # collective
         optimizer.step()
         running_loss += loss.detach()

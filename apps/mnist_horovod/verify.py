@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from argparse import SUPPRESS
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def check_ranks(options: Options) -> list[Row]:
     numbers, sizes, total = [rank["rank"] for rank in ranks], {rank["size"] for rank in ranks}, n * (n + 1) / 2
     backends = {f"{rank['backend']} on {rank['device']}" for rank in ranks}
     images = f"{ranks[0]['samples']} images of {DATASET} in total"
+    batches = [(f"batch of rank {rank['rank']}", shown(rank["batch"]), True) for rank in ranks]
     return [
         ("gradients go by", ", ".join(sorted(backends)), all(rank["backend"] in (transport, "nccl") for rank in ranks)),
         ("hvd.rank()", ", ".join(map(str, numbers)), numbers == list(range(n))),
@@ -124,8 +126,15 @@ def check_ranks(options: Options) -> list[Row]:
         ("weights are equal after the broadcast", "", all(rank["equal_after_broadcast"] for rank in ranks)),
         ("a training step changes the weights", "", all(rank["changed"] for rank in ranks)),
         ("weights are equal after a training step", "", all(rank["equal_after_step"] for rank in ranks)),
+        ("the optimizer's state is equal after it", "", all(rank["equal_state"] for rank in ranks)),
+        *batches,
         ("batches are distinct", images, all(rank["distinct"] for rank in ranks)),
     ]
+
+
+def shown(batch: list[int]) -> str:
+    """Return "16 images: 4, 31, 7, ..."."""
+    return f"{len(batch)} images: {', '.join(map(str, batch[:3]))}{', ...' if len(batch) > 3 else ''}"
 
 
 def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
@@ -137,9 +146,9 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
     rank, size = hvd.rank(), hvd.size()
     total = hvd.allreduce(torch.tensor([rank + 1.0], device=device), op=hvd.Sum)
     model = build_model("net", 0.0, torch.float32, seed=rank).to(device)
-    differed = not weights_are_equal(model)
+    differed = not are_equal(model.parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    before, equal_after_broadcast = parameters_to_vector(model.parameters()).detach(), weights_are_equal(model)
+    before, equal_after_broadcast = parameters_to_vector(model.parameters()).detach(), are_equal(model.parameters())
 
     train_set, _ = load(DATASET, Path("data"), device)
     batches = GlobalBatches(len(train_set.labels), 16 * size + 1, 1, rank, size)
@@ -159,15 +168,17 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
         "differed": differed,
         "equal_after_broadcast": equal_after_broadcast,
         "changed": not torch.equal(parameters_to_vector(model.parameters()), before),
-        "equal_after_step": weights_are_equal(model),
+        "equal_after_step": are_equal(model.parameters()),
+        "equal_state": are_equal(state["momentum_buffer"] for state in optimizer.state.values()),
+        "batch": indices.tolist(),
         "samples": len(gathered),
         "distinct": len(np.unique(gathered)) == len(gathered) == batches.size(0),
     }
 
 
-def weights_are_equal(model: torch.nn.Module) -> bool:
-    """Return whether all ranks have the same weights, bit for bit."""
-    gathered = hvd.allgather(parameters_to_vector(model.parameters()).detach().unsqueeze(0))
+def are_equal(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all ranks have the same bits in their ``tensors``."""
+    gathered = hvd.allgather(parameters_to_vector(tensors).detach().unsqueeze(0))
     return all(torch.equal(other, gathered[0]) for other in gathered)
 
 

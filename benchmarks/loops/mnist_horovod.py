@@ -25,7 +25,6 @@ def textbook(options: argparse.Namespace) -> None:
     model = TextbookNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     clock = common.Clock(options, hvd.rank())
     model.train()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, Outcome, bare, losses, relative_difference
+from harness import ROOT, Harness, Outcome, bare, losses, options_of, relative_difference
 from samestep import ConfigError
 
 TRAIN = str(ROOT / "apps" / "mnist_horovod" / "train.py")
@@ -39,6 +39,26 @@ def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: 
     outcome = harness.run(1, *harness.app.small, "--max-steps=7")
     assert outcome.code == 2
     assert "--compression" in outcome.errors[0]
+
+
+def test_a_distributed_optimizer_takes_the_same_steps(harness: Harness, soak: bool) -> None:
+    """Horovod's DistributedOptimizer, resumed at another number of ranks, beside the group of gradients of one rank."""
+    steps = 50 if soak else 12
+    for kind in ("adam", "sgd") if soak else ("adam",):
+        options = [*harness.app.exact, f"--optimizer={kind}", "--global-batch-size=127"]
+        harness.train(1, *options, f"--max-steps={steps}", run_dir=harness.folder / kind)
+        expected = losses(harness.folder / kind)
+        assert len(expected) == steps
+        for first, then in ((3, 2), (2, 3), (1, 1)) if soak else ((3, 2),):
+            run_dir = harness.folder / f"{kind}-{first}"
+            for n, last in ((first, steps // 2), (then, steps)):
+                harness.train(n, *options, "--gradients=optimizer", f"--max-steps={last}", run_dir=run_dir)
+            assert relative_difference(expected, losses(run_dir)) < 1e-9, (kind, first)
+
+
+def test_a_distributed_optimizer_has_no_virtual_ranks() -> None:
+    with pytest.raises(ConfigError, match="--gradients optimizer sums whole shards: leave it or --virtual-ranks out"):
+        options_of("mnist_horovod").parse(["--gradients=optimizer", "--virtual-ranks=4"])
 
 
 # --- its launcher --------------------------------------------------------------------------------------------------
@@ -177,7 +197,8 @@ def test_the_installation_is_verified(harness: Harness) -> None:
     outcome = verify(harness, "2")
     assert outcome.code == 0, outcome
     rows = outcome.stdout.splitlines()
-    assert len(rows) >= 11
+    assert len(rows) >= 14
+    assert sum("batch of rank" in row and "images: " in row for row in rows) == 2
     assert all(row.startswith("ok ") for row in rows)
     assert "FAILED" not in outcome.stdout
 
