@@ -14,7 +14,7 @@ from samestep.options import Options, Parser, bounded_float, bounded_int, second
 
 COMMANDS = {
     "primitives": "check every collective against its definition, and time it over sizes",
-    "aggregate": "average gradients by ten strategies: time, bytes, messages, loss, accuracy",
+    "aggregate": "average gradients by twelve strategies: time, bytes, messages, loss, accuracy",
     "straggler": "slow one rank down, and measure each rank's waits at each collective",
     "launchers": "start a small job by torchrun, spawn and Process; compare settings and failures",
     "predict": "fit latency and bandwidth to measurements, and predict 65,536 ranks",
@@ -25,8 +25,9 @@ PRIMITIVES = (
     "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all barrier send_recv isend_irecv"
 ).split()
 STRATEGIES = (
-    "ddp overlap per_parameter all_reduce reduce_broadcast gather_scatter all_gather ring local_1 local_4 local_16"
-).split()
+    *("ddp", "overlap", "module", "per_parameter", "all_reduce", "reduce_broadcast", "gather_scatter", "all_gather"),
+    *("ring", "local_1", "local_4", "local_16"),
+)
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
 RANKS = (1, 2, 4)  # aggregate's numbers of ranks, as far as they are below N; then N

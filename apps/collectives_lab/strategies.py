@@ -226,6 +226,53 @@ class Overlap(Strategy):
         self._reset()
 
 
+class Module(Strategy):
+    """Wrap the model in `GradientAverage`, as programs did before torch had a DDP for CPUs."""
+
+    backward = "backward (with an all_reduce of each dtype)"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return GradientAverage(model)
+
+
+class GradientAverage(nn.Module):
+    """Broadcast the weights at the first forward pass, and average all gradients when a backward pass ends.
+
+    The first gradient of a backward pass has the autograd engine call `all_reduce_gradients` at the end of the pass.
+    So nothing overlaps, and the gradients of each dtype go as one vector.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.is_first, self.is_queued = module, True, False
+        for parameter in module.parameters():
+            parameter.register_hook(self._queue)
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.is_first:
+            self.is_first = False
+            with collective("broadcast of weights"):
+                for parameter in self.module.parameters():
+                    dist.broadcast(parameter.data, src=0)
+        return self.module(*inputs)
+
+    def _queue(self, gradient: Tensor) -> None:
+        if not self.is_queued:
+            self.is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.all_reduce_gradients)
+
+    def all_reduce_gradients(self) -> None:
+        """Leave the mean over ranks in ``.grad``."""
+        self.is_queued = False
+        gradients = _gradients(list(self.module.parameters()))
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            bucket = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = _flatten(bucket)
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            _unflatten(flat, bucket)
+
+
 class PerParameter(Strategy):
     """Call all_reduce once for each parameter: many small messages."""
 
@@ -280,6 +327,7 @@ def _unflatten(flat: Tensor, into: Sequence[Tensor]) -> None:
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": TorchDDP,
     "overlap": Overlap,
+    "module": Module,
     "per_parameter": PerParameter,
     **{name: partial(Flat, scheme) for name, scheme in SCHEMES.items()},
     **{f"local_{every}": partial(LocalSGD, every) for every in (1, 4, 16)},

@@ -6,7 +6,9 @@ import argparse
 import ast
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
@@ -364,7 +366,9 @@ def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
 
 # --- aggregate -----------------------------------------------------------------------------------------------------
 
-SYNCHRONOUS = "ddp overlap per_parameter all_reduce reduce_broadcast gather_scatter all_gather ring local_1".split()
+SYNCHRONOUS = (
+    "ddp overlap module per_parameter all_reduce reduce_broadcast gather_scatter all_gather ring local_1".split()
+)
 
 
 def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say(lab: Lab, soak: bool) -> None:
@@ -403,6 +407,49 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
             assert least >= 0.95 * scheme["formula_bytes"], (n, name)
             if large["alone_on_loopback"]:
                 assert least <= 1.05 * scheme["formula_bytes"] + 10_000, (n, name)
+
+
+TWICE = """
+import os
+import torch
+import torch.distributed as dist
+from distributed import session
+from samestep.env import World
+from strategies import GradientAverage
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+session.device, session.timeout, session.world = torch.device("cpu"), 60.0, World(rank, world_size)
+torch.manual_seed(rank)
+model = torch.nn.Linear(3, 2)  # other weights on each rank
+wrapped = GradientAverage(model)
+inputs = torch.arange(3.0).repeat(rank + 1, 1)
+wrapped(inputs).sum().backward()
+weights, gradient = model.weight.detach().clone(), model.weight.grad.clone()
+torch.manual_seed(0)
+assert torch.equal(weights, torch.nn.Linear(3, 2).weight)  # rank 0's
+assert torch.equal(gradient, torch.arange(3.0).repeat(2, 1) * (world_size + 1) / 2)  # the mean of 1, 2, ..., N
+
+group = dist.new_group([0])  # what the tutorial adds after backward()
+for parameter in model.parameters():
+    dist.all_reduce(parameter.grad.data, op=dist.ReduceOp.SUM, group=group)
+    parameter.grad.data /= world_size
+assert torch.equal(model.weight.grad, gradient / world_size), (model.weight.grad, gradient)
+dist.barrier()
+os._exit(0)  # gloo's threads may abort an orderly end
+"""
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(tmp_path: Path, n: int) -> None:
+    """The mean that the wrapped model leaves is right; the lines that a tutorial adds divide it once more."""
+    program = tmp_path / "program.py"
+    program.write_text(TWICE)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+    paths = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+    done = subprocess.run([*launcher, str(program)], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak
