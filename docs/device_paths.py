@@ -79,7 +79,7 @@ def devices(app: str) -> set[str]:
     sys.path.insert(0, str(ROOT / "core"))  # an app's options.py needs nothing else
     parser = runpy.run_path(str(ROOT / "apps" / app / "options.py"))["build_parser"]()
     actions = [action for each in [parser, *parser.commands().values()] for action in each._actions]
-    return {str(name) for action in actions if action.dest == "device" for name in action.choices} - {"auto"}
+    return {str(name) for action in actions if action.dest == "device" for name in action.choices or ()} - {"auto"}
 
 
 def exists(by: str) -> bool:

@@ -28,6 +28,8 @@ STRATEGIES = (
     *("ddp", "overlap", "module", "per_parameter", "all_reduce", "reduce_broadcast", "gather_scatter", "all_gather"),
     *("ring", "local_1", "local_4", "local_16"),
 )
+SLOWED = ("all_reduce", "overlap", "local_4", "local_16")  # the strategies that straggler compares by default
+PLACES, KINDS = ("start", "aggregation", "backward"), ("constant", "random")  # of straggler's sleeps
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
 RANKS = (1, 2, 4)  # aggregate's numbers of ranks, as far as they are below N; then N
@@ -149,6 +151,13 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
+    visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these call no collective by name
+    strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
+    add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
+    places = f"places of the sleep (default: {','.join(PLACES)})"
+    add("--where", type=_names(PLACES), default=PLACES, metavar="A,B", help=places)
+    kinds = f"kinds of sleeps (default: {','.join(KINDS)})"
+    add("--kind", type=_names(KINDS), default=KINDS, metavar="A,B", help=kinds)
     _add_training(parser)
 
 

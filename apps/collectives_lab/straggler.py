@@ -27,15 +27,15 @@ from data import load
 from distributed import collective, finish, gather_json, rendezvous, run_metadata, session
 from model import Net
 from numpy.typing import NDArray
-from options import parse
+from options import PLACES, parse
 from samestep import ConfigError, log
+from samestep.options import Options
 from show import SHOWN_RANKS, Picture, Table, new_figure, picture, publish, ranks_of
 from strategies import STRATEGIES, Strategy
 from torch import nn
 from training import Trainer
 
 BLOCK = 16  # steps: a multiple of every local SGD's here
-COMPARED = ("all_reduce", "overlap", "local_4", "local_16")
 DRAWN = 4  # steps of a timeline in the picture
 PARTS = ("computed", "slept", "waited", "communicated")  # of a rank's time
 
@@ -57,16 +57,18 @@ class Condition:
         return f"{self.strategy}, {self.who} sleeps{kind} {self.milliseconds} ms in {self.where}"
 
 
-def conditions(delays: Sequence[int]) -> list[Condition]:
-    """Return all delays under all_reduce, and under each strategy one delay in every way."""
-    positive = [delay for delay in delays if delay]
+def conditions(options: Options) -> list[Condition]:
+    """Return all delays under the first strategy, and under each strategy one delay in every way that was chosen."""
+    positive = [delay for delay in options.delays if delay]
     usual = min(positive, key=lambda delay: abs(delay - 10), default=0)
-    made = [Condition("all_reduce", where, milliseconds=d) for where in ("aggregation", "backward") for d in positive]
-    for strategy in COMPARED:
+    first, *_ = names = options.strategies
+    made = [Condition(first, where, milliseconds=d) for where in ("aggregation", "backward") for d in positive]
+    for strategy in names:
         made.append(Condition(strategy))
-        made += [Condition(strategy, where, milliseconds=usual) for where in ("start", "aggregation", "backward")]
+        made += [Condition(strategy, where, milliseconds=usual) for where in PLACES]
         made += [Condition(strategy, "backward", "random", who, usual) for who in ("one rank", "every rank")]
-    return sorted(set(made), key=lambda c: (COMPARED.index(c.strategy), made.index(c)))
+    chosen = {c for c in made if not c.milliseconds or (c.where in options.where and c.kind in options.kind)}
+    return sorted(chosen, key=lambda c: (names.index(c.strategy), made.index(c)))
 
 
 class Delayed(Strategy):
@@ -159,9 +161,11 @@ def main() -> None:
     if slow_rank >= world.world_size:
         raise ConfigError(f"--slow-rank {slow_rank} is not below N={world.world_size}")
     training, _ = load("mnist-5k", Path("data"), device)
-    delayed = {name: Delayed(STRATEGIES[name]()) for name in COMPARED}
+    delayed = {name: Delayed(STRATEGIES[name]()) for name in options.strategies}
     trainers = {name: Trainer(strategy, options, training, world) for name, strategy in delayed.items()}
-    tried = conditions(options.delays)
+    tried = conditions(options)
+    for condition in tried:
+        log.info(f"planned: {condition}")
     measured: list[list[dict[str, Any]]] = [[] for _ in tried]
     timelines: dict[str, Any] = {}
     rounds = max(1, options.steps // BLOCK)
@@ -237,6 +241,19 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         ["condition", "slept", *(f"cost on rank {rank}" for rank in shown)],
         rows,
     )
+    times = []
+    for condition in result["conditions"]:
+        who, where, sleep = condition["who"], condition["where"], f"{condition['kind']} {condition['milliseconds']} ms"
+        seconds = sum(max(rank["seconds"] for rank in block["ranks"]) for block in condition["blocks"])
+        slept = [who, where, sleep] if condition["milliseconds"] else ["nobody", "", ""]
+        times.append([condition["strategy"], *slept, f"{seconds:.2f} s"])
+    steps = result["block"] * len(result["conditions"][0]["blocks"])
+    yield Table(
+        f"Train time of {steps} steps, {ranks_of(p)}",
+        f"Of the slowest rank. A sleep at the start comes once in {result['block']} steps.",
+        ["strategy", "who sleeps", "where", "sleep", "train time"],
+        times,
+    )
     yield Table(
         f"Where the time went, {ranks_of(p)}",
         "Milliseconds per step. Last: the rank that entered most collectives last, so that the others waited for it.",
@@ -274,7 +291,7 @@ def _costs(result: dict[str, Any]) -> Picture:
     p = result["facts"]["world_size"]
     figure, (axes,) = new_figure(6, 3.6)
     for where, marker in (("aggregation", "o"), ("backward", "s")):
-        like = {"strategy": "all_reduce", "where": where, "kind": "constant"}
+        like = {"strategy": result["conditions"][0]["strategy"], "where": where, "kind": "constant"}
         chosen = [c for c in result["conditions"] if c["milliseconds"] and like.items() <= c.items()]
         for rank in range(min(p, SHOWN_RANKS)):
             points = sorted(costs(result, condition, rank) for condition in chosen)

@@ -39,6 +39,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--optimizer", choices=("sgd", "adam"), default="sgd", help=f"optimizer {default}")
     add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
     add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
+    parser.add_argument("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
     add_local_rank(parser)
     return parser
 

@@ -219,6 +219,7 @@ def test_under_a_launcher_too_every_rank_says_where_it_was(lab: Lab) -> None:
         (["2", "primitives", "--only=sum"], "--only"),
         (["2", "primitives", "--fault=killed"], "--fault needs --only"),
         (["2", "straggler", "--delays=x"], "--delays: 'x'"),
+        (["2", "straggler", "--strategies=ddp"], "--strategies: 'ddp'"),
         (["2", "aggregate", "--strategies=ring,star"], "'star' is not one of ddp, "),
         (["0", "all"], "N=0"),
     ],
@@ -489,6 +490,19 @@ def test_the_timeline_accounts_for_every_moment_of_every_rank(lab: Lab) -> None:
     assert block["ranks"][0]["waited"] <= block["ranks"][1]["slept"] + block["ranks"][1]["computed"]
     assert set(found["timelines"]) == set(conditions)
     assert list((lab.folder / "run").glob("straggler-*.svg"))
+
+
+def test_a_strategy_a_place_and_a_kind_of_sleep_are_chosen(lab: Lab) -> None:
+    chosen = ["--strategies=reduce_broadcast", "--where=backward,start", "--kind=constant", "--delays=20"]
+    outcome = lab.measure(2, "straggler", *chosen, "--steps=16", "--global-batch-size=16")
+    names = ["nobody sleeps", "one rank sleeps 20 ms in backward", "one rank sleeps 20 ms in start"]
+    planned = [line for line in outcome.stdout.splitlines() if line.startswith("planned: ")]
+    assert sorted(planned) == [f"planned: reduce_broadcast, {name}" for name in names]
+    found = read(lab.folder / "run", "straggler-2")["conditions"]
+    slept = {each["name"].partition(", ")[2]: each["blocks"][0]["ranks"][1]["slept"] for each in found}
+    assert [slept[name] >= least for name, least in zip(names, (0, 16 * 0.020, 0.020))] == [True] * 3
+    assert slept[names[0]] == 0
+    assert "Train time of 16 steps" in outcome.stdout
 
 
 # --- launchers -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from samestep.env import World, processor
 from samestep.monitor import Monitor
 from samestep.options import resume_invariants
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run
+from samestep.run import Run, StepStats
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, StepTimer
 from samestep.stop import Stopped
@@ -495,6 +495,15 @@ def test_what_is_due_after_each_update(
     assert [line["step"] for line in steps_of(run_dir)] == logged
     assert [line["step"] for line in steps_of(run_dir) if "test_loss" in line] == tested
     assert checkpoints(run_dir) == [f"step-{step:08d}" for step in saved]
+
+
+def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
+    """Steps of half a second and a grace of 30 s: the ranks ask for stop requests each 10 steps, and at log lines."""
+    ((run,), step) = all_done(job(1, options_for(run_dir, "--grace=30", "--log-every=1000"))), STEPS
+    run.apply_global_stats(StepStats(0.0, 0.0, None, (0.0,) * 4, 0.5, (0.0,) * 4))
+    due = [run.actions(step + k - 1) for k in range(1, 31)]
+    assert [actions.sync for actions in due] == [actions.log or k >= 10 for k, actions in enumerate(due, start=1)]
+    assert not all(actions.log for actions in due[9:])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

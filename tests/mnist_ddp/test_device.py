@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import told_by
+from harness import options_of, told_by
 
 # The app believes torch.cuda.device_count. Tensors of torch's device "meta" have a device, but no content: an
 # operation refuses to mix them with the CPU's, as it would a GPU's.
@@ -78,6 +78,11 @@ def test_a_rank_takes_a_gpu_of_its_own_or_none(output: dict[str, Any], gpus: int
     assert output[f"{gpus} GPUs, {n} ranks, auto"] == (gpu if gpus >= n else cpu)
     refused = f"--device cuda: this machine has {gpus} GPUs for {n} ranks: start fewer, or use --device cpu"
     assert output[f"{gpus} GPUs, {n} ranks, cuda"] == (gpu if gpus >= n else refused)
+
+
+def test_gpu_is_device_cuda() -> None:
+    parse = options_of("mnist_ddp").parse
+    assert [parse(words).device for words in ([], ["--gpu"], ["--gpu", "--device=cpu"])] == ["auto", "cuda", "cpu"]
 
 
 @pytest.mark.parametrize("model", ["net", "lenet"])
