@@ -123,7 +123,10 @@ def one_process() -> Iterator[None]:
 
 
 def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(one_process: None) -> None:
-    """Batch normalisation counts the batches that it sees, and its running statistics move with each."""
+    """Batch normalisation counts the batches that it sees, and its running statistics move with each.
+
+    If DDP rebuilt its buckets later, a resumed run would add a larger model's gradients in another order.
+    """
 
     class Normalised(nn.Module):
         def __init__(self) -> None:
@@ -137,7 +140,10 @@ def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(one_proces
     model = Normalised()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     images, labels = torch.randn(1, 1, 8, 8) + 5, torch.tensor([3])
-    fix_reduction_order(DistributedDataParallel(model), StepTimer(), images, labels)
+    ddp = DistributedDataParallel(model)
+    fix_reduction_order(ddp, StepTimer(), images, labels)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    ddp(images, None)
+    assert ddp._get_ddp_logging_data()["has_rebuilt_buckets"] == 1  # as of before this pass
