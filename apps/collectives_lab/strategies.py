@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -202,9 +202,7 @@ class Overlap(Strategy):
         self._reset()
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._send_full_buckets)
-        with collective("broadcast of weights"):
-            for parameter in self.parameters:
-                dist.broadcast(parameter.data, src=0)
+        _broadcast(self.parameters)
         return model
 
     def _reset(self) -> None:
@@ -251,9 +249,7 @@ class GradientAverage(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         if self.is_first:
             self.is_first = False
-            with collective("broadcast of weights"):
-                for parameter in self.module.parameters():
-                    dist.broadcast(parameter.data, src=0)
+            _broadcast(self.module.parameters())
         return self.module(*inputs)
 
     def _queue(self, gradient: Tensor) -> None:
@@ -264,7 +260,7 @@ class GradientAverage(nn.Module):
     def all_reduce_gradients(self) -> None:
         """Leave the mean over ranks in ``.grad``."""
         self.is_queued = False
-        gradients = _gradients(list(self.module.parameters()))
+        gradients = _gradients(self.module.parameters())
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             bucket = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = _flatten(bucket)
@@ -311,7 +307,13 @@ class LocalSGD(Strategy):
             _unflatten(flat, self.parameters)
 
 
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+def _broadcast(parameters: Iterable[Tensor]) -> None:
+    with collective("broadcast of weights"):
+        for parameter in parameters:
+            dist.broadcast(parameter.data, src=0)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

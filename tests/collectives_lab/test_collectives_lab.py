@@ -6,9 +6,7 @@ import argparse
 import ast
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, App, Harness, Job, Outcome
+from harness import ROOT, App, Harness, Job, Outcome, bare, python_path
 from processes import free_port
 
 APP = ROOT / "apps" / "collectives_lab"
@@ -442,15 +440,14 @@ os._exit(0)  # gloo's threads may abort an orderly end
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(tmp_path: Path, n: int) -> None:
+def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(lab: Lab, n: int) -> None:
     """The mean that the wrapped model leaves is right; the lines that a tutorial adds divide it once more."""
-    program = tmp_path / "program.py"
+    program = lab.folder / "program.py"
     program.write_text(TWICE)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
-    paths = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
-    done = subprocess.run([*launcher, str(program)], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(APP)}
+    outcome = bare(lab, [*launcher, str(program)], **environ)
+    assert outcome.code == 0, outcome
 
 
 @pytest.mark.soak
