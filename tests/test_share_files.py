@@ -1,8 +1,7 @@
-"""tools/share_files.py makes one file of equal ones in two environments, whatever their names, and compiles modules."""
+"""tools/share_files.py makes one file of equal ones, whatever their names, and compiles equal modules once."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +23,21 @@ def test_large_files_that_are_equal_become_one(tmp_path: Path) -> None:
     assert len([*(tmp_path / "store").iterdir()]) == 2
 
 
-def test_the_modules_that_an_environment_has_are_compiled(tmp_path: Path) -> None:
-    for package in ("first", "second"):
-        (tmp_path / "packages" / package).mkdir(parents=True)
-        (tmp_path / "packages" / package / "__init__.py").touch()
-    words = [str(tmp_path / "store"), str(tmp_path / "packages"), "first", "missing"]
-    environ = {"PATH": os.defpath, "PYTHONPATH": str(tmp_path / "packages")}
-    subprocess.run([sys.executable, str(FILE), *words], env=environ, check=True)
-    assert [path.parent.parent.name for path in tmp_path.glob("packages/*/__pycache__/*.pyc")] == ["first"]
+def test_modules_are_compiled_once_for_all_environments_that_have_them(tmp_path: Path) -> None:
+    contents = {"a/module.py": "VALUE = 1", "b/module.py": "VALUE = 1", "c/module.py": "VALUE = 2"}
+    for name, content in contents.items():
+        package = tmp_path / Path(name).parent / "package"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(content)
+    compiled = []
+    for environment in ("a", "b", "c"):
+        folder = tmp_path / environment
+        words, environ = [str(tmp_path / "store"), str(folder), "package", "missing"], {"PYTHONPATH": str(folder)}
+        subprocess.run([sys.executable, str(FILE), *words], env=environ, check=True)
+        command = [sys.executable, "-c", "import package; print(package.VALUE)"]
+        value = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+        assert value.strip() == contents[f"{environment}/module.py"][-1]
+        compiled += folder.rglob("*.pyc")
+    first, same, other = compiled
+    assert same.samefile(next(each for each in (tmp_path / "store").iterdir() if each.samefile(same)))
+    assert same.read_bytes()[16:] == first.read_bytes()[16:] != other.read_bytes()[16:]
