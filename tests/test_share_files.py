@@ -29,7 +29,7 @@ def test_modules_are_compiled_once_for_all_environments_that_have_them(tmp_path:
         package = tmp_path / Path(name).parent / "package"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(content)
-    compiled = []
+    compiled: list[Path] = []
     for environment in ("a", "b", "c"):
         folder = tmp_path / environment
         words, environ = [str(tmp_path / "store"), str(folder), "package", "missing"], {"PYTHONPATH": str(folder)}
