@@ -38,6 +38,7 @@ def relay(harness: Harness, options: list[str], kills: list[tuple[int, int]], la
     return harness.train(last, *options, run_dir=run_dir)
 
 
+@pytest.mark.kills
 def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

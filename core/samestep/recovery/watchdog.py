@@ -168,12 +168,12 @@ class Watchdog(Monitor):
                     time.sleep(ORPHAN_GRACE)
                 os._exit(1)
             if now - self.last_progress > self._limit():
-                self._end()
+                self.end()
 
     def _limit(self) -> float:
         return self._compile_timeout if self._is_compiling and self._compile_timeout else self._options.timeout
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Report the suspect and end. Every wait here has a limit, because the hang may block files as well."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         this = f"rank {self._world.rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"

@@ -1,0 +1,36 @@
+"""Hold all images as one uint8 tensor in memory: a batch is one index and one normalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from samestep.data import datasets
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
+
+    images: Tensor
+    labels: Tensor
+
+    def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
+        chosen = torch.from_numpy(indices).to(self.images.device)
+        images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
+        return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
+
+
+def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
+    """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
+    found = datasets.load(name, data_dir)
+
+    def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
+        return Split(torch.from_numpy(images).unsqueeze(1).to(device), torch.from_numpy(labels).long().to(device))
+
+    return split(found.train_images, found.train_labels), split(found.test_images, found.test_labels)

@@ -1,0 +1,41 @@
+"""Add ranks to a job on this machine.
+
+    python apps/mnist_elastic/join.py RUN_DIR [NUMBER]
+
+The job's launcher starts the ranks. The run dir has a key that only the user who started the job can read. This program
+uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Ask for the ranks, and return the exit code."""
+    if not 1 <= len(arguments) <= 2 or not arguments[-1:] or (arguments[1:] and not arguments[1].isdigit()):
+        print(__doc__, file=sys.stderr)
+        return 2
+    path, number = Path(arguments[0], "log", "members"), int(arguments[1]) if arguments[1:] else 1
+    try:
+        host, port, key = path.read_text().split()
+        connection = Client((host, int(port)), authkey=bytes.fromhex(key))
+    except (OSError, ValueError, EOFError, AuthenticationError) as error:
+        print(f"error: no job runs in {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    for _ in range(number):
+        connection.send_bytes(json.dumps({"kind": "join"}).encode())
+        answer = json.loads(connection.recv_bytes())
+        if "refusal" in answer:
+            print(f"error: {answer['refusal']}", file=sys.stderr)
+            return 2
+        print(f"rank {answer['rank']} starts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,489 @@
+"""Start the ranks of a job, start a lost rank again alone, and record the run.
+
+    python launcher.py N train.py [options]    # scripts/run_mnist_elastic.sh calls this
+
+This process runs torchft's lighthouse, which decides who the members of the group are, and a store by which they
+connect. It alone writes metrics.jsonl, checkpoints and the result. Ranks send it the numbers of each log line with the
+step, and it drops a step that it has. So it does not matter which rank sends a step, or whether one sends it again. If
+this process ends, the launch script starts the job again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+import torch
+from data import load
+from model import build_model
+from numpy.typing import NDArray
+from options import parse
+from samestep import NonRetryableError, RemoteRankError, RetryableError, checkpoint, log, stop
+from samestep.data import datasets
+from samestep.env import World
+from samestep.options import Options
+from samestep.recovery import replica_check
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import GROUPS, Groups, Run, StepStats
+from samestep.sharding import GlobalBatches
+from samestep.step_timer import PHASES
+from samestep.torch import distributed, weights
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torchft.coordination import LighthouseServer
+from train import build_optimizer
+
+APP = Path(__file__).resolve().parent.name
+ADDRESS = "127.0.0.1"
+MAX_FAILURES = 3  # of one rank in a row, without an update in between
+END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
+SILENT_MS = 700  # without a heartbeat after which the lighthouse counts a rank as gone
+JOIN_MS = 500  # that it waits for ranks that live but do not ask, once more than half of them ask
+
+
+class Channel:
+    """A connection to a rank. Pickle is never loaded: messages are JSON, and arrays are safetensors."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+
+    def send(self, *parts: bytes, **message: Any) -> None:
+        """Send a message and parts that follow it; a rank that has ended gets none."""
+        with contextlib.suppress(OSError), self._sending:
+            for part in (json.dumps(message).encode(), *parts):
+                self._connection.send_bytes(part)
+
+    def receive(self, key: bytes, inbox: queue.Queue[Message]) -> None:
+        """Put each message of a rank into the inbox, and {} at its end; the rank must know the key."""
+        try:
+            deliver_challenge(self._connection, key)
+            answer_challenge(self._connection, key)
+            while True:
+                message = json.loads(self._connection.recv_bytes())
+                if "digest" not in message:
+                    inbox.put(Message(self, message))
+                    continue
+                answer: queue.Queue[bool] = queue.Queue()
+                inbox.put(Message(self, message, answer))
+                if answer.get():
+                    contents = {group: self._connection.recv_bytes() for group in GROUPS}
+                    inbox.put(Message(self, message, contents=contents))
+        except Exception:  # a stranger, or the rank has ended
+            inbox.put(Message(self, {}))
+
+
+@dataclass
+class Message:
+    """A message of a rank.
+
+    Attributes:
+        channel: where it came from.
+        values: the message; {} at the end of the connection.
+        answer: of an offer of arrays: whether they are wanted.
+        contents: the arrays of an offer that was wanted, as safetensors by group.
+    """
+
+    channel: Channel
+    values: dict[str, Any]
+    answer: queue.Queue[bool] | None = None
+    contents: dict[str, bytes] | None = None
+
+
+@dataclass
+class Rank:
+    """A rank: its process, its connection and its state.
+
+    Attributes:
+        ready: whether it has loaded the checkpoint.
+        waits: whether it asks for a group.
+        group: the group that it is in, or was last.
+        failures: how often it has ended in a row without an update in between.
+        updates: updates of the job since this process has come.
+        last_member: when it was last in the newest group, on the clock `time.monotonic`.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: Channel | None = None
+    ready: bool = False
+    waits: bool = False
+    group: str = ""
+    failures: int = 0
+    updates: int = 0
+    has_left: bool = False
+    is_done: bool = False
+    last_member: float = field(default_factory=time.monotonic)
+
+
+class Alone:
+    """Be the collectives of the launcher, which records alone; keep what `Run.restore` broadcasts, for the ranks."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def broadcast(self, content: bytes) -> bytes:
+        self.parts.append(content)
+        return content
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        return row[None]
+
+
+class Job:
+    """Start ranks, take their messages, and record the run."""
+
+    def __init__(self, nproc: int, program: Sequence[str], options: Options) -> None:
+        """Take the number of ranks, and the program that they run with its arguments."""
+        world = World(0, nproc, 0, nproc, 0, 1, launcher="torchft")
+        self.run = Run(APP, options, world, Watchdog(), datasets.resolve)
+        self._options, self._program, self._nproc = options, program, nproc
+        self._ranks: dict[int, Rank] = {}
+        self._inbox: queue.Queue[Message] = queue.Queue()
+        self._numbers, self._collectives = itertools.count(), Alone()
+        self._has_begun, self._group = False, ""
+        self._offers: list[Message] = []  # of one state; the first was asked for its arrays
+        self._asked = math.inf  # when
+        self._left: tuple[dict[str, Any], Groups] | None = None  # the newest state that a rank has left with
+        self._final: tuple[dict[str, Any], Groups] | None = None
+        self._digests: dict[int, tuple[str, int]] = {}  # by step, and which rank had it
+        self._members: list[dict[str, Any]] = []
+        self._pauses: list[float] = []
+        self._repeated: set[int] = set()
+        self._rejoins, self._updated_at = 0, time.monotonic()
+        self._paused_at: float | None = None
+
+    def prepare(self) -> None:
+        """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
+        run, options, device = self.run, self._options, torch.device("cpu")
+        distributed.set_threads(options.threads)
+        model = build_model(options.model, options.dropout, getattr(torch, options.dtype), options.seed)
+        optimizer = build_optimizer(options, model)
+        run.restore(self._collectives, lambda groups: weights.load(model, optimizer, groups))
+        train_set, test_set = load(options.dataset, options.data_dir, device)
+        cut = 0, 1, options.virtual_ranks
+        batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
+        self._metadata = distributed.run_metadata(device)
+        run.start(batches, len(test_set.labels), options.model, "cpu", self._metadata)
+        self._step = self._update = self._saved = run.first_step  # of records, ranks and checkpoints
+
+    def train(self) -> None:
+        """Run the lighthouse, the store and the ranks until the last step is recorded. Raises as `Run.save`."""
+        self._listen()
+        times = {"join_timeout_ms": JOIN_MS, "heartbeat_timeout_ms": SILENT_MS, "quorum_tick_ms": 20}
+        lighthouse = LighthouseServer(bind=f"{ADDRESS}:0", min_replicas=self._options.min_ranks, **times)
+        listener = socket.create_server((ADDRESS, 0))
+        port, limit = listener.getsockname()[1], timedelta(seconds=60)
+        # A TCPStore listens on all addresses unless it is given a socket.
+        store = TCPStore(ADDRESS, port, None, True, limit, False, master_listen_fd=listener.detach())
+        address = f"http://{ADDRESS}:{lighthouse.address().rpartition(':')[2]}"
+        self._place = {"lighthouse": address, "store_port": port}
+        try:
+            for rank in range(1, self._nproc + 1):
+                self._start(rank)
+            begun = time.monotonic()
+            while not self._final or not all(each.is_done or each.has_left for each in self._ranks.values()):
+                with contextlib.suppress(queue.Empty):
+                    self._take(self._inbox.get(timeout=0.1))
+                self._check_ranks()
+                self.run.monitor.beat()  # ranks have watchdogs of their own
+                if not self._has_begun and self._may_begin(begun):
+                    self._has_begun = True
+                    for each in self._ranks.values():
+                        self._begin(each)
+                if self._final and time.monotonic() - self._updated_at > END_SECONDS:
+                    break
+        finally:
+            for each in self._ranks.values():
+                each.process.kill()
+                each.process.wait()
+            lighthouse.shutdown()
+            del store
+        message, groups = self._final
+        self.run.finish(self._collectives, dict(groups["model"]), message["evaluation"])
+
+    def report(self) -> None:
+        """Write and print the result."""
+        counts = {"members": self._members, "rejoins": self._rejoins, "steps_repeated": len(self._repeated)}
+        pauses = [round(each, 3) for each in self._pauses]
+        self.run.report("torch", torch.__version__, "gloo", "cpu", **counts, pauses=pauses)
+
+    # --- ranks ---------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Accept connections of ranks, and of join.py; both must know the key."""
+        self._key, listener = secrets.token_bytes(32), Listener((ADDRESS, 0), backlog=64)
+        host, port = listener.address
+        self._address = f"{host} {port} {self._key.hex()}"
+        path = self._options.run_dir / "log" / "members"
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{self._address}\n")
+
+        def accept() -> None:
+            while True:
+                channel = Channel(listener.accept())
+                threading.Thread(target=channel.receive, args=(self._key, self._inbox), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+
+    def _start(self, rank: int, failures: int = 0) -> None:
+        environ = {**os.environ, "SAMESTEP_MEMBERS": self._address, "SAMESTEP_RANK": str(rank)}
+        process = subprocess.Popen([sys.executable, *self._program], env=environ, stdin=subprocess.DEVNULL)
+        self._ranks[rank] = Rank(process, failures=failures)
+
+    def _check_ranks(self) -> None:
+        """Start ranks again that have ended or do not answer. Raises if that cannot help, or if all have left."""
+        now, timeout = time.monotonic(), self._options.timeout
+        for rank, each in [*self._ranks.items()]:
+            if each.group == self._group and not each.waits:
+                each.last_member = now
+            if self._has_begun and now - each.last_member > timeout and not each.has_left:
+                log.warning(f"rank {rank} has not been in the group for {timeout:g} s: it is killed", "rollback")
+                each.process.kill()
+                each.process.wait()
+            code = each.process.poll()
+            if code is None or each.has_left or each.is_done:
+                continue
+            if code == 2:
+                raise RemoteRankError(code)
+            if code - 128 in stop.STOP_SIGNALS:
+                each.has_left = True
+                continue
+            if each.failures == MAX_FAILURES:
+                raise NonRetryableError(f"rank {rank} has ended {MAX_FAILURES + 1} times in a row before an update")
+            name = signal.Signals(-code).name if code < 0 else f"code {code}"
+            log.warning(f"rank {rank} has ended with {name} at step {self._update}; starting it again", "failure")
+            self._rejoins += 1
+            self._start(rank, each.failures + 1 if not each.updates else 0)
+        if self._offers and now - self._asked > END_SECONDS:  # it was stopped
+            self._ask_next()
+        if self.run.stop_request.number:
+            for each in self._ranks.values():
+                if each.channel:
+                    each.channel.send(stop=self.run.stop_request.number)
+        if self._ranks and all(each.has_left for each in self._ranks.values()):
+            self._stop()
+
+    def _may_begin(self, begun: float) -> bool:
+        """Return whether all ranks are ready, or enough are and the others are late."""
+        ready = sum(each.ready for each in self._ranks.values())
+        late = time.monotonic() - begun > self._options.timeout
+        return ready == len(self._ranks) or (late and ready >= self._options.min_ranks)
+
+    def _begin(self, each: Rank) -> None:
+        each.last_member = time.monotonic()
+        if each.channel and each.ready:
+            each.channel.send(begin=True)
+
+    def _ask_to_regroup(self) -> None:
+        """Ask the ranks in a group to leave it, because another rank waits for them or is gone."""
+        for each in self._ranks.values():
+            if each.channel and each.group and not each.waits:
+                each.channel.send(regroup=each.group)
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        values, channel = message.values, message.channel
+        rank = next((rank for rank, each in self._ranks.items() if each.channel is channel), None)
+        kind = values.get("kind")
+        if kind == "hello":
+            self._hello(values, channel)
+        elif kind == "join":
+            self._join(channel)
+        elif rank is None:
+            return
+        elif not values:
+            self._lost(rank, channel)
+        elif kind == "ready":
+            self._ranks[rank].ready = True
+            if self._has_begun:
+                self._begin(self._ranks[rank])
+        elif kind == "update":
+            self._count(values["step"])
+        elif kind == "regroup":
+            self._repeated |= {values["failed"]} - {None}
+            self._pause()
+            self._ranks[rank].waits = True
+            self._ask_to_regroup()
+        elif kind == "members":
+            self._regrouped(rank, values)
+        elif message.answer:
+            self._offer(rank, message)
+        elif message.contents is not None:
+            self._arrived(message)
+        else:
+            self._record(values, None)
+
+    def _hello(self, values: dict[str, Any], channel: Channel) -> None:
+        each = self._ranks[values["rank"]]
+        if each.process.pid != values["pid"]:
+            return
+        differ = [name for name in self._metadata if values["metadata"].get(name) != self._metadata[name]]
+        if differ:
+            name = differ[0]
+            text = f"{name} {values['metadata'].get(name)} of rank {values['rank']} is {self._metadata[name]} elsewhere"
+            channel.send(refusal=f"{text}: the bits would differ")
+            return
+        each.channel = channel
+        channel.send(*self._collectives.parts, number=next(self._numbers), **self._place)
+
+    def _join(self, channel: Channel) -> None:
+        """Start one more rank, in the place of one that has left if there is one."""
+        alive = [rank for rank, each in self._ranks.items() if not each.has_left]
+        most = self._options.virtual_ranks
+        if len(alive) >= most:
+            channel.send(refusal=f"{len(alive)} ranks train with --virtual-ranks {most}: no more can join")
+            return
+        rank = next(rank for rank in itertools.count(1) if rank not in alive)
+        self._start(rank)
+        channel.send(rank=rank)
+
+    def _lost(self, rank: int, channel: Channel) -> None:
+        each = self._ranks[rank]
+        each.channel, each.waits, each.group = None, False, ""
+        self._pause()
+        self._ask_to_regroup()
+        if self._offers and self._offers[0].channel is channel:
+            self._ask_next()
+
+    def _pause(self) -> None:
+        """Note that the group changes: a pause lasts from its last update to the next."""
+        if self._members and not self._paused_at:
+            self._paused_at = self._updated_at
+
+    def _count(self, step: int) -> None:
+        """Count an update that a rank has done, for the progress bar and the watchdog."""
+        if step <= self._update:
+            return
+        self._update, self._updated_at = step, time.monotonic()
+        self.run.after_step(step - 1)
+        for each in self._ranks.values():
+            each.updates += each.channel is not None
+        if self._paused_at:
+            self._pauses.append(self._updated_at - self._paused_at)
+            self._paused_at = None
+
+    def _regrouped(self, rank: int, values: dict[str, Any]) -> None:
+        self._ranks[rank].group, self._ranks[rank].waits = values["group"], False
+        if any(each.waits and other not in values["ranks"] for other, each in self._ranks.items()):
+            self._ask_to_regroup()
+        self._group = values["group"]
+        entry = {"step": values["step"], "ranks": values["ranks"]}
+        if self._members[-1:] != [entry]:
+            self._members.append(entry)
+            self.run.monitor.record_event("members", text=f"ranks {values['ranks']}", ranks=values["ranks"])
+
+    # --- records -------------------------------------------------------------------------------------------------
+
+    def _offer(self, rank: int, message: Message) -> None:
+        """Ask for the arrays of a state that is not yet recorded, from one rank at a time."""
+        step, digest = message.values["step"], message.values["digest"]
+        first, owner = self._digests.setdefault(step, (digest, rank))
+        if digest != first:
+            checkpoint.finish()
+            replica_check.quarantine_newest(self._options.run_dir)
+            raise RetryableError(f"rank {owner} and rank {rank} hold different bits after {step} updates")
+        if message.values["final"]:
+            self._ranks[rank].is_done = True
+        self._offers.append(message)
+        if len(self._offers) == 1:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Answer offers, and stop at the first whose arrays are wanted."""
+        while self._offers:
+            values = self._offers[0].values
+            wanted = self._wants(values)
+            self._offers[0].channel.send(wanted=wanted)
+            self._offers[0].answer.put(wanted)  # type: ignore[union-attr]
+            if wanted:
+                self._asked = time.monotonic()
+                return
+            self._offers.pop(0)
+
+    def _wants(self, values: dict[str, Any]) -> bool:
+        if values["stop"]:
+            return self._left is None or values["step"] > self._left[0]["step"]
+        return not self._final if values["final"] else values["step"] > self._saved
+
+    def _ask_next(self) -> None:
+        self._offers.pop(0)
+        self._ask()
+
+    def _arrived(self, message: Message) -> None:
+        groups = {group: safetensors.numpy.load(content) for group, content in (message.contents or {}).items()}
+        values = message.values
+        if values["stop"]:
+            self._left = values, groups
+        else:
+            self._record(values, groups)
+        if self._offers and self._offers[0].values is values:
+            self._ask_next()
+
+    def _record(self, values: dict[str, Any], groups: Groups | None) -> None:
+        """Write the log line, the checkpoint and the result of a step, unless they are written."""
+        step, run = values["step"], self.run
+        self._count(step)
+        if step > self._step:
+            self._step = step
+            run.apply_global_stats(self._stats(values))
+            run.log_metrics(values["evaluation"] if values["evaluates"] else {})
+        if groups and values["save"] and step > self._saved:
+            run.save(self._collectives, groups)
+            self._saved = step
+            self._keep(step, groups)
+        if groups and values["final"]:
+            self._final = values, groups
+            self._updated_at = time.monotonic()
+
+    def _keep(self, step: int, groups: Groups) -> None:
+        """Let ranks that come later begin with this checkpoint."""
+        message = {**json.loads(self._collectives.parts[0]), "step": step, "groups": [*groups]}
+        contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
+        self._collectives.parts[:] = [json.dumps(message).encode(), *contents]
+
+    def _stats(self, values: dict[str, Any]) -> StepStats:
+        requests = [float(number == values["stop"]) for number in stop.STOP_SIGNALS]
+        phases = (0.0,) * (self._nproc * len(PHASES))
+        return StepStats(values["loss"], values["running_loss"], None, (*requests, 0.0), 0.0, phases)
+
+    def _stop(self) -> None:
+        """Save the newest state that a rank has left with, and end. Raises Stopped."""
+        number = self.run.stop_request.number or signal.SIGTERM
+        if self._left is None:
+            raise stop.Stopped(number, "stopped before the first step", is_final=False)
+        values, groups = self._left
+        self._count(values["step"])
+        self.run.apply_global_stats(self._stats(values))
+        if values["step"] > self._step:
+            self.run.log_metrics({})
+        self.run.save(self._collectives, groups)
+
+
+def main() -> None:
+    nproc, program, *arguments = sys.argv[1:]
+    job = Job(int(nproc), [program, *arguments], parse(arguments))
+    job.prepare()
+    job.train()
+    job.report()
+
+
+if __name__ == "__main__":
+    log.run(main)

@@ -1,0 +1,336 @@
+"""Join a group of ranks that come and go: agree on the members, connect to them, and copy the state.
+
+torchft's lighthouse decides who the members are. Ranks ask it only when the group changes, because a rank has failed,
+has come or leaves. Between two changes a step costs no more than its collectives.
+
+Two properties make the result exact. First, a step depends on the state and its number alone, so a step that fails is
+taken again with the same bits on any rank. Second, a rank updates its weights only if the sum that it has
+received counts each sub-shard of this step once. Ranks do not agree on each update: if one rank has updated and another
+has not, they regroup, and copy the state of the rank that is ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import safetensors.numpy
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import Groups, Run
+from samestep.torch import distributed, virtual_ranks
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torchft.coordination import LighthouseClient
+
+HEARTBEAT_SECONDS = 0.1
+CONNECT_SECONDS = 10.0  # in which the members of a new group must connect to each other
+MAX_FAILURES = 20  # attempts in a row to regroup or to take a step
+STEPS = 4096  # sums hold step numbers modulo this, because float32 represents them exactly
+CHECKS = 4  # what each sub-shard adds to the sum: a count, the step, a request to regroup, its loss
+
+
+class Failed(Exception):
+    """Report that not all members completed a step or an evaluation."""
+
+
+class MemberWatchdog(Watchdog):
+    """End a rank without progress, but not the job: the launcher starts the rank again."""
+
+    def end(self) -> None:
+        text = f"rank {self.values()['rank']} has made no progress for {self._options.timeout:g} s; ending"
+        log.call_with_timeout(1.0, log.error, text, "hang")
+        os._exit(1)
+
+
+class Launcher:
+    """Talk to this job's launcher, which records the run, in JSON and safetensors: pickle is never loaded."""
+
+    def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
+        """Connect. Raises ConfigError if the launcher refuses this rank, because its ``metadata`` differs."""
+        host, port, key = os.environ["SAMESTEP_MEMBERS"].split()
+        self._connection: Connection = Client((host, int(port)), authkey=bytes.fromhex(key))
+        self.rank, self.left_group, self.stop_signal = rank, "", 0
+        self.send(kind="hello", rank=rank, pid=os.getpid(), metadata=metadata)
+        welcome = self._receive()
+        if "refusal" in welcome:
+            raise ConfigError(f"rank {rank} cannot take part: {welcome['refusal']}")
+        self.number, self.lighthouse, self.store_port = welcome["number"], welcome["lighthouse"], welcome["store_port"]
+
+    def broadcast(self, content: bytes) -> bytes:
+        """Return the next part of the newest checkpoint; `Run.restore` calls this. ``content`` is not used."""
+        return self._connection.recv_bytes()
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        """Return ``row`` as the only one, because the launcher compares ranks."""
+        return row[None]
+
+    def wait_to_begin(self) -> None:
+        """Wait until the ranks that the job starts with are ready. A rank that comes later does not wait."""
+        self.send(kind="ready")
+        while "begin" not in (request := self._receive()):
+            self._take(request)
+
+    def send(self, **message: Any) -> None:
+        """Send a message. Raises NonRetryableError if the launcher is gone."""
+        with self._connected():
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    def offer(self, groups: Groups, **message: Any) -> None:
+        """Send a message and the digest of ``groups``, then the arrays if the launcher lacks them."""
+        self.send(**message, digest=digest(groups))
+        while "wanted" not in (answer := self._receive()):
+            self._take(answer)
+        with self._connected():
+            for group in groups if answer["wanted"] else ():
+                self._connection.send_bytes(checkpoint.serialize(groups[group]))
+
+    def poll(self) -> None:
+        """Take the requests that have arrived."""
+        with self._connected():
+            while self._connection.poll():
+                self._take(self._receive())
+
+    def _receive(self) -> dict[str, Any]:
+        with self._connected():
+            return dict(json.loads(self._connection.recv_bytes()))
+
+    def _take(self, request: dict[str, Any]) -> None:
+        self.left_group = request.get("regroup", self.left_group)
+        self.stop_signal = request.get("stop", self.stop_signal)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise NonRetryableError(f"rank {self.rank}: its launcher is gone; ending") from error
+
+
+class Members:
+    """Count this rank's steps among the members of its group.
+
+    Attributes:
+        rank, world_size: this rank's index in the group, and the number of members.
+        regroup_due: the group changes before the next step.
+        evaluation_due: an evaluation follows the last update.
+        checks: [CHECKS], of the last sub-shard, and after the reduction the sums over all sub-shards.
+    """
+
+    def __init__(
+        self, launcher: Launcher, run: Run, arrays: Callable[[], Groups], load: Callable[[Groups], None]
+    ) -> None:
+        """Announce this rank to the lighthouse.
+
+        Args:
+            launcher: the connection to the launcher.
+            run: counts the updates of this process, and has the options.
+            arrays: returns the arrays of model and optimizer.
+            load: loads such arrays.
+        """
+        self.launcher, self.rank, self.world_size, self.regroup_due = launcher, 0, 1, True
+        self._run, self._arrays, self._load = run, arrays, load
+        self._step, self.evaluation_due = run.first_step, run.first_step == run.last_step
+        self._loss = self._running_loss = 0.0  # of the last step, and of all steps since the last log line
+        self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype))
+        self._name, self._group, self._failures = f"{launcher.number:06d}", "", 0
+        self._failed_step: int | None = None
+        self._store = TCPStore("127.0.0.1", launcher.store_port, timeout=timedelta(seconds=CONNECT_SECONDS))
+        self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
+        heartbeats.heartbeat(self._name)  # the lighthouse waits for the ranks that it knows
+        threading.Thread(target=self._send_heartbeats, args=(heartbeats,), daemon=True).start()
+        launcher.wait_to_begin()
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of the next step, the same again if it fails, until the run is complete.
+
+        A rank that is asked to stop offers the launcher its state, and leaves. Raises Stopped.
+        """
+        while self._step < self._run.last_step or self.evaluation_due:
+            if number := self._run.stop_request.number or self.launcher.stop_signal:
+                self._send_record({}, save=True, signal_number=number)
+                raise stop.Stopped(number, f"left after {self._step} updates", is_final=False)
+            yield self._step
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Catch Failed: the members regroup, and take the step again. Raises NonRetryableError after many failures."""
+        try:
+            yield
+        except Failed as failure:
+            log.info(f"step {self._step} is taken again: {failure}")
+            self.regroup_due, self._failed_step, self._failures = True, self._step, self._failures + 1
+            if self._failures > MAX_FAILURES:
+                text = f"rank {self.launcher.rank} has failed {self._failures} times in a row: {failure}"
+                raise NonRetryableError(text) from failure
+
+    def note(self, step: int, loss: Tensor) -> None:
+        """Set what the next sub-shard adds to the sum; ``loss`` is its summed loss."""
+        asks = self.launcher.left_group == self._group  # a rank has left this group, or waits to join it
+        self.checks.copy_(torch.stack([loss.new_tensor(value) for value in (1, step % STEPS, asks)] + [loss.detach()]))
+
+    def check(self, step: int, sub_shards: int) -> None:
+        """Raise Failed unless the sum counts each sub-shard of this step once."""
+        count, steps, asks, loss = self.checks.tolist()
+        if (count, steps) != (sub_shards, sub_shards * (step % STEPS)):
+            raise Failed(f"the sum does not count each of {sub_shards} sub-shards once")
+        self.regroup_due, self._loss = asks > 0, loss
+
+    def after_step(self, step: int) -> None:
+        """Count the update ``step``, and tell the launcher."""
+        self._step, self._running_loss, self._failures = step + 1, self._running_loss + self._loss, 0
+        self._run.after_step(step)
+        if self.rank == 0:
+            self.launcher.send(kind="update", step=self._step)
+        self.launcher.poll()
+        actions = self._run.actions(step)
+        self.evaluation_due = actions.evaluate or self._step == self._run.last_step
+        if actions.log and not self.evaluation_due:
+            self.record({})
+
+    def record(self, evaluation: dict[str, float]) -> None:
+        """Send the launcher the numbers of a log line, and offer it a checkpoint. Each member does, so none is lost."""
+        self.evaluation_due = False
+        actions = self._run.actions(self._step - 1)
+        self._send_record(evaluation, evaluates=actions.evaluate, save=actions.save)
+        self._running_loss = 0.0
+
+    def _send_record(
+        self, evaluation: dict[str, float], evaluates: bool = False, save: bool = False, signal_number: int = 0
+    ) -> None:
+        message = {"step": self._step, "loss": self._loss, "running_loss": self._running_loss, "save": save}
+        message |= {"evaluation": evaluation, "evaluates": evaluates, "stop": signal_number}
+        message["final"] = self._step == self._run.last_step and not signal_number
+        if save or message["final"]:
+            self.launcher.offer(self._arrays(), kind="record", **message)
+        else:
+            self.launcher.send(kind="record", **message)
+
+    # --- collectives, which raise Failed if a member is lost -------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over the members."""
+        with _collective():
+            dist.all_reduce(tensor)  # collective
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Do `virtual_ranks.all_gather`."""
+        with _collective():
+            return virtual_ranks.all_gather(tensor)  # collective
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Do `virtual_ranks.all_to_all`."""
+        with _collective():
+            return virtual_ranks.all_to_all(tensor, send, receive)  # collective
+
+    # --- the group -----------------------------------------------------------------------------------------------
+
+    def _send_heartbeats(self, client: LighthouseClient) -> None:
+        """Tell the lighthouse that this rank lives, unless it hangs: the others must not wait for it then."""
+        limit = give_up_after(self._run.options.timeout)
+        while True:
+            if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
+                with contextlib.suppress(Exception):  # the launcher is gone, and the lighthouse with it
+                    client.heartbeat(self._name)
+            time.sleep(HEARTBEAT_SECONDS)
+
+    def regroup(self) -> None:
+        """Agree on the members, connect to them, and copy the state of the member that is ahead.
+
+        Raises Failed if a member is lost meanwhile.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()  # closes the connections, so that the other members notice
+        self.regroup_due = True
+        self.launcher.send(kind="regroup", failed=self._failed_step)
+        self._failed_step, groups = None, self._arrays()
+        progress = 2 * self._step - self.evaluation_due  # counts updates and their evaluations
+        mine = {"progress": progress, "digest": digest(groups), "nonce": uuid.uuid4().hex}
+        mine |= {"name": self._name, "rank": self.launcher.rank}
+        members = sorted(self._quorum(mine), key=lambda each: (-each["progress"], each["name"]))
+        self.world_size, self.rank = len(members), [each["name"] for each in members].index(self._name)
+        # The members' nonces make a prefix of the store that is never used twice.
+        self._group = str(uuid.uuid5(uuid.NAMESPACE_OID, "".join(sorted(each["nonce"] for each in members))))
+        store, limit = PrefixStore(self._group, self._store), timedelta(seconds=CONNECT_SECONDS)
+        with _collective():
+            store.set(f"ready/{self.rank}", "")
+            store.wait([f"ready/{rank}" for rank in range(self.world_size)], limit)
+            dist.init_process_group(
+                "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit
+            )  # collective
+            states = [(each["progress"], each["digest"]) for each in members]
+            if len({*states}) > 1:
+                self._copy_state(groups, mine, members[0])
+            limit = timedelta(seconds=give_up_after(self._run.options.timeout))
+            dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+        self.regroup_due = False
+        ranks = [each["rank"] for each in members]
+        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._step)
+
+    def _quorum(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what each member of the new group has told the lighthouse, this rank included."""
+        while True:
+            self._run.monitor.beat()
+            self.launcher.poll()
+            if self.launcher.stop_signal or self._run.stop_request.number:
+                raise Failed("this rank leaves")
+            with contextlib.suppress(TimeoutError):
+                quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=5), data=mine)
+                members = [each.data for each in quorum.participants]
+                if len(members) >= self._run.options.min_ranks and mine in members:
+                    return members
+
+    def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
+        """Copy the state of rank 0, which is the oldest of the members that are ahead, to those that differ."""
+        numbers = {"step": self._step, "loss": self._loss, "running_loss": self._running_loss}
+        header = json.dumps({**numbers, "evaluation_due": self.evaluation_due, "groups": [*groups]}).encode()
+        values = json.loads(distributed.broadcast(header))  # collective
+        contents = {}
+        for group in values["groups"]:
+            content = checkpoint.serialize(groups[group]) if self.rank == 0 else b""
+            contents[group] = distributed.broadcast(content)  # collective
+        if (mine["progress"], mine["digest"]) == (ahead["progress"], ahead["digest"]):
+            return
+        if mine["progress"] == ahead["progress"]:
+            log.warning(f"rank {mine['rank']} has other bits than rank {ahead['rank']} and copies them", "rollback")
+        arrays = {group: safetensors.numpy.load(content) for group, content in contents.items()}
+        if digest(arrays) != ahead["digest"]:
+            raise Failed("the state that arrived is not the one that was sent")
+        self._load(arrays)
+        self._step, self._loss, self._running_loss = (values[name] for name in numbers)
+        self.evaluation_due = values["evaluation_due"]
+
+
+@contextlib.contextmanager
+def _collective() -> Iterator[None]:
+    """Raise Failed for an error of gloo or of the store: a member is gone, or has not answered in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Failed(log.first_line(str(error))) from error
+
+
+def give_up_after(timeout: float) -> float:
+    """Return the timeout of a collective, in seconds: a rank that waits must regroup before its watchdog ends it."""
+    return 0.8 * timeout
+
+
+def digest(groups: Groups) -> str:
+    """Return a digest of all arrays of ``groups``, of 64 bits."""
+    arrays = {f"{group} {name}": array for group, values in groups.items() for name, array in values.items()}
+    return checkpoint.weights_sha256(arrays)[:16]

@@ -1,0 +1,117 @@
+"""Train a small CNN on MNIST while ranks come and go, with torchft's lighthouse and virtual ranks.
+
+    bash scripts/run_mnist_elastic.sh 4                   # does all the set-up
+    kill -9 PID                                           # the others go on, and the launcher starts this rank again
+    kill -TERM PID                                        # this rank leaves
+    python apps/mnist_elastic/join.py RUN_DIR             # one more rank
+
+launcher.py starts this file for each rank. The comment "collective" marks each call in which a rank waits for the
+others; if one of them is lost meanwhile, the others regroup and take the step again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from data import Split, load
+from membership import Launcher, Members, MemberWatchdog
+from model import build_model
+from options import parse
+from samestep import ConfigError, log
+from samestep.env import World
+from samestep.options import Options
+from samestep.run import Run
+from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
+from samestep.torch import distributed, weights
+from samestep.torch.virtual_ranks import GradientTree
+from torch import nn
+
+EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
+
+
+def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    if options.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=options.lr)
+    return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
+
+
+@torch.inference_mode()
+def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, members: Members) -> dict[str, float]:
+    """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
+    model.eval()
+    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks)
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
+    for k in range(*shard(len(batches), members.rank, members.world_size)):
+        images, labels = test_set.batch(batches[k], dtype)
+        scores = model(images, BatchSlice(0, len(images)))
+        sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
+        sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
+        sums[k, 2] = len(labels)
+        run.monitor.beat()
+    model.train()
+    members.all_reduce(sums)  # collective
+    loss_sum, correct, examples = sums.sum(dim=0).tolist()
+    return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
+
+
+def train(run: Run, options: Options, device: torch.device, launcher: Launcher) -> None:
+    """Train with the members of the group until the last step, or until this rank is asked to leave."""
+    dtype = getattr(torch, options.dtype)
+    model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
+    optimizer = build_optimizer(options, model)
+    load_groups = functools.partial(weights.load, model, optimizer)
+    run.restore(launcher, load_groups)  # collective: the launcher reads
+    train_set, test_set = load(options.dataset, options.data_dir, device)
+    batches = GlobalBatches(
+        len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
+    )
+    run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
+
+    members = Members(launcher, run, lambda: weights.groups(model, optimizer), load_groups)
+    for step in members.steps():  # the same step again, if a member was lost
+        with members.attempt():
+            if members.regroup_due:
+                members.regroup()  # collective: may copy another member's state, and so its step
+                batches = replace(batches, rank=members.rank, world_size=members.world_size)
+                tree = GradientTree(model, batches, [members.checks], members.all_to_all, members.all_gather)
+                continue
+            if members.evaluation_due:
+                members.record(evaluate(run, model, test_set, dtype, members))  # collective
+                continue
+            optimizer.zero_grad()
+            for micro_batch in batches.micro_batches(step):  # this rank's sub-shards
+                images, labels = train_set.batch(batches.indices(step, micro_batch), dtype)
+                # Dropout draws for the global batch, from the same seed on each rank, and takes these rows.
+                distributed.generator(device).manual_seed(step_seed(options.seed, step))
+                rows = batches.rows(step, micro_batch)
+                loss = F.nll_loss(model(images, rows), labels, reduction="sum")
+                members.note(step, loss)
+                (loss / rows.global_size).backward()
+                tree.add(micro_batch, loss)
+            tree.all_reduce(step)  # collective
+            members.check(step, batches.num_micro_batches(step))
+            optimizer.step()
+            members.after_step(step)  # counts, and sends the launcher log lines and checkpoints
+
+
+def main() -> None:
+    options, device = parse(sys.argv[1:]), torch.device("cpu")
+    if "SAMESTEP_MEMBERS" not in os.environ:
+        raise ConfigError("a rank needs its launcher: bash scripts/run_mnist_elastic.sh N")
+    rank, world_size = int(os.environ["SAMESTEP_RANK"]), int(os.environ["SAMESTEP_RANKS"])
+    # The launcher is rank 0, which writes the files of the run.
+    world = World(rank, world_size, rank, world_size, 0, 1, launcher="torchft")
+    run = Run(Path(__file__).resolve().parent.name, options, world, MemberWatchdog())
+    distributed.set_threads(options.threads)
+    train(run, options, device, Launcher(rank, distributed.run_metadata(device)))
+    run.monitor.stop()
+
+
+if __name__ == "__main__":
+    log.run(main)

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Train a CNN on MNIST with N ranks that may come and go:  bash scripts/run_mnist_elastic.sh N [options]   (--help explains)
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" mnist_elastic {python} {app}/launcher.py {nproc} {train} {options} -- "$@"

@@ -1,0 +1,14 @@
+"""Describe mnist_elastic for the common cases that apply to it; its own cases show faults, which end no job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mnist_spec import MNIST
+
+SPEC = replace(
+    MNIST,
+    launcher="torchft",
+    virtual_ranks=8,
+    skipped_marks=("core_only", "curves", "kills", "launcher", "stall", "stragglers"),
+)

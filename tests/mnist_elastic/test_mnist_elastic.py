@@ -1,0 +1,165 @@
+"""Ranks are lost, stopped, added and taken out, and the weights have the bits of one undisturbed rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, Harness, Job, bare, last_step, losses, recorded
+from processes import environments, listening
+from samestep import checkpoint
+
+RUN = ("--dataset=mnist-5k", "--global-batch-size=100", "--checkpoint-every=50", "--log-every=1")
+
+
+def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
+    """Return the heartbeats of the ranks, from 1; 0 is the launcher."""
+    found = {int(path.name[6:]): job.alive(int(path.name[6:])) for path in (job.run_dir / "log").glob("alive-[0-9]*")}
+    return {rank: beat for rank, beat in sorted(found.items()) if rank and beat.get("pid") in environments()}
+
+
+def kill(job: Job, chance: random.Random) -> str:
+    """Kill a rank, and return where it was."""
+    rank, beat = chance.choice([*heartbeats(job).items()])
+    os.kill(beat["pid"], signal.SIGKILL)
+    return f"rank {rank} at step {beat['step']} in {beat['at'][2]}"
+
+
+def check_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
+    """The run has the weights and all logged numbers of ``reference``, and each step once."""
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    losses(Path(result["run_dir"]))  # each step once
+    assert recorded(Path(result["run_dir"])) == recorded(Path(reference["run_dir"]))
+
+
+def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
+    harness: Harness, soak: bool, table: list[str]
+) -> None:
+    kills, epochs, runs = (20, 200, 5) if soak else (4, 20, 1)
+    options = (*RUN, f"--epochs={epochs}")
+    reference = harness.train(1, *options, run_dir=harness.folder / "undisturbed")
+    for number in range(runs):
+        chance, where = random.Random(number), []
+        job = harness.start(4, *options, run_dir=harness.folder / str(number))
+        job.wait_for_step(10)
+        first = {rank: beat["pid"] for rank, beat in heartbeats(job).items()}
+        assert len(first) == 4
+        for _ in range(kills // 4):
+            # One rank, two at once, and one that has not come back yet or another.
+            where += [kill(job, chance)]
+            time.sleep(chance.uniform(0, 2))
+            where += [kill(job, chance), kill(job, chance)]
+            job.wait_for_step(last_step(job.run_dir) + chance.randrange(20))
+            where += [kill(job, chance)]
+            time.sleep(chance.uniform(0, 3) if soak else 0)
+        outcome = job.finish(limit=1200 if soak else 200)
+        result = harness.checked(outcome, 4)
+        check_same(result, reference)
+        assert result["rejoins"] >= len(set(where)) - 1, where
+        assert result["restarts"] == 0
+        pauses = sorted(result["pauses"])
+        table.append(
+            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; each rank rejoins; median pause "
+            f"{pauses[len(pauses) // 2]:.2f} s, longest {pauses[-1]:.2f} s | 1 | 1 |"
+        )
+
+
+def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(harness: Harness) -> None:
+    options = (*RUN, "--epochs=20")
+    reference = harness.train(2, *options, run_dir=harness.folder / "undisturbed")
+    job = harness.start(1, *options, run_dir=harness.folder / "run")
+    job.wait_for_step(5)
+    join = [sys.executable, "-I", str(ROOT / "apps/mnist_elastic/join.py"), str(job.run_dir), "3"]
+    done = bare(harness, join)
+    assert (done.code, done.stdout) == (0, "rank 2 starts\nrank 3 starts\nrank 4 starts\n")
+    job.wait_for(lambda: "ranks [1, 2, 3, 4]" in members(job))
+    for rank in (1, 3):
+        os.kill(heartbeats(job)[rank]["pid"], signal.SIGTERM)
+    result = harness.checked(job.finish(), 1)
+    check_same(result, reference)
+    assert sorted(result["members"][-1]["ranks"]) == [2, 4]
+    assert result["rejoins"] == result["restarts"] == 0
+
+
+def members(job: Job) -> str:
+    """Return the texts of the job's events about members, with ranks in order."""
+    events = (job.run_dir / "log" / "events.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in events if '"members"' in line]
+    return "\n".join(f"ranks {sorted(each['ranks'])}" for each in found)
+
+
+def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(harness: Harness) -> None:
+    options = (*RUN, "--epochs=20", "--timeout=12")
+    reference = harness.train(1, *options, run_dir=harness.folder / "undisturbed")
+    job = harness.start(3, *options, run_dir=harness.folder / "run")
+    job.wait_for_step(20)
+    stopped = heartbeats(job)[2]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    before = last_step(job.run_dir)
+    job.wait_for_step(before + 20)  # without it
+    job.wait_for(lambda: heartbeats(job).get(2, {}).get("pid", stopped) != stopped)
+    for beat in heartbeats(job).values():
+        os.kill(beat["pid"], signal.SIGKILL)
+    outcome = job.finish()
+    check_same(harness.checked(outcome, 3), reference)
+    assert "rank 2 has not been in the group for 12 s: it is killed" in outcome.stderr
+
+
+def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(harness: Harness) -> None:
+    options = (*RUN, "--epochs=10")
+    reference = harness.train(1, *options, run_dir=harness.folder / "undisturbed")
+    job = harness.start(3, *options)
+    job.wait_for_step(60)
+    job.process.terminate()
+    outcome = job.finish()
+    assert outcome.code == 128 + signal.SIGTERM
+    saved = checkpoint.folders(job.run_dir)[0]
+    assert int(saved.name[5:]) == last_step(job.run_dir)
+    job = harness.start(2, *options)
+    job.wait_for_step(last_step(job.run_dir) + 60)
+    os.kill(job.alive(0)["pid"], signal.SIGKILL)
+    result = harness.checked(job.finish(), 2)
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    assert result["restarts"] == 1
+
+
+def test_what_it_listens_on_is_on_the_loopback_interface_alone(harness: Harness) -> None:
+    job = harness.start(2, *RUN, "--epochs=2")
+    job.wait_for_step(10)
+    pids = [job.alive(0)["pid"], *(beat["pid"] for beat in heartbeats(job).values())]
+    addresses = listening(pids)
+    harness.checked(job.finish(), 2)
+    assert addresses == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["2", "--min-ranks=3"], "--min-ranks 3 is above 2 ranks: start more"),
+        (["9"], "--virtual-ranks 8 is below 9 ranks: start fewer"),
+        (["2", "--virtual-ranks=0"], "--virtual-ranks 0: this app sums in a fixed tree"),
+    ],
+)
+def test_a_mistake_of_its_own_options_is_one_line(harness: Harness, options: list[str], words: str) -> None:
+    outcome = harness.run(*options)
+    assert (outcome.code, len(outcome.errors)) == (2, 1)
+    assert words in outcome.errors[0]
+
+
+def test_nothing_can_join_where_no_job_runs_or_beyond_the_virtual_ranks(harness: Harness) -> None:
+    program = str(ROOT / "apps/mnist_elastic/join.py")
+    outcome = bare(harness, [sys.executable, program, str(harness.folder)])
+    assert (outcome.code, len(outcome.errors)) == (2, 1)
+    assert "no job runs in" in outcome.errors[0]
+    job = harness.start(1, *RUN, "--epochs=5", "--virtual-ranks=1")
+    job.wait_for_step(2)
+    outcome = bare(harness, [sys.executable, program, str(job.run_dir)])
+    assert (outcome.code, outcome.errors) == (2, ["error: 1 ranks train with --virtual-ranks 1: no more can join"])
+    harness.checked(job.finish(), 1)
