@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from harness import ROOT, Harness, Job, bare, last_step, losses, recorded
 from processes import environments, listening
 from samestep import checkpoint
 
+FAULTS = Path(__file__).parent / "faults"
 RUN = ("--dataset=mnist-5k", "--global-batch-size=100", "--checkpoint-every=50", "--log-every=1")
 
 
@@ -26,8 +28,8 @@ def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
 
 
 def kill(job: Job, chance: random.Random) -> str:
-    """Kill a rank, and return where it was."""
-    rank, beat = chance.choice([*heartbeats(job).items()])
+    """Kill a rank, as soon as one lives, and return where it was."""
+    rank, beat = chance.choice([*job.wait_for(lambda: heartbeats(job)).items()])
     os.kill(beat["pid"], signal.SIGKILL)
     return f"rank {rank} at step {beat['step']} in {beat['at'][2]}"
 
@@ -40,11 +42,11 @@ def check_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
-    harness: Harness, soak: bool, table: list[str]
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     kills, epochs, runs = (20, 200, 5) if soak else (4, 20, 1)
     options = (*RUN, f"--epochs={epochs}")
-    reference = harness.train(1, *options, run_dir=harness.folder / "undisturbed")
+    reference = undisturbed(1, *options)
     for number in range(runs):
         chance, where = random.Random(number), []
         job = harness.start(4, *options, run_dir=harness.folder / str(number))
@@ -66,14 +68,17 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
         assert result["restarts"] == 0
         pauses = sorted(result["pauses"])
         table.append(
-            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; each rank rejoins; median pause "
-            f"{pauses[len(pauses) // 2]:.2f} s, longest {pauses[-1]:.2f} s | 1 | 1 |"
+            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; {result['rejoins']} rejoins; "
+            f"{result['steps_repeated']} steps repeated; pauses of {pauses[len(pauses) // 2]:.2f} s in the median, "
+            f"{pauses[-1]:.2f} s at most | 1 | 1 |"
         )
 
 
-def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(harness: Harness) -> None:
+def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
     options = (*RUN, "--epochs=20")
-    reference = harness.train(2, *options, run_dir=harness.folder / "undisturbed")
+    reference = undisturbed(1, *options)
     job = harness.start(1, *options, run_dir=harness.folder / "run")
     job.wait_for_step(5)
     join = [sys.executable, "-I", str(ROOT / "apps/mnist_elastic/join.py"), str(job.run_dir), "3"]
@@ -95,10 +100,12 @@ def members(job: Job) -> str:
     return "\n".join(f"ranks {sorted(each['ranks'])}" for each in found)
 
 
-def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(harness: Harness) -> None:
-    options = (*RUN, "--epochs=20", "--timeout=12")
-    reference = harness.train(1, *options, run_dir=harness.folder / "undisturbed")
-    job = harness.start(3, *options, run_dir=harness.folder / "run")
+def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    options = (*RUN, "--epochs=20")
+    reference = undisturbed(1, *options)
+    job = harness.start(3, *options, "--timeout=12", run_dir=harness.folder / "run")
     job.wait_for_step(20)
     stopped = heartbeats(job)[2]["pid"]
     os.kill(stopped, signal.SIGSTOP)
@@ -112,9 +119,11 @@ def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(harnes
     assert "rank 2 has not been in the group for 12 s: it is killed" in outcome.stderr
 
 
-def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(harness: Harness) -> None:
-    options = (*RUN, "--epochs=10")
-    reference = harness.train(1, *options, run_dir=harness.folder / "undisturbed")
+def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    options = (*RUN, "--epochs=20", "--max-steps=400")
+    reference = undisturbed(3, *options)
     job = harness.start(3, *options)
     job.wait_for_step(60)
     job.process.terminate()
@@ -128,6 +137,53 @@ def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(harness: Har
     result = harness.checked(job.finish(), 2)
     assert result["weights_sha256"] == reference["weights_sha256"]
     assert result["restarts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "restarts"),
+    [
+        pytest.param([("reduced", 1, 0)], 0, marks=pytest.mark.soak),
+        ([("reduced", 1, 0), ("updated", 2, signal.SIGKILL), ("updated", 3, signal.SIGKILL)], 0),
+        ([("reduced", 1, 0), ("updated", 2, signal.SIGSTOP)], 0),
+        ([("updated", 1, signal.SIGKILL), ("copying", None, signal.SIGKILL)], 0),
+        ([("differs", 2, 0)], 1),
+    ],
+    ids=[
+        "a reduction fails on one rank, the others have updated",
+        "those who have updated are killed",
+        "one who has updated is stopped and comes back",
+        "a rank is killed while it sends its state",
+        "a flipped bit is found by the next checkpoint",
+    ],
+)
+def test_a_fault_at_an_exact_moment_costs_no_bit(
+    harness: Harness,
+    undisturbed: Callable[..., dict[str, Any]],
+    faults: list[tuple[str, int | None, int]],
+    restarts: int,
+) -> None:
+    options = (*RUN, "--epochs=20", "--max-steps=400")
+    reference = undisturbed(3, *options)
+    values: list[dict[str, Any]] = []
+    for number, (at, rank, sent) in enumerate(faults):
+        values.append({"at": at, "step": 20, "signal": sent, "done": str(harness.folder / f"done-{number}")})
+        values[-1] |= {"rank": rank} if rank else {}
+    path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
+    job = harness.start(3, *options, SAMESTEP_FAULTS=json.dumps(values), PYTHONPATH=path)
+    if signal.SIGSTOP in (sent for _, _, sent in faults):
+        job.wait_for(lambda: Path(values[-1]["done"]).exists())
+        stopped = job.alive(2)["pid"]
+        job.wait_for_step(40)  # without it
+        os.kill(stopped, signal.SIGCONT)
+        job.wait_for(lambda: members(job).splitlines()[-1] == "ranks [1, 2, 3]")
+        assert heartbeats(job)[2]["pid"] == stopped
+    result = harness.checked(job.finish(), 3)
+    assert all(Path(each["done"]).exists() for each in values)
+    assert result["weights_sha256"] == reference["weights_sha256"]
+    assert recorded(Path(result["run_dir"])) == recorded(Path(reference["run_dir"]))
+    assert result["restarts"] == restarts
+    kills = sum(sent == signal.SIGKILL for _, _, sent in faults)
+    assert restarts or result["rejoins"] == kills
 
 
 def test_what_it_listens_on_is_on_the_loopback_interface_alone(harness: Harness) -> None:
