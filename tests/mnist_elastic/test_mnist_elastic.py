@@ -105,7 +105,7 @@ def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
 ) -> None:
     options = (*RUN, "--epochs=20")
     reference = undisturbed(1, *options)
-    job = harness.start(3, *options, "--timeout=12", run_dir=harness.folder / "run")
+    job = harness.start(3, *options, "--timeout=16", run_dir=harness.folder / "run")
     job.wait_for_step(20)
     stopped = heartbeats(job)[2]["pid"]
     os.kill(stopped, signal.SIGSTOP)
@@ -116,7 +116,7 @@ def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
         os.kill(beat["pid"], signal.SIGKILL)
     outcome = job.finish()
     check_same(harness.checked(outcome, 3), reference)
-    assert "rank 2 has not been in the group for 12 s: it is killed" in outcome.stderr
+    assert "rank 2 has not been in the group for 16 s: it is killed" in outcome.stderr
 
 
 def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(

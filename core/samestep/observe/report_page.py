@@ -33,6 +33,7 @@ KINDS = {  # of events: the words in the legend, and a shape around 0, 0 that is
     RESTART: ("restarted", "M-4 -6 L6 0 L-4 6 Z"),
     events.SIGNAL: ("stopped by a signal", "M-5 -5 H5 V5 H-5 Z"),
     events.HANG: ("hang", "M-5 -6 H-1 V6 H-5 Z M1 -6 H5 V6 H1 Z"),
+    events.MEMBERS: ("members changed", "M-7 -2 H7 V2 H-7 Z"),
     events.ROLLBACK: ("rolled back", "M4 -6 L-6 0 L4 6 Z"),
     STRAGGLER: ("straggler", "M0 -7 L6 0 L0 7 L-6 0 Z"),
     events.FAILURE: ("failure", "M-6 -4 L-4 -6 L0 -2 L4 -6 L6 -4 L2 0 L6 4 L4 6 L0 2 L-4 6 L-6 4 L-2 0 Z"),

@@ -17,11 +17,11 @@ from samestep.untrusted import open_regular
 FILE_NAME = "events.jsonl"
 START = "start"  # steps begin; has the fields step, last_step, ranks
 SIGNAL = "signal"  # stopped as requested
-HANG = "hang"
+HANG, MEMBERS = "hang", "members"  # the latter: ranks came or went while the others trained
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
 DAMAGE = "damage"  # a corrupt checkpoint is skipped
 FAILURE = "failure"  # any other error
-KINDS = (START, SIGNAL, HANG, ROLLBACK, DAMAGE, FAILURE)
+KINDS = (START, SIGNAL, HANG, MEMBERS, ROLLBACK, DAMAGE, FAILURE)
 
 
 def append_event(folder: Path, kind: str, **fields: Any) -> None:

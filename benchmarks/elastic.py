@@ -1,0 +1,117 @@
+"""Measure how long ranks pause when one of them is killed, and what a step of mnist_elastic costs.
+
+    PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
+
+The first table has the seconds from a SIGKILL of one rank until the others log a step that began after it: in
+mnist_elastic, and in mnist_ddp, whose job restarts. The second has the images per second of mnist_elastic and
+mnist_ddp, with as many virtual ranks, and their ratio in each round. Jobs take turns in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+KILLS = 4  # in each job
+FIRST = 30  # steps before the first kill
+LIMIT = 120.0  # seconds for anything to happen
+
+
+class Job:
+    """A job of an app in a new run dir."""
+
+    def __init__(self, app: str, ranks: int, folder: Path, *options: str) -> None:
+        self.run_dir = Path(tempfile.mkdtemp(dir=folder))
+        command = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(ranks), f"--run-dir={self.run_dir}"]
+        command += ["--dataset=mnist-5k", "--virtual-ranks=8", "--quiet", "--max-restarts=100", *options]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)  # type: ignore[call-overload]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the log lines of steps."""
+        path = self.run_dir / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [values for line in text.split("\n")[:-1] if "step" in (values := json.loads(line))]
+
+    def step(self) -> int:
+        """Return the newest logged step."""
+        return max((line["step"] for line in self.lines()[-1:]), default=0)
+
+    def ranks(self, first: int) -> dict[int, int]:
+        """Return the process ids of the ranks from ``first`` that live and have made an update."""
+        found = {}
+        for path in (self.run_dir / "log").glob("alive-[0-9]"):
+            beat = json.loads(path.read_text())
+            if beat["rank"] >= first and beat["updates"] > 0 and Path(f"/proc/{beat['pid']}").exists():
+                found[beat["rank"]] = beat["pid"]
+        return found
+
+    def wait_for(self, condition: Any) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise SystemExit(f"error: the job of {self.run_dir} has ended or hangs")
+            time.sleep(0.005)
+
+    def pause(self, ranks: int, first: int) -> float:
+        """Kill a rank as soon as all train, and return the seconds until the others have taken a new step."""
+        self.wait_for(lambda: self.step() > FIRST and len(self.ranks(first)) == ranks)
+        time.sleep(random.uniform(0.2, 1.0))
+        pid = random.choice([*self.ranks(first).values()])
+        os.kill(pid, signal.SIGKILL)
+        begun, before = time.monotonic(), self.step()
+        # The step at the kill may have been complete, so the next but one counts. A restart logs earlier steps again.
+        self.wait_for(lambda: self.step() > before + 1 or (first == 0 and self.restarted() and self.step() > before))
+        return time.monotonic() - begun
+
+    def restarted(self) -> bool:
+        return '"resumed"' in (self.run_dir / "metrics.jsonl").read_text()
+
+    def end(self) -> None:
+        """Wait for the end of a job, or end it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        self._process.wait(timeout=LIMIT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    rounds = parser.parse_args().rounds
+    pauses: dict[tuple[str, int], list[float]] = {}
+    speeds: dict[tuple[str, int], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for app, ranks in (("mnist_elastic", 2), ("mnist_elastic", 3), ("mnist_elastic", 4), ("mnist_ddp", 3)):
+                job = Job(app, ranks, Path(folder), "--epochs=1000", "--log-every=1", "--checkpoint-every=10")
+                first = 1 if app == "mnist_elastic" else 0  # its rank 0 is the launcher
+                pauses.setdefault((app, ranks), []).extend(job.pause(ranks, first) for _ in range(KILLS))
+                job.end()
+            for ranks in (1, 2, 4):
+                for app in ("mnist_elastic", "mnist_ddp"):
+                    job = Job(app, ranks, Path(folder), "--epochs=30", "--log-every=16", "--checkpoint-every=0")
+                    job._process.wait(timeout=LIMIT)
+                    lines = [line["samples_per_second"] for line in job.lines() if "test_loss" not in line]
+                    speeds.setdefault((app, ranks), []).append(statistics.median(lines[3:]))
+    print("| job | ranks | kills | seconds until the others go on: median | longest |\n|---|---|---|---|---|")
+    for (app, ranks), seconds in pauses.items():
+        print(f"| {app} | {ranks} | {len(seconds)} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |")
+    print("\n| ranks | mnist_elastic, images/s | mnist_ddp, images/s | ratio |\n|---|---|---|---|")
+    for ranks in (1, 2, 4):
+        elastic, ddp = speeds["mnist_elastic", ranks], speeds["mnist_ddp", ranks]
+        ratio = statistics.median(one / other for one, other in zip(elastic, ddp))
+        print(f"| {ranks} | {statistics.median(elastic):,.0f} | {statistics.median(ddp):,.0f} | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
