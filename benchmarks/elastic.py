@@ -1,4 +1,4 @@
-"""Measure how long ranks pause when one of them is killed, and what a step of mnist_elastic costs.
+"""Measure how long ranks pause when one of them is killed, and the cost of a step of mnist_elastic.
 
     PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
 

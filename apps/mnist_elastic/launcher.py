@@ -33,6 +33,7 @@ from typing import Any
 import safetensors.numpy
 import torch
 from data import load
+from membership import give_up_after
 from model import build_model
 from numpy.typing import NDArray
 from options import parse
@@ -116,7 +117,7 @@ class Rank:
         waits: whether it asks for a group.
         group: the group that it is in, or was last.
         failures: how often it has ended in a row without an update in between.
-        updates: updates of the job since this process has come.
+        updates: how many updates it has taken part in.
         last_member: when it was last in the newest group, on the clock `time.monotonic`.
     """
 
@@ -211,6 +212,8 @@ class Job:
                     break
         finally:
             for each in self._ranks.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    each.process.wait(1.0 if each.is_done else 0.0)
                 each.process.kill()
                 each.process.wait()
             lighthouse.shutdown()
@@ -259,7 +262,7 @@ class Job:
                 each.process.kill()
                 each.process.wait()
             code = each.process.poll()
-            if code is None or each.has_left or each.is_done:
+            if code is None or each.channel or each.has_left or each.is_done:  # its last messages come first
                 continue
             if code == 2:
                 raise RemoteRankError(code)
@@ -284,7 +287,7 @@ class Job:
     def _may_begin(self, begun: float) -> bool:
         """Return whether all ranks are ready, or enough are and the others are late."""
         ready = sum(each.ready for each in self._ranks.values())
-        late = time.monotonic() - begun > self._options.timeout
+        late = time.monotonic() - begun > give_up_after(self._options.timeout)
         return ready == len(self._ranks) or (late and ready >= self._options.min_ranks)
 
     def _begin(self, each: Rank) -> None:
@@ -308,8 +311,9 @@ class Job:
             self._hello(values, channel)
         elif kind == "join":
             self._join(channel)
-        elif rank is None:
-            return
+        elif rank is None:  # of a process that has been replaced
+            if message.answer:
+                message.answer.put(False)
         elif not values:
             self._lost(rank, channel)
         elif kind == "ready":
@@ -376,7 +380,7 @@ class Job:
         self._update, self._updated_at = step, time.monotonic()
         self.run.after_step(step - 1)
         for each in self._ranks.values():
-            each.updates += each.channel is not None
+            each.updates += each.group == self._group and not each.waits
         if self._paused_at:
             self._pauses.append(self._updated_at - self._paused_at)
             self._paused_at = None
@@ -399,7 +403,8 @@ class Job:
         first, owner = self._digests.setdefault(step, (digest, rank))
         if digest != first:
             checkpoint.finish()
-            replica_check.quarantine_newest(self._options.run_dir)
+            if step == self._saved:
+                replica_check.quarantine_newest(self._options.run_dir)
             raise RetryableError(f"rank {owner} and rank {rank} hold different bits after {step} updates")
         if message.values["final"]:
             self._ranks[rank].is_done = True
@@ -471,6 +476,9 @@ class Job:
         if self._left is None:
             raise stop.Stopped(number, "stopped before the first step", is_final=False)
         values, groups = self._left
+        if values["step"] == self._saved:
+            text = f"stopped by {signal.Signals(number).name} at step {self._saved}, which is saved"
+            raise stop.Stopped(number, text)
         self._count(values["step"])
         self.run.apply_global_stats(self._stats(values))
         if values["step"] > self._step:

@@ -157,10 +157,11 @@ class Members:
     def steps(self) -> Iterator[int]:
         """Yield the number of the next step, the same again if it fails, until the run is complete.
 
-        A rank that is asked to stop offers the launcher its state, and leaves. Raises Stopped.
+        A rank that is asked to stop completes an evaluation that is due, offers the launcher its state, and leaves.
+        Raises Stopped.
         """
         while self._step < self._run.last_step or self.evaluation_due:
-            if number := self._run.stop_request.number or self.launcher.stop_signal:
+            if (number := self._run.stop_request.number or self.launcher.stop_signal) and not self.evaluation_due:
                 self._send_record({}, save=True, signal_number=number)
                 raise stop.Stopped(number, f"left after {self._step} updates", is_final=False)
             yield self._step
@@ -287,7 +288,7 @@ class Members:
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
-            if self.launcher.stop_signal or self._run.stop_request.number:
+            if (self.launcher.stop_signal or self._run.stop_request.number) and not self.evaluation_due:
                 raise Failed("this rank leaves")
             with contextlib.suppress(TimeoutError):
                 quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=5), data=mine)
@@ -326,7 +327,7 @@ def _collective() -> Iterator[None]:
 
 
 def give_up_after(timeout: float) -> float:
-    """Return the timeout of a collective, in seconds: a rank that waits must regroup before its watchdog ends it."""
+    """Return for how many seconds a rank waits for others, so that it continues before its watchdog ends it."""
     return 0.8 * timeout
 
 
