@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
@@ -35,7 +36,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torchft.coordination import LighthouseClient
 
 HEARTBEAT_SECONDS = 0.1
-CONNECT_SECONDS = 10.0  # in which the members of a new group must connect to each other
+READY_SECONDS = 5.0  # in which all members must learn of a new group
+CONNECT_SECONDS = 10.0  # in which they must connect to each other
 MAX_FAILURES = 20  # attempts in a row to regroup or to take a step
 STEPS = 4096  # sums hold step numbers modulo this, because float32 represents them exactly
 CHECKS = 4  # what each sub-shard adds to the sum: a count, the step, a request to regroup, its loss
@@ -263,19 +265,21 @@ class Members:
         progress = 2 * self._step - self.evaluation_due  # counts updates and their evaluations
         mine = {"progress": progress, "digest": digest(groups), "nonce": uuid.uuid4().hex}
         mine |= {"name": self._name, "rank": self.launcher.rank}
-        members = sorted(self._quorum(mine), key=lambda each: (-each["progress"], each["name"]))
+        members = self._quorum(mine)
+        held = Counter((each["progress"], each["digest"]) for each in members)
+        # Among the members that are ahead, rank 0 is the oldest of those with the most frequent state.
+        members.sort(key=lambda each: (-each["progress"], -held[each["progress"], each["digest"]], each["name"]))
         self.world_size, self.rank = len(members), [each["name"] for each in members].index(self._name)
         # The members' nonces make a prefix of the store that is never used twice.
         self._group = str(uuid.uuid5(uuid.NAMESPACE_OID, "".join(sorted(each["nonce"] for each in members))))
         store, limit = PrefixStore(self._group, self._store), timedelta(seconds=CONNECT_SECONDS)
         with _collective():
             store.set(f"ready/{self.rank}", "")
-            store.wait([f"ready/{rank}" for rank in range(self.world_size)], limit)
+            store.wait([f"ready/{rank}" for rank in range(self.world_size)], timedelta(seconds=READY_SECONDS))
             dist.init_process_group(
                 "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit
             )  # collective
-            states = [(each["progress"], each["digest"]) for each in members]
-            if len({*states}) > 1:
+            if len(held) > 1:
                 self._copy_state(groups, mine, members[0])
             limit = timedelta(seconds=give_up_after(self._run.options.timeout))
             dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
@@ -297,7 +301,7 @@ class Members:
                     return members
 
     def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
-        """Copy the state of rank 0, which is the oldest of the members that are ahead, to those that differ."""
+        """Copy the state of rank 0 to the members that differ."""
         numbers = {"step": self._step, "loss": self._loss, "running_loss": self._running_loss}
         header = json.dumps({**numbers, "evaluation_due": self.evaluation_due, "groups": [*groups]}).encode()
         values = json.loads(distributed.broadcast(header))  # collective
