@@ -42,7 +42,6 @@ from samestep.data import datasets
 from samestep.env import World
 from samestep.options import Options
 from samestep.recovery import replica_check
-from samestep.recovery.events import MEMBERS
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import GROUPS, Groups, Run, StepStats
 from samestep.sharding import GlobalBatches
@@ -393,7 +392,7 @@ class Job:
         entry = {"step": values["step"], "ranks": values["ranks"]}
         if self._members[-1:] != [entry]:
             self._members.append(entry)
-            self.run.monitor.record_event(MEMBERS, text=f"ranks {sorted(values['ranks'])} train", ranks=values["ranks"])
+            self.run.monitor.record_event("members", text=f"ranks {sorted(values['ranks'])} train", ranks=values["ranks"])
 
     # --- records -------------------------------------------------------------------------------------------------
 
