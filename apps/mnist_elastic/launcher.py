@@ -392,7 +392,8 @@ class Job:
         entry = {"step": values["step"], "ranks": values["ranks"]}
         if self._members[-1:] != [entry]:
             self._members.append(entry)
-            self.run.monitor.record_event("members", text=f"ranks {sorted(values['ranks'])} train", ranks=values["ranks"])
+            ranks = sorted(values["ranks"])
+            self.run.monitor.record_event("members", text=f"ranks {ranks} train", ranks=ranks)
 
     # --- records -------------------------------------------------------------------------------------------------
 
