@@ -100,14 +100,13 @@ def check_losses(harness: Harness, folder: Path) -> None:
 
 # cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would be in the way of Lightning's import.
 # In the matrix mnist_ddp takes the steps of one host on three hosts, below, for all apps that torchrun starts.
-# MindSpore compiles for a minute here.
+# MindSpore compiles for a minute here. mnist_elastic trains on one machine.
 @pytest.mark.parametrize(
     "app",
     [
         pytest.param(app, marks=[pytest.mark.soak] * (app_spec(app).launcher in ("torchrun", "msrun")))
         for app in APPS
-        if app_spec(app).launcher != "torchft"  # which is of one machine
-        if app not in ("mnist_horovod", "cifar_ddp")
+        if app not in ("mnist_horovod", "cifar_ddp", "mnist_elastic")
     ],
 )
 def test_two_hosts_take_the_steps_of_one(app: str, of: Callable[[str], Harness], hosts: list[Host]) -> None:
