@@ -54,6 +54,7 @@ from train import build_optimizer
 APP = Path(__file__).resolve().parent.name
 ADDRESS = "127.0.0.1"
 MAX_FAILURES = 3  # of one rank in a row, without an update in between
+START_SECONDS = 60.0  # in which a rank must at least load the checkpoint
 END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
 SILENT_MS = 700  # without a heartbeat after which the lighthouse counts a rank as gone
 JOIN_MS = 500  # that it waits for ranks that live but do not ask, once more than half of them ask
@@ -117,7 +118,7 @@ class Rank:
         group: the group that it is in, or was last.
         failures: how often it has ended in a row without an update in between.
         updates: how many updates it has taken part in.
-        last_member: when it was last in the newest group, on the clock `time.monotonic`.
+        last_member: when it began or last took part in an update, on the clock `time.monotonic`.
     """
 
     process: subprocess.Popen[bytes]
@@ -254,10 +255,11 @@ class Job:
         """Start ranks again that have ended or do not answer. Raises if that cannot help, or if all have left."""
         now, timeout = time.monotonic(), self._options.timeout
         for rank, each in [*self._ranks.items()]:
+            limit = timeout if each.ready else max(timeout, START_SECONDS)
             if each.group == self._group and not each.waits:
-                each.last_member = now
-            if self._has_begun and now - each.last_member > timeout and not each.has_left:
-                log.warning(f"rank {rank} has not been in the group for {timeout:g} s: it is killed", "rollback")
+                each.last_member = max(each.last_member, self._updated_at)
+            elif self._has_begun and now - each.last_member > limit and not each.has_left:
+                log.warning(f"rank {rank} has taken no part for {limit:g} s: it is killed", "rollback")
                 each.process.kill()
                 each.process.wait()
             code = each.process.poll()

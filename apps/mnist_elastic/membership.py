@@ -85,7 +85,7 @@ class Launcher:
             self._take(request)
 
     def send(self, **message: Any) -> None:
-        """Send a message. Raises NonRetryableError if the launcher is gone."""
+        """Send a message. Raises ConnectionError if the launcher is gone, which starts the job again."""
         with self._connected():
             self._connection.send_bytes(json.dumps(message).encode())
 
@@ -117,7 +117,7 @@ class Launcher:
         try:
             yield
         except (EOFError, OSError) as error:
-            raise NonRetryableError(f"rank {self.rank}: its launcher is gone; ending") from error
+            raise ConnectionError("the launcher of this rank is gone") from error
 
 
 class Members:

@@ -116,7 +116,7 @@ def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
         os.kill(beat["pid"], signal.SIGKILL)
     outcome = job.finish()
     check_same(harness.checked(outcome, 3), reference)
-    assert "rank 2 has not been in the group for 16 s: it is killed" in outcome.stderr
+    assert "rank 2 has taken no part for 16 s: it is killed" in outcome.stderr
 
 
 def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(
