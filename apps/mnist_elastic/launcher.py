@@ -159,8 +159,8 @@ class Job:
         self._inbox: queue.Queue[Message] = queue.Queue()
         self._numbers, self._collectives = itertools.count(), Alone()
         self._has_begun, self._group = False, ""
-        self._offers: list[Message] = []  # of one state; the first was asked for its arrays
-        self._asked = math.inf  # when
+        self._offers: list[Message] = []  # of one state; the first may be asked for its arrays
+        self._offered_at, self._asked = 0.0, math.inf  # when
         self._left: tuple[dict[str, Any], Groups] | None = None  # the newest state that a rank has left with
         self._final: tuple[dict[str, Any], Groups] | None = None
         self._digests: dict[int, tuple[str, int]] = {}  # by step, and which rank had it
@@ -276,7 +276,8 @@ class Job:
             log.warning(f"rank {rank} has ended with {name} at step {self._update}; starting it again", "failure")
             self._rejoins += 1
             self._start(rank, each.failures + 1 if not each.updates else 0)
-        if self._offers and now - self._asked > END_SECONDS:  # it was stopped
+        self._compare_offers()
+        if now - self._asked > END_SECONDS:  # the rank was stopped
             self._ask_next()
         if self.run.stop_request.number:
             for each in self._ranks.values():
@@ -362,12 +363,12 @@ class Job:
         channel.send(rank=rank)
 
     def _lost(self, rank: int, channel: Channel) -> None:
-        each = self._ranks[rank]
+        each, asked = self._ranks[rank], self._offers[0].channel if self._asked < math.inf else None
         each.channel, each.waits, each.group = None, False, ""
         self._pause()
         self._ask_to_regroup()
-        if self._offers and self._offers[0].channel is channel:
-            self._ask_next()
+        self._offers = [offer for offer in self._offers if offer.channel is not channel]
+        self._asked = math.inf if asked is channel else self._asked
 
     def _pause(self) -> None:
         """Note that the group changes: a pause lasts from its last update to the next."""
@@ -411,11 +412,21 @@ class Job:
         if message.values["final"]:
             self._ranks[rank].is_done = True
         self._offers.append(message)
-        if len(self._offers) == 1:
+        self._offered_at = time.monotonic()
+
+    def _compare_offers(self) -> None:
+        """Answer the offers of a state once all members have made theirs, so that nothing is saved if they differ."""
+        if not self._offers or self._asked < math.inf:
+            return
+        members = {each.channel for each in self._ranks.values() if each.group == self._group and not each.waits}
+        complete = members <= {None, *(offer.channel for offer in self._offers)}
+        single = any(offer.values["stop"] or not self._wants(offer.values) for offer in self._offers)
+        if complete or single or time.monotonic() - self._offered_at > END_SECONDS:
             self._ask()
 
     def _ask(self) -> None:
         """Answer offers, and stop at the first whose arrays are wanted."""
+        self._asked = math.inf
         while self._offers:
             values = self._offers[0].values
             wanted = self._wants(values)
