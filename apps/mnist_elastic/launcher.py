@@ -113,6 +113,7 @@ class Rank:
     """A rank: its process, its connection and its state.
 
     Attributes:
+        name: its name in the group, which no other process of the job has.
         ready: whether it has loaded the checkpoint.
         waits: whether it asks for a group.
         group: the group that it is in, or was last.
@@ -123,6 +124,7 @@ class Rank:
 
     process: subprocess.Popen[bytes]
     channel: Channel | None = None
+    name: str = ""
     ready: bool = False
     waits: bool = False
     group: str = ""
@@ -348,8 +350,8 @@ class Job:
             text = f"{name} {values['metadata'].get(name)} of rank {values['rank']} is {self._metadata[name]} elsewhere"
             channel.send(refusal=f"{text}: the bits would differ")
             return
-        each.channel = channel
-        channel.send(*self._collectives.parts, number=next(self._numbers), **self._place)
+        each.channel, each.name = channel, f"{next(self._numbers):06d}"  # in the order of their age
+        channel.send(*self._collectives.parts, name=each.name, **self._place)
 
     def _join(self, channel: Channel) -> None:
         """Start one more rank, in the place of one that has left if there is one."""
@@ -366,6 +368,9 @@ class Job:
         each, asked = self._ranks[rank], self._offers[0].channel if self._asked < math.inf else None
         each.channel, each.waits, each.group = None, False, ""
         self._pause()
+        for other in self._ranks.values():
+            if other.channel:
+                other.channel.send(ended=[each.name])
         self._ask_to_regroup()
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
         self._asked = math.inf if asked is channel else self._asked

@@ -64,11 +64,12 @@ class Launcher:
         host, port, key = os.environ["SAMESTEP_MEMBERS"].split()
         self._connection: Connection = Client((host, int(port)), authkey=bytes.fromhex(key))
         self.rank, self.left_group, self.stop_signal = rank, "", 0
+        self.ended: set[str] = set()  # names of ranks that have ended
         self.send(kind="hello", rank=rank, pid=os.getpid(), metadata=metadata)
         welcome = self._receive()
         if "refusal" in welcome:
             raise ConfigError(f"rank {rank} cannot take part: {welcome['refusal']}")
-        self.number, self.lighthouse, self.store_port = welcome["number"], welcome["lighthouse"], welcome["store_port"]
+        self.name, self.lighthouse, self.store_port = welcome["name"], welcome["lighthouse"], welcome["store_port"]
 
     def broadcast(self, content: bytes) -> bytes:
         """Return the next part of the newest checkpoint; `Run.restore` calls this. ``content`` is not used."""
@@ -109,6 +110,7 @@ class Launcher:
             return dict(json.loads(self._connection.recv_bytes()))
 
     def _take(self, request: dict[str, Any]) -> None:
+        self.ended |= {*request.get("ended", ())}
         self.left_group = request.get("regroup", self.left_group)
         self.stop_signal = request.get("stop", self.stop_signal)
 
@@ -146,7 +148,7 @@ class Members:
         self._step, self.evaluation_due = run.first_step, run.first_step == run.last_step
         self._loss = self._running_loss = 0.0  # of the last step, and of all steps since the last log line
         self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype))
-        self._name, self._group, self._failures = f"{launcher.number:06d}", "", 0
+        self._name, self._group, self._failures = launcher.name, "", 0
         self._failed_step: int | None = None
         self._store = TCPStore("127.0.0.1", launcher.store_port, timeout=timedelta(seconds=CONNECT_SECONDS))
         self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
@@ -275,7 +277,7 @@ class Members:
         store, limit = PrefixStore(self._group, self._store), timedelta(seconds=CONNECT_SECONDS)
         with _collective():
             store.set(f"ready/{self.rank}", "")
-            store.wait([f"ready/{rank}" for rank in range(self.world_size)], timedelta(seconds=READY_SECONDS))
+            self._wait_for(members, store)
             dist.init_process_group(
                 "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit
             )  # collective
@@ -299,6 +301,16 @@ class Members:
                 members = [each.data for each in quorum.participants]
                 if len(members) >= self._run.options.min_ranks and mine in members:
                     return members
+
+    def _wait_for(self, members: list[dict[str, Any]], store: PrefixStore) -> None:
+        """Wait until all members know the new group. Raises Failed as soon as the launcher says that one has ended."""
+        keys, deadline = [f"ready/{rank}" for rank in range(self.world_size)], time.monotonic() + READY_SECONDS
+        while not store.check(keys):
+            self.launcher.poll()
+            ended = [each["rank"] for each in members if each["name"] in self.launcher.ended]
+            if ended or time.monotonic() > deadline:
+                raise Failed(f"ranks {ended} have ended" if ended else "not all members came")
+            time.sleep(0.01)
 
     def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
         """Copy the state of rank 0 to the members that differ."""
