@@ -44,14 +44,15 @@ def share(store: Path, folder: Path) -> None:
 def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
     """Import each of ``modules`` that ``folder`` has, so that Python compiles those that ``store`` lacks."""
     present = [module for module in modules if (folder / module.partition(".")[0]).is_dir()]
+    files = [*_bytecode(store, folder)] if present else []
     with contextlib.suppress(OSError):  # no hard links
-        for bytecode, copy in _bytecode(store, folder) if present else ():
+        for bytecode, copy in files:
             if copy.exists() and not bytecode.exists():
                 bytecode.parent.mkdir(exist_ok=True)
                 os.link(copy, bytecode)
     for module in present:  # each in its own process
         subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
-    for bytecode, copy in _bytecode(store, folder) if present else ():
+    for bytecode, copy in files:
         if bytecode.exists() and not copy.exists():
             content, temporary = bytecode.read_bytes(), copy.with_suffix(f".{os.getpid()}")
             temporary.write_bytes(content[:4] + UNCHECKED + content[HEADER_BYTES:])

@@ -282,9 +282,7 @@ class Job:
         if now - self._asked > END_SECONDS:  # the rank was stopped
             self._ask_next()
         if self.run.stop_request.number:
-            for each in self._ranks.values():
-                if each.channel:
-                    each.channel.send(stop=self.run.stop_request.number)
+            self._tell(stop=self.run.stop_request.number)
         if self._ranks and all(each.has_left for each in self._ranks.values()):
             self._stop()
 
@@ -298,6 +296,11 @@ class Job:
         each.last_member = time.monotonic()
         if each.channel and each.ready:
             each.channel.send(begin=True)
+
+    def _tell(self, **message: Any) -> None:
+        for each in self._ranks.values():
+            if each.channel:
+                each.channel.send(**message)
 
     def _ask_to_regroup(self) -> None:
         """Ask the ranks in a group to leave it, because another rank waits for them or is gone."""
@@ -365,15 +368,14 @@ class Job:
         channel.send(rank=rank)
 
     def _lost(self, rank: int, channel: Channel) -> None:
-        each, asked = self._ranks[rank], self._offers[0].channel if self._asked < math.inf else None
+        each = self._ranks[rank]
         each.channel, each.waits, each.group = None, False, ""
         self._pause()
-        for other in self._ranks.values():
-            if other.channel:
-                other.channel.send(ended=[each.name])
+        self._tell(ended=[each.name])
         self._ask_to_regroup()
+        if self._offers and self._offers[0].channel is channel:
+            self._asked = math.inf
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
-        self._asked = math.inf if asked is channel else self._asked
 
     def _pause(self) -> None:
         """Note that the group changes: a pause lasts from its last update to the next."""

@@ -51,7 +51,7 @@ class MemberWatchdog(Watchdog):
     """End a rank without progress, but not the job: the launcher starts the rank again."""
 
     def end(self) -> None:
-        text = f"rank {self.values()['rank']} has made no progress for {self._options.timeout:g} s; ending"
+        text = f"rank {self._world.rank} has made no progress for {self._options.timeout:g} s; ending"
         log.call_with_timeout(1.0, log.error, text, "hang")
         os._exit(1)
 
@@ -148,11 +148,11 @@ class Members:
         self._step, self.evaluation_due = run.first_step, run.first_step == run.last_step
         self._loss = self._running_loss = 0.0  # of the last step, and of all steps since the last log line
         self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype))
-        self._name, self._group, self._failures = launcher.name, "", 0
+        self._group, self._failures = "", 0
         self._failed_step: int | None = None
         self._store = TCPStore("127.0.0.1", launcher.store_port, timeout=timedelta(seconds=CONNECT_SECONDS))
         self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
-        heartbeats.heartbeat(self._name)  # the lighthouse waits for the ranks that it knows
+        heartbeats.heartbeat(launcher.name)  # a first group waits for the ranks that have sent one
         threading.Thread(target=self._send_heartbeats, args=(heartbeats,), daemon=True).start()
         launcher.wait_to_begin()
 
@@ -165,12 +165,16 @@ class Members:
         Raises Stopped.
         """
         while self._step < self._run.last_step or self.evaluation_due:
-            if (number := self._run.stop_request.number or self.launcher.stop_signal) and not self.evaluation_due:
+            if number := self._stop_signal():
                 self._send_record({}, save=True, signal_number=number)
                 raise stop.Stopped(number, f"left after {self._step} updates", is_final=False)
             yield self._step
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _stop_signal(self) -> int:
+        """Return the signal that asks this rank to leave, or 0, also while an evaluation is due."""
+        return 0 if self.evaluation_due else self._run.stop_request.number or self.launcher.stop_signal
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -187,7 +191,8 @@ class Members:
     def note(self, step: int, loss: Tensor) -> None:
         """Set what the next sub-shard adds to the sum; ``loss`` is its summed loss."""
         asks = self.launcher.left_group == self._group  # a rank has left this group, or waits to join it
-        self.checks.copy_(torch.stack([loss.new_tensor(value) for value in (1, step % STEPS, asks)] + [loss.detach()]))
+        self.checks[:3] = torch.tensor((1, step % STEPS, asks))
+        self.checks[3] = loss.detach()
 
     def check(self, step: int, sub_shards: int) -> None:
         """Raise Failed unless the sum counts each sub-shard of this step once."""
@@ -251,7 +256,7 @@ class Members:
         while True:
             if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
                 with contextlib.suppress(Exception):  # the launcher is gone, and the lighthouse with it
-                    client.heartbeat(self._name)
+                    client.heartbeat(self.launcher.name)
             time.sleep(HEARTBEAT_SECONDS)
 
     def regroup(self) -> None:
@@ -266,21 +271,21 @@ class Members:
         self._failed_step, groups = None, self._arrays()
         progress = 2 * self._step - self.evaluation_due  # counts updates and their evaluations
         mine = {"progress": progress, "digest": digest(groups), "nonce": uuid.uuid4().hex}
-        mine |= {"name": self._name, "rank": self.launcher.rank}
+        mine |= {"name": self.launcher.name, "rank": self.launcher.rank}
         members = self._quorum(mine)
-        held = Counter((each["progress"], each["digest"]) for each in members)
+        held = Counter(map(_state, members))
         # Among the members that are ahead, rank 0 is the oldest of those with the most frequent state.
-        members.sort(key=lambda each: (-each["progress"], -held[each["progress"], each["digest"]], each["name"]))
-        self.world_size, self.rank = len(members), [each["name"] for each in members].index(self._name)
+        members.sort(key=lambda each: (-each["progress"], -held[_state(each)], each["name"]))
+        self.world_size, self.rank = len(members), members.index(mine)
         # The members' nonces make a prefix of the store that is never used twice.
         self._group = str(uuid.uuid5(uuid.NAMESPACE_OID, "".join(sorted(each["nonce"] for each in members))))
-        store, limit = PrefixStore(self._group, self._store), timedelta(seconds=CONNECT_SECONDS)
+        store = PrefixStore(self._group, self._store)
         with _collective():
             store.set(f"ready/{self.rank}", "")
             self._wait_for(members, store)
-            dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit
-            )  # collective
+            connect = timedelta(seconds=CONNECT_SECONDS)
+            place = self.world_size, self.rank, store
+            dist.init_process_group("gloo", None, connect, *place)  # collective
             if len(held) > 1:
                 self._copy_state(groups, mine, members[0])
             limit = timedelta(seconds=give_up_after(self._run.options.timeout))
@@ -294,16 +299,16 @@ class Members:
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
-            if (self.launcher.stop_signal or self._run.stop_request.number) and not self.evaluation_due:
+            if self._stop_signal():
                 raise Failed("this rank leaves")
             with contextlib.suppress(TimeoutError):
-                quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=5), data=mine)
+                quorum = self._client.quorum(replica_id=self.launcher.name, timeout=timedelta(seconds=5), data=mine)
                 members = [each.data for each in quorum.participants]
                 if len(members) >= self._run.options.min_ranks and mine in members:
                     return members
 
     def _wait_for(self, members: list[dict[str, Any]], store: PrefixStore) -> None:
-        """Wait until all members know the new group. Raises Failed as soon as the launcher says that one has ended."""
+        """Wait until all members have joined the new group. Raises Failed at once if the launcher reports one's end."""
         keys, deadline = [f"ready/{rank}" for rank in range(self.world_size)], time.monotonic() + READY_SECONDS
         while not store.check(keys):
             self.launcher.poll()
@@ -321,7 +326,7 @@ class Members:
         for group in values["groups"]:
             content = checkpoint.serialize(groups[group]) if self.rank == 0 else b""
             contents[group] = distributed.broadcast(content)  # collective
-        if (mine["progress"], mine["digest"]) == (ahead["progress"], ahead["digest"]):
+        if _state(mine) == _state(ahead):
             return
         if mine["progress"] == ahead["progress"]:
             log.warning(f"rank {mine['rank']} has other bits than rank {ahead['rank']} and copies them", "rollback")
@@ -340,6 +345,11 @@ def _collective() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise Failed(log.first_line(str(error))) from error
+
+
+def _state(member: dict[str, Any]) -> tuple[int, str]:
+    """Return what members compare: their progress, and the digest of their arrays."""
+    return member["progress"], member["digest"]
 
 
 def give_up_after(timeout: float) -> float:
