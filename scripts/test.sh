@@ -3,10 +3,10 @@
 # Run the tests of a change since origin's main branch or a REVISION:  bash scripts/test.sh --changed [REVISION]
 set -euo pipefail
 CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
-tox_version=4.67.13
+packages="tox==4.67.13 tox-uv==1.37.1 uv==0.13.9"
 venv=.venvs/tox
 
-if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$tox_version" ]; then
+if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$packages" ]; then
   for python in python3.11 python3; do
     if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
       break
@@ -17,12 +17,22 @@ if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$tox_version" ]; then
     echo "error: the tests need Python 3.11 with the venv module (Debian: apt-get install python3.11-venv)" >&2
     exit 2
   fi
-  echo "making $venv with tox $tox_version"
+  echo "making $venv with $packages"
   rm -rf "$venv"
   "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "tox==$tox_version"
-  echo "$tox_version" >"$venv/samestep-stamp"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $packages
+  echo "$packages" >"$venv/samestep-stamp"
 fi
+# uv installs the environments, and does not read pip's configuration.
+settings=$("$venv/bin/python" -m pip config list)
+setting() { sed -nE "s/^[a-z:]+\.$1='(.*)'$/\1/p" <<<"$settings" | head -n 1; }
+for pair in UV_INDEX_URL=index-url UV_EXTRA_INDEX_URL=extra-index-url UV_FIND_LINKS=find-links SSL_CERT_FILE=cert; do
+  value=$(setting "${pair#*=}")
+  if [ -n "$value" ] && [ -z "$(printenv "${pair%=*}")" ]; then
+    export "${pair%=*}=$value"
+  fi
+done
+export UV_INDEX_STRATEGY=unsafe-best-match  # as pip does: the best version of any index
 if [ "${1:-}" = --help ]; then
   sed -n '2,3s/^# //p' "$0"
   exec "$venv/bin/tox" list

@@ -1,0 +1,57 @@
+"""Compile the modules of a framework once for all environments that hold the same files.
+
+    python tools/share_bytecode.py .tox/store .tox/core/lib/python3.11/site-packages [MODULE ...]
+
+tox runs this after it has installed an environment. The first environment compiles the framework's modules, which takes
+6 s of a processor; without this, all ranks of the first tests would compile them. A module's bytecode in the store has
+the SHA-256 of the module as its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+TAG = sys.implementation.cache_tag  # bytecode is one Python version's
+HEADER_BYTES = 16  # of bytecode: the magic number, flags, and the source's time and size or hash (PEP 552)
+UNCHECKED = (0b01).to_bytes(4, "little") + bytes(8)  # Python ignores the source's time, which differs by environment
+
+
+def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
+    """Import each of ``modules`` that ``folder`` has and ``store`` lacks, so that Python compiles what it imports."""
+    sources = {module: folder / module.replace(".", "/") / "__init__.py" for module in modules}
+    sources = {module: source for module, source in sources.items() if source.is_file()}
+    files = [*_bytecode(store, folder)] if sources else []
+    with contextlib.suppress(OSError):  # no hard links
+        for bytecode, copy in files:
+            if copy.exists() and not bytecode.exists():
+                bytecode.parent.mkdir(exist_ok=True)
+                os.link(copy, bytecode)
+    for module, source in sources.items():  # each in its own process
+        if not Path(importlib.util.cache_from_source(source)).exists():
+            subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
+    for bytecode, copy in files:
+        if bytecode.exists() and not copy.exists():
+            content, temporary = bytecode.read_bytes(), copy.with_suffix(f".{os.getpid()}")
+            temporary.write_bytes(content[:4] + UNCHECKED + content[HEADER_BYTES:])
+            temporary.replace(copy)
+
+
+def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the file of each module's bytecode below ``folder``, with its copy in ``store``; neither need exist."""
+    for path in folder.rglob("*.py"):
+        if path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            yield Path(importlib.util.cache_from_source(path)), store / f"{digest}.{TAG}.pyc"
+
+
+if __name__ == "__main__":
+    store = Path(sys.argv[1])
+    store.mkdir(parents=True, exist_ok=True)
+    compile_modules(store, Path(sys.argv[2]), sys.argv[3:])
