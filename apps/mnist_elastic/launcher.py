@@ -1,6 +1,9 @@
 """Start the ranks of a job, start a lost rank again alone, and record the run.
 
-    python launcher.py N train.py [options]    # scripts/run_mnist_elastic.sh calls this
+    python launcher.py N WORLD_SIZE NODE_RANK ADDRESS PORT train.py [options]    # by scripts/run_mnist_elastic.sh
+
+N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py): it connects to
+the launcher at machine 0's ADDRESS and PORT, and starts ranks for it.
 
 This process runs torchft's lighthouse, which decides who the members of the group are, and a store by which they
 connect. It alone writes metrics.jsonl, checkpoints and the result. Ranks send it the numbers of each log line with the
@@ -32,6 +35,7 @@ from typing import Any
 
 import safetensors.numpy
 import torch
+from agent import serve, start
 from data import load
 from membership import give_up_after
 from model import build_model
@@ -52,7 +56,6 @@ from torchft.coordination import LighthouseServer
 from train import build_optimizer
 
 APP = Path(__file__).resolve().parent.name
-ADDRESS = "127.0.0.1"
 MAX_FAILURES = 3  # of one rank in a row, without an update in between
 START_SECONDS = 60.0  # in which a rank must at least load the checkpoint
 END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
@@ -108,6 +111,23 @@ class Message:
     contents: dict[str, bytes] | None = None
 
 
+class RemoteProcess:
+    """A process of another machine, which the agent there starts and watches."""
+
+    def __init__(self, agent: Channel, **message: Any) -> None:
+        self.agent, self._rank, self.code = agent, message["rank"], None
+        agent.send(kind="start", **message)
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.agent.send(kind="kill", rank=self._rank)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return at once: the agent tells the exit code later."""
+
+
 @dataclass
 class Rank:
     """A rank: its process, its connection and its state.
@@ -122,9 +142,9 @@ class Rank:
         last_member: when it began or last took part in an update, on the clock `time.monotonic`.
     """
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | RemoteProcess
+    name: str
     channel: Channel | None = None
-    name: str = ""
     ready: bool = False
     waits: bool = False
     group: str = ""
@@ -152,11 +172,17 @@ class Alone:
 class Job:
     """Start ranks, take their messages, and record the run."""
 
-    def __init__(self, nproc: int, program: Sequence[str], options: Options) -> None:
-        """Take the number of ranks, and the program that they run with its arguments."""
-        world = World(0, nproc, 0, nproc, 0, 1, launcher="torchft")
+    def __init__(
+        self, nproc: int, world_size: int, address: str, port: int, program: Sequence[str], options: Options
+    ) -> None:
+        """Take the ranks on this machine and in all, where to listen, and the program of ranks with its arguments."""
+        machines = int(os.environ.get("SAMESTEP_MACHINES", "1"))
+        world = World(0, world_size, 0, world_size, 0, machines, launcher="torchft")
         self.run = Run(APP, options, world, Watchdog(), datasets.resolve)
-        self._options, self._program, self._nproc = options, program, nproc
+        self._options, self._program, self._nproc, self._world_size = options, program, nproc, world_size
+        self._place, self._key = (address, port), _key()
+        self._address = f"{address} {port} {self._key.hex()}"
+        self._agents: list[Channel] = []
         self._ranks: dict[int, Rank] = {}
         self._inbox: queue.Queue[Message] = queue.Queue()
         self._numbers, self._collectives = itertools.count(), Alone()
@@ -174,6 +200,8 @@ class Job:
 
     def prepare(self) -> None:
         """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
+        if (self.run.world.node_count or 1) > 1:
+            log.warning("lighthouse and store have no authentication: keep strangers off the network of this job")
         run, options, device = self.run, self._options, torch.device("cpu")
         distributed.set_threads(options.threads)
         model = build_model(options.model, options.dropout, getattr(torch, options.dtype), options.seed)
@@ -189,14 +217,15 @@ class Job:
     def train(self) -> None:
         """Run the lighthouse, the store and the ranks until the last step is recorded. Raises as `Run.save`."""
         self._listen()
+        address = self._place[0]
         times = {"join_timeout_ms": JOIN_MS, "heartbeat_timeout_ms": SILENT_MS, "quorum_tick_ms": 20}
-        lighthouse = LighthouseServer(bind=f"{ADDRESS}:0", min_replicas=self._options.min_ranks, **times)
-        listener = socket.create_server((ADDRESS, 0))
+        lighthouse = LighthouseServer(bind=f"{address}:0", min_replicas=self._options.min_ranks, **times)
+        listener = socket.create_server((address, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=60)
         # A TCPStore listens on all addresses unless it is given a socket.
-        store = TCPStore(ADDRESS, port, None, True, limit, False, master_listen_fd=listener.detach())
-        address = f"http://{ADDRESS}:{lighthouse.address().rpartition(':')[2]}"
-        self._place = {"lighthouse": address, "store_port": port}
+        store = TCPStore(address, port, None, True, limit, False, master_listen_fd=listener.detach())
+        url = f"http://{address}:{lighthouse.address().rpartition(':')[2]}"
+        self._servers = {"lighthouse": url, "store": [address, port]}
         try:
             for rank in range(1, self._nproc + 1):
                 self._start(rank)
@@ -218,6 +247,8 @@ class Job:
                     each.process.wait(1.0 if each.is_done else 0.0)
                 each.process.kill()
                 each.process.wait()
+            for agent in self._agents:
+                agent.send(kind="end")
             lighthouse.shutdown()
             del store
         message, groups = self._final
@@ -233,9 +264,7 @@ class Job:
 
     def _listen(self) -> None:
         """Accept connections of ranks, and of join.py; both must know the key."""
-        self._key, listener = secrets.token_bytes(32), Listener((ADDRESS, 0), backlog=64)
-        host, port = listener.address
-        self._address = f"{host} {port} {self._key.hex()}"
+        listener = Listener(self._place, backlog=64)
         path = self._options.run_dir / "log" / "members"
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -248,10 +277,11 @@ class Job:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    def _start(self, rank: int, failures: int = 0) -> None:
-        environ = {**os.environ, "SAMESTEP_MEMBERS": self._address, "SAMESTEP_RANK": str(rank)}
-        process = subprocess.Popen([sys.executable, *self._program], env=environ, stdin=subprocess.DEVNULL)
-        self._ranks[rank] = Rank(process, failures=failures)
+    def _start(self, rank: int, agent: Channel | None = None, failures: int = 0) -> None:
+        name = f"{next(self._numbers):06d}"  # in the order of their age
+        values = {"rank": rank, "name": name, "ranks": self._world_size}
+        process = RemoteProcess(agent, **values) if agent else start(self._program, self._address, **values)
+        self._ranks[rank] = Rank(process, name, failures=failures)
 
     def _check_ranks(self) -> None:
         """Start ranks again that have ended or do not answer. Raises if that cannot help, or if all have left."""
@@ -264,6 +294,7 @@ class Job:
                 log.warning(f"rank {rank} has taken no part for {limit:g} s: it is killed", "rollback")
                 each.process.kill()
                 each.process.wait()
+                each.last_member = now
             code = each.process.poll()
             if code is None or each.channel or each.has_left or each.is_done:  # its last messages come first
                 continue
@@ -277,7 +308,7 @@ class Job:
             name = signal.Signals(-code).name if code < 0 else f"code {code}"
             log.warning(f"rank {rank} has ended with {name} at step {self._update}; starting it again", "failure")
             self._rejoins += 1
-            self._start(rank, each.failures + 1 if not each.updates else 0)
+            self._start(rank, getattr(each.process, "agent", None), each.failures + 1 if not each.updates else 0)
         self._compare_offers()
         if now - self._asked > END_SECONDS:  # the rank was stopped
             self._ask_next()
@@ -290,7 +321,7 @@ class Job:
         """Return whether all ranks are ready, or enough are and the others are late."""
         ready = sum(each.ready for each in self._ranks.values())
         late = time.monotonic() - begun > give_up_after(self._options.timeout)
-        return ready == len(self._ranks) or (late and ready >= self._options.min_ranks)
+        return ready == max(len(self._ranks), self._world_size) or (late and ready >= self._options.min_ranks)
 
     def _begin(self, each: Rank) -> None:
         each.last_member = time.monotonic()
@@ -318,6 +349,12 @@ class Job:
             self._hello(values, channel)
         elif kind == "join":
             self._join(channel)
+        elif kind == "agent":
+            self._agents.append(channel)
+            for _ in range(values["ranks"]):
+                self._start(self._free_rank(), channel)
+        elif channel in self._agents:
+            self._ended(channel, values)
         elif rank is None:  # of a process that has been replaced
             if message.answer:
                 message.answer.put(False)
@@ -345,27 +382,42 @@ class Job:
 
     def _hello(self, values: dict[str, Any], channel: Channel) -> None:
         each = self._ranks[values["rank"]]
-        if each.process.pid != values["pid"]:
+        if each.name != values["name"]:  # of a process that has been replaced
             return
         differ = [name for name in self._metadata if values["metadata"].get(name) != self._metadata[name]]
-        if differ:
+        if differ and not self._options.allow_mixed:
             name = differ[0]
             text = f"{name} {values['metadata'].get(name)} of rank {values['rank']} is {self._metadata[name]} elsewhere"
-            channel.send(refusal=f"{text}: the bits would differ")
+            channel.send(refusal=f"{text}: the bits would differ; --allow-mixed permits it")
             return
-        each.channel, each.name = channel, f"{next(self._numbers):06d}"  # in the order of their age
-        channel.send(*self._collectives.parts, name=each.name, **self._place)
+        each.channel = channel
+        channel.send(*self._collectives.parts, **self._servers)
 
     def _join(self, channel: Channel) -> None:
         """Start one more rank, in the place of one that has left if there is one."""
-        alive = [rank for rank, each in self._ranks.items() if not each.has_left]
-        most = self._options.virtual_ranks
-        if len(alive) >= most:
-            channel.send(refusal=f"{len(alive)} ranks train with --virtual-ranks {most}: no more can join")
+        alive, most = sum(not each.has_left for each in self._ranks.values()), self._options.virtual_ranks
+        if alive >= most:
+            channel.send(refusal=f"{alive} ranks train with --virtual-ranks {most}: no more can join")
             return
-        rank = next(rank for rank in itertools.count(1) if rank not in alive)
+        rank = self._free_rank()
         self._start(rank)
         channel.send(rank=rank)
+
+    def _free_rank(self) -> int:
+        taken = {rank for rank, each in self._ranks.items() if not each.has_left}
+        return next(rank for rank in itertools.count(1) if rank not in taken)
+
+    def _ended(self, agent: Channel, values: dict[str, Any]) -> None:
+        """Note the exit code of a rank on another machine; without values, the machine with all its ranks is gone."""
+        if not values:
+            self._agents.remove(agent)
+        for rank, each in self._ranks.items():
+            if isinstance(each.process, RemoteProcess) and each.process.agent is agent:
+                if values.get("rank") == rank:
+                    each.process.code = values["code"]
+                elif not values and each.process.code is None:
+                    log.warning(f"the machine of rank {rank} is gone: the others continue without it", "failure")
+                    each.has_left = True
 
     def _lost(self, rank: int, channel: Channel) -> None:
         each = self._ranks[rank]
@@ -411,7 +463,7 @@ class Job:
         """Ask for the arrays of a state that is not yet recorded, from one rank at a time."""
         step, digest = message.values["step"], message.values["digest"]
         first, owner = self._digests.setdefault(step, (digest, rank))
-        if digest != first:
+        if digest != first and not self._options.allow_mixed:
             checkpoint.finish()
             if step == self._saved:
                 replica_check.quarantine_newest(self._options.run_dir)
@@ -487,7 +539,7 @@ class Job:
 
     def _stats(self, values: dict[str, Any]) -> StepStats:
         requests = [float(number == values["stop"]) for number in stop.STOP_SIGNALS]
-        phases = (0.0,) * (self._nproc * len(PHASES))
+        phases = (0.0,) * (self._world_size * len(PHASES))
         return StepStats(values["loss"], values["running_loss"], None, (*requests, 0.0), 0.0, phases)
 
     def _stop(self) -> None:
@@ -506,9 +558,16 @@ class Job:
         self.run.save(self._collectives, groups)
 
 
+def _key() -> bytes:
+    """Return the key by which this job's processes know each other: on several machines, the launch scripts' number."""
+    return bytes.fromhex(os.environ["SAMESTEP_JOB"]) if "SAMESTEP_MACHINES" in os.environ else secrets.token_bytes(32)
+
+
 def main() -> None:
-    nproc, program, *arguments = sys.argv[1:]
-    job = Job(int(nproc), [program, *arguments], parse(arguments))
+    nproc, world_size, node_rank, address, port, *program = sys.argv[1:]
+    if int(node_rank) > 0:
+        return serve(int(nproc), address, int(port), _key(), program)
+    job = Job(int(nproc), int(world_size), address, int(port), program, parse(program[1:]))
     job.prepare()
     job.train()
     job.report()

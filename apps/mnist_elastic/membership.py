@@ -65,11 +65,12 @@ class Launcher:
         self._connection: Connection = Client((host, int(port)), authkey=bytes.fromhex(key))
         self.rank, self.left_group, self.stop_signal = rank, "", 0
         self.ended: set[str] = set()  # names of ranks that have ended
-        self.send(kind="hello", rank=rank, pid=os.getpid(), metadata=metadata)
+        self.name = os.environ["SAMESTEP_NAME"]
+        self.send(kind="hello", rank=rank, name=self.name, metadata=metadata)
         welcome = self._receive()
         if "refusal" in welcome:
             raise ConfigError(f"rank {rank} cannot take part: {welcome['refusal']}")
-        self.name, self.lighthouse, self.store_port = welcome["name"], welcome["lighthouse"], welcome["store_port"]
+        self.lighthouse, self.store = welcome["lighthouse"], welcome["store"]
 
     def broadcast(self, content: bytes) -> bytes:
         """Return the next part of the newest checkpoint; `Run.restore` calls this. ``content`` is not used."""
@@ -150,7 +151,8 @@ class Members:
         self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype))
         self._group, self._failures = "", 0
         self._failed_step: int | None = None
-        self._store = TCPStore("127.0.0.1", launcher.store_port, timeout=timedelta(seconds=CONNECT_SECONDS))
+        address, port = launcher.store
+        self._store = TCPStore(address, port, timeout=timedelta(seconds=CONNECT_SECONDS))
         self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
         heartbeats.heartbeat(launcher.name)  # a first group waits for the ranks that have sent one
         threading.Thread(target=self._send_heartbeats, args=(heartbeats,), daemon=True).start()

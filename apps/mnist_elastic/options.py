@@ -5,7 +5,6 @@ The launch script imports this module on the system's Python, so it uses the sta
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from samestep import ConfigError
@@ -30,7 +29,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu"),
-        resume_mutable=("min_ranks",),
+        resume_mutable=("min_ranks", "allow_mixed"),
     )
     add_virtual_ranks(parser)
     parser.set_defaults(virtual_ranks=VIRTUAL_RANKS)
@@ -38,6 +37,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add = parser.group("Fault tolerance").add_argument
     fewest = f"ranks below which training waits for lost ones {default}"
     add("--min-ranks", type=bounded_int(1), default=1, metavar="M", help=fewest)
+    mixed = "also take ranks with another processor, number of threads or version; the bits may then differ"
+    add("--allow-mixed", action="store_true", help=mixed)
     add = parser.group("Model").add_argument
     models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"
     add("--model", choices=("net", "lenet"), default="net", help=models)
@@ -63,5 +64,3 @@ def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the job could not begin with ``ranks`` on this machine."""
     if options.min_ranks > ranks:
         raise ConfigError(f"--min-ranks {options.min_ranks} is above {ranks} ranks: start more")
-    if (machines := os.environ.get("NNODES", "1")) != "1":
-        raise ConfigError(f"NNODES={machines}: mnist_elastic runs on one machine: unset it")

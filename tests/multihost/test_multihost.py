@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import APPS, ROOT, Harness, Job, Shape, app_spec, losses, metrics, options_of, relative_difference
+from harness import (
+    APPS,
+    ROOT,
+    Harness,
+    Job,
+    Shape,
+    app_spec,
+    last_step,
+    losses,
+    metrics,
+    options_of,
+    relative_difference,
+)
 from hosts import Host, network
+from processes import environments
 from ssh import ssh_between
 
 PORT = "29400"  # each host has all ports to itself
@@ -100,7 +115,7 @@ def check_losses(harness: Harness, folder: Path) -> None:
 
 # cifar_ddp finds its ranks as mnist_ddp does, and its torchvision would be in the way of Lightning's import.
 # In the matrix mnist_ddp takes the steps of one host on three hosts, below, for all apps that torchrun starts.
-# MindSpore compiles for a minute here. mnist_elastic trains on one machine.
+# MindSpore compiles for a minute here. mnist_elastic has a test of its own.
 @pytest.mark.parametrize(
     "app",
     [
@@ -216,6 +231,31 @@ def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harne
     result = finish(harness, jobs, 2)
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert result["restarts"] >= 1
+
+
+def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
+    """A rank of the second host is killed; in the soak, its cable is pulled for 20 s, in which it takes no step."""
+    harness = of("mnist_elastic")
+    options = ["--dataset=mnist-5k", "--global-batch-size=100", "--log-every=1", "--virtual-ranks=3"]
+    options += [f"--epochs={60 if soak else 5}", f"--timeout={15 if soak else 60}"]
+    alone = harness.train(1, *options, run_dir=harness.folder / "alone")
+    jobs = start(harness, hosts[:2], (1, 2), *options)
+    jobs[0].wait_for_step(10)
+    ranks = {found["SAMESTEP_RANK"]: pid for pid, found in environments().items() if "SAMESTEP_NAME" in found}
+    os.kill(ranks["3"], signal.SIGKILL)
+    if soak:
+        jobs[0].wait_for_step(last_step(jobs[0].run_dir) + 100)
+        hosts[1].cut()
+        time.sleep(20)
+        hosts[1].join()
+    result = finish(harness, jobs, 3)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert losses(jobs[0].run_dir) == losses(harness.folder / "alone")
+    assert (result["restarts"], result["node_count"]) == (0, 2)
+    members = [{*entry["ranks"]} for entry in result["members"]]
+    assert members[:2] == [{1, 2, 3}, {1, 2}]
+    if soak:
+        assert members[-1] > {1} in members
 
 
 def start_horovod(

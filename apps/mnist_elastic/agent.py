@@ -1,0 +1,73 @@
+"""Start ranks on this machine for the launcher, which is on machine 0, and tell it when they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from samestep import RetryableError, stop
+
+CONNECT_SECONDS = 60.0  # in which the launcher must listen
+
+
+def start(program: Sequence[str], place: str, **values: Any) -> subprocess.Popen[bytes]:
+    """Start a rank of the launcher at ``place``; ``values``: its ``rank``, its ``name`` and the number of ``ranks``."""
+    environ = {name: value for name, value in os.environ.items() if name != "SAMESTEP_MACHINES"}
+    environ |= {f"SAMESTEP_{name.upper()}": str(value) for name, value in {"members": place, **values}.items()}
+    return subprocess.Popen([sys.executable, *program], env=environ, stdin=subprocess.DEVNULL)
+
+
+def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str]) -> None:
+    """Do what the launcher asks until it has finished.
+
+    Raises RetryableError if it is gone, so that the launch scripts of all machines start the job again. If all ranks
+    have left because of a signal, this process ends by the same signal.
+    """
+    connection, place = _connect(address, port, key), f"{address} {port} {key.hex()}"
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        _send(connection, kind="agent", ranks=nproc)
+        while True:
+            message = json.loads(connection.recv_bytes()) if connection.poll(0.1) else {}
+            if message.get("kind") == "start":
+                values = {name: message[name] for name in ("rank", "name", "ranks")}
+                processes[message["rank"]] = start(program, place, **values)
+            elif message.get("kind") == "kill" and message["rank"] in processes:
+                processes[message["rank"]].kill()
+            elif message.get("kind") == "end":
+                return
+            for rank, process in [*processes.items()]:
+                if (code := process.poll()) is not None:
+                    _send(connection, kind="exit", rank=rank, code=code)
+                    del processes[rank]
+                    if not processes and code - 128 in stop.STOP_SIGNALS:
+                        signal.signal(code - 128, signal.SIG_DFL)
+                        os.kill(os.getpid(), code - 128)
+    except (EOFError, OSError) as error:
+        raise RetryableError(f"the launcher at {address}:{port} is gone") from error
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def _connect(address: str, port: int, key: bytes) -> Connection:
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return Client((address, port), authkey=key)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RetryableError(f"no launcher listens at {address}:{port}") from error
+            time.sleep(0.2)
+
+
+def _send(connection: Connection, **message: Any) -> None:
+    connection.send_bytes(json.dumps(message).encode())
