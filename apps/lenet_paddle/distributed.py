@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
+from options import NO_GPUS
 from paddle import Tensor, nn
 from samestep import ConfigError
 from samestep.env import World, processor
@@ -38,8 +42,13 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
         world: this rank's place in the job.
 
     Raises:
-        ConfigError: "gpu" is requested, and ranks would share GPUs.
+        ConfigError: "gpu" is requested, and ranks would share GPUs; or Paddle's launcher ignored a list of GPUs.
     """
+    if not paddle.is_compiled_with_cuda() and (ignored := launcher_gpus()):
+        raise ConfigError(
+            f"paddle.distributed.launch ignored {ignored}: this Paddle is the CPU build: "
+            "install paddlepaddle-gpu, or use --nproc_per_node to train on the CPU"
+        )
     available, ranks = gpu_count(), world.local_world_size
     if ranks is None:
         ranks = 1 if world.local_rank is None else world.world_size if requested == "auto" else world.local_rank + 1
@@ -47,9 +56,8 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
         known = world.local_world_size is not None or world.local_rank is None
         users = f"{ranks} ranks" if known else f"local rank {world.local_rank}"
         build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
-        raise ConfigError(
-            f"--device gpu: this machine has {available} GPUs for {users}{build}: start fewer, or use --device cpu"
-        )
+        option, remedy = (f"--gpus {gpus}", NO_GPUS) if gpus else ("--device gpu", "use --device cpu")
+        raise ConfigError(f"{option}: this machine has {available} GPUs for {users}{build}: start fewer, or {remedy}")
     if requested == "cpu" or available < ranks:
         if threads := os.environ.get("OMP_NUM_THREADS"):
             paddle.base.core.set_num_threads(int(threads))  # --threads, which may be set after Paddle's import
@@ -61,6 +69,18 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     paddle.set_flags({SELECTED_GPUS: number, "FLAGS_cudnn_deterministic": True})
     paddle.set_device(f"gpu:{number}")
     return "gpu"
+
+
+def launcher_gpus() -> str:
+    """Return the --selected_gpus=I,J of Paddle's launcher, if this process's parent is one that has it; else "".
+
+    The CPU build's launcher ignores this option, and starts one rank.
+    """
+    with suppress(OSError, ValueError):
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        options = words[: words.index(sys.argv[0])]  # the program's own options follow
+        return next((word for word in options if word.startswith("--selected_gpus")), "")
+    return ""
 
 
 def gpu_number(gpus: str | None, world: World) -> str:
