@@ -51,13 +51,14 @@ class Shards:
 
     def __init__(self, run: Run, split: Split, batches: GlobalBatches) -> None:
         self._run, self._split, self._batches = run, split, batches
+        self._steps = range(run.first_step, run.last_step)
 
     def __len__(self) -> int:
-        return self._run.last_step - self._run.first_step
+        return len(self._steps)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         run, batches = self._run, self._batches
-        for step in range(run.first_step, run.last_step):
+        for step in self._steps:
             with run.timer.phase(INPUT):
                 images, labels = self._split.batch(batches.indices(step), run.options.dtype)
                 if not len(labels):  # ranks outnumber the samples

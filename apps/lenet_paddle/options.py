@@ -15,7 +15,7 @@ from samestep import ConfigError
 from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
 
 LAUNCHER = {"may_differ": ("gpus",)}
-NO_GPUS = "leave --gpus out to train on the CPU"
+NO_GPUS = "leave --gpus out to use the CPU"
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
@@ -150,7 +150,9 @@ def check_installed(options: Options, ranks: int) -> None:
     """
     gpu_build = any(metadata.distributions(name="paddlepaddle-gpu"))
     if options.gpus and not gpu_build:
-        raise ConfigError(f"--gpus {options.gpus}: this Paddle is the CPU build: install paddlepaddle-gpu, or {NO_GPUS}")
+        raise ConfigError(
+            f"--gpus {options.gpus}: this Paddle is the CPU build: install paddlepaddle-gpu, or {NO_GPUS}"
+        )
     if ranks == 1 or options.launcher == "spawn" or options.gpus or visible_gpus() is not None or not gpu_build:
         return
     # In another process, because Paddle takes over SIGTERM when it is imported, and the launch script needs SIGTERM.

@@ -485,7 +485,9 @@ def test_gpus_that_do_not_suit_n_are_one_line_before_anything_starts(
 
 def test_a_rank_reports_the_gpus_that_paddles_old_launcher_ignored(harness: Harness) -> None:
     """--selected_gpus starts the old launcher, whose CPU build would train on one rank."""
-    outcome = bare(harness, [*LAUNCH[:3], "--selected_gpus=0,1", "--log_dir=paddle-log", TRAIN, *SMALL, "--run-dir=run"])
+    outcome = bare(
+        harness, [*LAUNCH[:3], "--selected_gpus=0,1", "--log_dir=paddle-log", TRAIN, *SMALL, "--run-dir=run"]
+    )
     assert outcome.code != 0, outcome
     assert "error: paddle.distributed.launch ignored --selected_gpus=0,1: this Paddle is the CPU build: " in (
         outcome.stdout + outcome.stderr
