@@ -347,7 +347,7 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
 
 
 def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness) -> None:
-    """The programs in steps/, started as a reader starts them: the mean loss of their ranks is that of one process."""
+    """The programs in steps/, started as a reader starts them: the mean loss of their ranks equals plain.py's."""
     alone = [sys.executable]
     plain, launched = printed(harness, alone, "plain"), printed(harness, LAUNCH, "launch")
     for ranks in (launched, printed(harness, FLEETRUN, "fleet"), printed(harness, alone, "spawn")):
