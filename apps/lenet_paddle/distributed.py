@@ -14,7 +14,6 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
-from options import NO_GPUS
 from paddle import Tensor, nn
 from samestep import ConfigError
 from samestep.env import World, processor
@@ -44,7 +43,8 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     Raises:
         ConfigError: "gpu" is requested, and ranks would share GPUs; or Paddle's launcher ignored a list of GPUs.
     """
-    if not paddle.is_compiled_with_cuda() and (ignored := launcher_gpus()):
+    ignored = None if paddle.is_compiled_with_cuda() else launcher_gpus()
+    if ignored:
         raise ConfigError(
             f"paddle.distributed.launch ignored {ignored}: this Paddle is the CPU build: "
             "install paddlepaddle-gpu, or use --nproc_per_node to train on the CPU"
@@ -56,8 +56,10 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
         known = world.local_world_size is not None or world.local_rank is None
         users = f"{ranks} ranks" if known else f"local rank {world.local_rank}"
         build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
-        option, remedy = (f"--gpus {gpus}", NO_GPUS) if gpus else ("--device gpu", "use --device cpu")
-        raise ConfigError(f"{option}: this machine has {available} GPUs for {users}{build}: start fewer, or {remedy}")
+        option = f"--gpus {gpus}" if gpus else "--device gpu"
+        raise ConfigError(
+            f"{option}: this machine has {available} GPUs for {users}{build}: start fewer, or leave the option out"
+        )
     if requested == "cpu" or available < ranks:
         if threads := os.environ.get("OMP_NUM_THREADS"):
             paddle.base.core.set_num_threads(int(threads))  # --threads, which may be set after Paddle's import
@@ -71,16 +73,16 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     return "gpu"
 
 
-def launcher_gpus() -> str:
-    """Return the --selected_gpus=I,J of Paddle's launcher, if this process's parent is one that has it; else "".
+def launcher_gpus() -> str | None:
+    """Return the --selected_gpus=I,J of Paddle's launcher, if this process's parent is one that has it.
 
     The CPU build's launcher ignores this option, and starts one rank.
     """
     with suppress(OSError, ValueError):
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
         options = words[: words.index(sys.argv[0])]  # the program's own options follow
-        return next((word for word in options if word.startswith("--selected_gpus")), "")
-    return ""
+        return next((word for word in options if word.startswith("--selected_gpus")), None)
+    return None
 
 
 def gpu_number(gpus: str | None, world: World) -> str:

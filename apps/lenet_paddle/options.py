@@ -15,7 +15,6 @@ from samestep import ConfigError
 from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
 
 LAUNCHER = {"may_differ": ("gpus",)}
-NO_GPUS = "leave --gpus out to use the CPU"
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
 
 
@@ -138,7 +137,7 @@ def setup_environment(options: Options) -> dict[str, str]:
         option = f"--gpus {options.gpus}" if options.gpus else "--device gpu"
         raise ConfigError(
             f"{option}: this script would install the CPU build of Paddle: "
-            "name an interpreter that has paddlepaddle-gpu by PYTHON=, or use --device cpu"
+            "name an interpreter that has paddlepaddle-gpu by PYTHON=, or leave the option out"
         )
     return {}
 
@@ -151,7 +150,7 @@ def check_installed(options: Options, ranks: int) -> None:
     gpu_build = any(metadata.distributions(name="paddlepaddle-gpu"))
     if options.gpus and not gpu_build:
         raise ConfigError(
-            f"--gpus {options.gpus}: this Paddle is the CPU build: install paddlepaddle-gpu, or {NO_GPUS}"
+            f"--gpus {options.gpus}: this Paddle is the CPU build: install paddlepaddle-gpu, or leave the option out"
         )
     if ranks == 1 or options.launcher == "spawn" or options.gpus or visible_gpus() is not None or not gpu_build:
         return

@@ -9,7 +9,6 @@ from typing import Any
 
 import distributed
 import paddle.distributed as dist
-from options import NO_GPUS
 from samestep import ConfigError, log, stop
 from samestep.options import Options
 
@@ -49,7 +48,8 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
     named = len(options.gpus.split(",")) if options.gpus else 0
     count = options.nprocs or named or available or len(os.sched_getaffinity(0))
     if available < count and options.gpus:
-        raise ConfigError(f"--gpus {options.gpus}: this machine has {available} GPUs for {count} ranks: {NO_GPUS}")
+        problem = f"--gpus {options.gpus}: this machine has {available} GPUs for {count} ranks"
+        raise ConfigError(f"{problem}: start fewer, or leave the option out")
     if available < count:  # Paddle would fail; the ranks take the CPU, or refuse --device gpu
         return count, {"backend": "gloo"}
     return count, {"backend": "nccl", "gpus": options.gpus} if options.gpus else {"backend": "nccl"}
