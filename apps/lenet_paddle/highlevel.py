@@ -87,6 +87,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         self.prepare(optimizer, self.loss, self.accuracy)  # collective: all ranks get rank 0's weights
         sample = [images], [labels, paddle.to_tensor(1)]
         distributed.fix_reduction_order(network, lambda: self.train_batch(*sample, update=False))  # collective
+        self.accuracy.reset()  # the sample does not count
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:

@@ -71,6 +71,9 @@ def check_progress(stdout: str, run_dir: Path, n: int) -> None:
     assert all(float(loss) < 20 and float(top1) <= float(top2) for _, loss, top1, top2 in lines)  # of training
     if n == 1:  # on several ranks they are of rank 0's shards
         assert [float(loss) for _, loss, _, _ in lines] == pytest.approx(losses(run_dir), abs=1e-4)
+        sizes = [43] * 93 + [1]  # of the first epoch
+        correct = sum(size * share for size, share in zip(sizes, accuracies(run_dir)))
+        assert float(lines[93][2]) == pytest.approx(correct / sum(sizes), abs=1e-4)
 
 
 def test_top_1_and_top_2_have_names_of_their_own(undisturbed: Callable[..., dict[str, Any]]) -> None:
