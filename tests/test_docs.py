@@ -100,6 +100,15 @@ def test_a_page_that_shows_a_program_shows_it_as_it_is(name: str) -> None:
     assert f"```python\n{(ROOT / 'docs' / name).read_text()}```" in (ROOT / "docs" / "own_loop.md").read_text()
 
 
+def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    shown = re.findall(r"```bash\n(diff [^\n]*)\n```\n\n```diff\n(.*?)```", text, re.DOTALL)
+    for command, output in shown:
+        done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == output, f"copy what this prints into docs/migrating.md: {command}"
+    assert len(shown) == 3
+
+
 def test_the_readme_shows_the_loop_of_the_smallest_app_as_it_is() -> None:
     source = (ROOT / "apps" / "mnist_ddp" / "train.py").read_text()
     (lines,) = re.findall(r"^        for micro_batch in .*?\.backward\(\)[^\n]*\n", source, re.MULTILINE | re.DOTALL)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +41,14 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
         world: this rank's place in the job.
 
     Raises:
-        ConfigError: "gpu" is requested, and ranks would share GPUs.
+        ConfigError: "gpu" is requested, and ranks would share GPUs; or Paddle's launcher ignored a list of GPUs.
     """
+    ignored = None if paddle.is_compiled_with_cuda() else launcher_gpus()
+    if ignored:
+        raise ConfigError(
+            f"paddle.distributed.launch ignored {ignored}: this Paddle is the CPU build: "
+            "install paddlepaddle-gpu, or use --nproc_per_node to train on the CPU"
+        )
     available, ranks = gpu_count(), world.local_world_size
     if ranks is None:
         ranks = 1 if world.local_rank is None else world.world_size if requested == "auto" else world.local_rank + 1
@@ -47,8 +56,9 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
         known = world.local_world_size is not None or world.local_rank is None
         users = f"{ranks} ranks" if known else f"local rank {world.local_rank}"
         build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
+        option = f"--gpus {gpus}" if gpus else "--device gpu"
         raise ConfigError(
-            f"--device gpu: this machine has {available} GPUs for {users}{build}: start fewer, or use --device cpu"
+            f"{option}: this machine has {available} GPUs for {users}{build}: start fewer, or leave the option out"
         )
     if requested == "cpu" or available < ranks:
         if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -61,6 +71,18 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     paddle.set_flags({SELECTED_GPUS: number, "FLAGS_cudnn_deterministic": True})
     paddle.set_device(f"gpu:{number}")
     return "gpu"
+
+
+def launcher_gpus() -> str | None:
+    """Return the --selected_gpus=I,J of Paddle's launcher, if this process's parent is one that has it.
+
+    The CPU build's launcher ignores this option, and starts one rank.
+    """
+    with suppress(OSError, ValueError):
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        options = words[: words.index(sys.argv[0])]  # the program's own options follow
+        return next((word for word in options if word.startswith("--selected_gpus")), None)
+    return None
 
 
 def gpu_number(gpus: str | None, world: World) -> str:

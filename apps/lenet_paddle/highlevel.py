@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from typing import Any
 
 import distributed
@@ -11,8 +14,10 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 from data import EVAL_BATCH_SIZE, Split
+from model import count_correct
 from paddle import Tensor, nn
 from paddle.optimizer import Optimizer
+from samestep import log
 from samestep.run import Run
 from samestep.sharding import GlobalBatches, shard, step_seed
 from samestep.step_timer import COMMUNICATION, INPUT
@@ -23,7 +28,7 @@ NO_LABEL = -1  # of a row that does not count: paddle.Model allows neither empty
 class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
     """Scale cross entropy so that the gradient averaged over ranks is the mean over the global batch's samples.
 
-    ``loss_sum`` and ``correct`` are the summed loss and the correct predictions of this rank's last batch.
+    ``loss_sum`` and ``correct`` are the summed loss and `count_correct` of this rank's last batch.
     """
 
     def forward(self, scores: Tensor, labels: Tensor, global_size: Tensor | None = None) -> Tensor:
@@ -35,10 +40,41 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
             global_size: int64 [].
         """
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
-        self.loss_sum, self.correct = loss_sum.detach(), (scores.argmax(axis=1) == labels).sum()
+        self.loss_sum, self.correct = loss_sum.detach(), count_correct(scores, labels)
         if global_size is None:
             return loss_sum
         return loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
+
+
+class Shards:
+    """Yield this rank's shards of the run's steps, as paddle.Model takes them: images, labels, global batch size."""
+
+    def __init__(self, run: Run, split: Split, batches: GlobalBatches) -> None:
+        self._run, self._split, self._batches = run, split, batches
+        self._steps = range(run.first_step, run.last_step)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        run, batches = self._run, self._batches
+        for step in self._steps:
+            with run.timer.phase(INPUT):
+                images, labels = self._split.batch(batches.indices(step), run.options.dtype)
+                if not len(labels):  # ranks outnumber the samples
+                    images, labels = paddle.zeros([1, 1, 28, 28], images.dtype), paddle.full([1], NO_LABEL, "int64")
+            paddle.seed(step_seed(batches.seed, step))
+            yield images, labels, paddle.to_tensor(batches.size(step))
+
+
+class LogLines(io.TextIOBase):
+    """Log the lines that are printed: rank 0 shows them on the console."""
+
+    def write(self, text: str) -> int:
+        """Log the lines of ``text`` that are not blank."""
+        for line in filter(str.strip, text.splitlines()):
+            log.info(line)
+        return len(text)
 
 
 class HighLevel(paddle.Model):  # type: ignore[misc]
@@ -51,6 +87,7 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         self.prepare(optimizer, self.loss, self.accuracy)  # collective: all ranks get rank 0's weights
         sample = [images], [labels, paddle.to_tensor(1)]
         distributed.fix_reduction_order(network, lambda: self.train_batch(*sample, update=False))  # collective
+        self.accuracy.reset()  # the sample does not count
         distributed.time_gradients(network, run.timer)
 
     def train_batch(self, *arguments: Any, **settings: Any) -> Any:
@@ -59,31 +96,28 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
             return super().train_batch(*arguments, **settings)  # collective
 
     def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Train the run's steps in one pass.
+        """Train the run's steps in one pass; with --verbose 2 paddle.Model prints its progress.
 
         Args:
             split: the training set.
             batches: this rank's shards of the global batches.
-            after_step: called after each update with its step, this rank's summed loss and its correct predictions.
+            after_step: called after each update with its step, this rank's summed loss and its `count_correct`.
         """
         run = self.run
 
         def on_train_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             run.timer.mark(COMMUNICATION)  # includes the optimizer: paddle.Model has no callback before it
+            values = dict(logs or {})
             after_step(run.first_step + index, self.loss.loss_sum, self.loss.correct)  # collective
-
-        def shards() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            for step in range(run.first_step, run.last_step):
-                with run.timer.phase(INPUT):
-                    images, labels = split.batch(batches.indices(step), run.options.dtype)
-                    if not len(labels):  # ranks outnumber the samples
-                        images, labels = paddle.zeros([1, 1, 28, 28], images.dtype), paddle.full([1], NO_LABEL, "int64")
-                paddle.seed(step_seed(batches.seed, step))
-                yield images, labels, paddle.to_tensor(batches.size(step))
+            if logs:  # an evaluation has put its values there, because fit and evaluate share one default argument
+                logs.update(values)
 
         callback = paddle.callbacks.Callback()
         callback.on_train_batch_end = on_train_batch_end
-        self.fit(shards(), verbose=0, callbacks=[callback])  # collective
+        shards, verbose = Shards(run, split, batches), run.options.verbose
+        if len(shards):  # its progress cannot end at 0
+            with redirect_stdout(LogLines() if verbose else sys.stdout):
+                self.fit(shards, verbose=verbose, log_freq=run.options.log_every, callbacks=[callback])  # collective
 
     def sum_shards(self, test: Split) -> Tensor:
         """Return this rank's terms for the sums over ranks in `evaluate` of train.py, float64 [4].
@@ -111,4 +145,5 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         callback.on_eval_batch_end = on_eval_batch_end
         self.accuracy.reset()  # it also counts in training
         self.evaluate(padded(), verbose=0, callbacks=[callback])  # collective
+        self.accuracy.reset()
         return paddle.to_tensor(sums)

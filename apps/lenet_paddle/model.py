@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
 from paddle.vision.models import LeNet
 
 
@@ -17,3 +17,12 @@ def build_model(dtype: str, seed: int) -> nn.Layer:
     model = LeNet().to(dtype=dtype)
     paddle.set_default_dtype(dtype)
     return model
+
+
+def count_correct(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return how many ``labels`` int64 [m] have the highest of ``scores`` [m, 10], and one of the two highest.
+
+    int64 [2]: the top-1 and the top-2 count.
+    """
+    hits = (paddle.topk(scores, 2)[1] == labels.unsqueeze(1)).astype("int64").sum(axis=0)
+    return paddle.cumsum(hits)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentTypeError
+from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         lr="0.001 with adam, 0.02 with sgd",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
         devices=("auto", "cpu", "gpu"),
-        resume_mutable=("gpus", "launcher", "nprocs", "visualdl"),
+        resume_mutable=("gpus", "launcher", "nprocs", "verbose", "visualdl"),
     )
     add_virtual_ranks(parser)
     default = "(default: %(default)s)"
@@ -60,7 +60,10 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         help="number of ranks with --launcher spawn (default: N of the script; else one per GPU, or per processor)",
     )
     add("--gpus", type=gpu_list, metavar="I,J", help="GPUs to use, one per rank, such as 0,1 (default: the first N)")
+    add("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # its name in Paddle 1
     add = parser.group("Logging and tracking").add_argument
+    verbose = f"2: paddle.Model's progress lines with --api highlevel, of rank 0's shards {default}"
+    add("--verbose", type=int, choices=(0, 2), default=0, help=verbose)
     add("--visualdl", type=Path, metavar="DIR", help="folder for VisualDL's loss and accuracy (default: none)")
     return parser
 
@@ -81,6 +84,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError("--launcher spawn starts ranks on one machine: use --launcher launch for several")
     if options.virtual_ranks and options.api != "basic":
         raise ConfigError(f"--api {options.api} reduces gradients itself: use basic, or leave --virtual-ranks out")
+    if options.verbose and options.api != "highlevel":
+        raise ConfigError(f"--verbose {options.verbose} prints paddle.Model's progress: add --api highlevel")
     if options.gpus and options.device == "cpu":
         raise ConfigError(f"--gpus {options.gpus} contradicts --device cpu: leave one of them out")
     if options.gpus:  # "auto" would ignore them if it found none
@@ -123,13 +128,31 @@ def check_ranks(options: Options, ranks: int) -> None:
         )
 
 
+def setup_environment(options: Options) -> dict[str, str]:
+    """Raise ConfigError if the options name GPUs. The launch script calls this before it installs the app's lock.
+
+    The lock has the CPU build of Paddle. No variables decide how the environment is made.
+    """
+    if options.device == "gpu" and not os.environ.get("PYTHON"):
+        option = f"--gpus {options.gpus}" if options.gpus else "--device gpu"
+        raise ConfigError(
+            f"{option}: this script would install the CPU build of Paddle: "
+            "name an interpreter that has paddlepaddle-gpu by PYTHON=, or leave the option out"
+        )
+    return {}
+
+
 def check_installed(options: Options, ranks: int) -> None:
     """Raise ConfigError for more ranks than GPUs. The launch script calls this in the app's environment.
 
     Only the GPU build of Paddle can count GPUs, and only if no variable lists them must it do so.
     """
-    listed = options.gpus or visible_gpus() is not None
-    if ranks == 1 or options.launcher == "spawn" or listed or not any(metadata.distributions(name="paddlepaddle-gpu")):
+    gpu_build = any(metadata.distributions(name="paddlepaddle-gpu"))
+    if options.gpus and not gpu_build:
+        raise ConfigError(
+            f"--gpus {options.gpus}: this Paddle is the CPU build: install paddlepaddle-gpu, or leave the option out"
+        )
+    if ranks == 1 or options.launcher == "spawn" or options.gpus or visible_gpus() is not None or not gpu_build:
         return
     # In another process, because Paddle takes over SIGTERM when it is imported, and the launch script needs SIGTERM.
     count = [sys.executable, "-c", "import paddle; print(paddle.device.cuda.device_count())"]

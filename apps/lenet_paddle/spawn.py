@@ -9,7 +9,7 @@ from typing import Any
 
 import distributed
 import paddle.distributed as dist
-from samestep import log, stop
+from samestep import ConfigError, log, stop
 from samestep.options import Options
 
 
@@ -40,10 +40,16 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
 
     Without --nprocs they take all devices, as paddle.distributed.spawn itself would: the GPUs, or the processors, but
     only those that this process may use.
+
+    Raises:
+        ConfigError: --gpus names more GPUs than there are. Each rank would report it.
     """
     available = 0 if options.device == "cpu" else distributed.gpu_count()
     named = len(options.gpus.split(",")) if options.gpus else 0
     count = options.nprocs or named or available or len(os.sched_getaffinity(0))
+    if available < count and options.gpus:
+        problem = f"--gpus {options.gpus}: this machine has {available} GPUs for {count} ranks"
+        raise ConfigError(f"{problem}: start fewer, or leave the option out")
     if available < count:  # Paddle would fail; the ranks take the CPU, or refuse --device gpu
         return count, {"backend": "gloo"}
     return count, {"backend": "nccl", "gpus": options.gpus} if options.gpus else {"backend": "nccl"}

@@ -35,7 +35,7 @@ import paddle.nn.functional as F
 import weights
 from data import EVAL_BATCH_SIZE, Split, load
 from highlevel import HighLevel
-from model import build_model
+from model import build_model, count_correct
 from options import check_gpus, parse
 from paddle import Tensor, nn
 from samestep import env, log
@@ -75,9 +75,8 @@ def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, An
         for k in range(*shard(len(batches), dist.get_rank(), dist.get_world_size())):
             images, labels = test.batch(batches[k], run.options.dtype)
             scores = model(images)
-            hits = (paddle.topk(scores, 2)[1] == labels.unsqueeze(1)).astype("float64").sum(axis=0)
             loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-            rows[k] = loss_sum.item(), hits[0].item(), hits.sum().item(), len(labels)
+            rows[k] = loss_sum.item(), *count_correct(scores, labels).tolist(), len(labels)
             run.monitor.beat()
         model.train()
         sums = paddle.to_tensor(rows.ravel())
@@ -106,14 +105,14 @@ def train_virtual_ranks(
             scores = model(images)
             loss_sum = F.cross_entropy(scores, labels, reduction="sum")
             (loss_sum / batches.size(step)).backward()
-            tree.add(micro_batch, loss_sum, (scores.argmax(axis=1) == labels).sum())
+            tree.add(micro_batch, loss_sum, *count_correct(scores, labels))
         with run.monitor.collective("all_reduce"):
-            loss_sum, correct = tree.all_reduce(step, 2)  # collective
+            loss_sum, *correct = tree.all_reduce(step, 3)  # collective
         run.timer.mark(COMMUNICATION)
         optimizer.step()
         optimizer.clear_grad(set_to_zero=False)  # the next gradient is not added to zeros
         run.timer.mark(OPTIMIZER)
-        after_step(step, loss_sum, correct)  # collective
+        after_step(step, loss_sum, paddle.stack(correct))  # collective
 
 
 def train(run: Run, options: Options, device: str) -> None:
@@ -128,19 +127,32 @@ def train(run: Run, options: Options, device: str) -> None:
     run.start(batches, len(test_set.labels), "lenet", device, distributed.run_metadata(device))
     writes = options.visualdl and run.world.rank == 0 and not options.evaluate_only
     scalars = Scalars(options.visualdl, options.run_dir) if writes else None
-    running = paddle.zeros([2], dtype="float64")  # this rank's loss and correct predictions since the last log line
+    running = paddle.zeros([3], dtype="float64")  # this rank's loss and `count_correct` since the last log line
+    logged = run.first_step  # updates done at that line
 
     def after_step(step: int, loss_sum: Tensor, correct: Tensor) -> None:
-        """Log, evaluate and save after the update ``step``, in which this rank's shard had the loss ``loss_sum``."""
-        running.add_(paddle.stack([loss_sum.astype("float64"), correct.astype("float64")]))
+        """Log, evaluate and save after the update ``step``.
+
+        Args:
+            step: the update, from 0.
+            loss_sum: the summed loss of this rank's shard.
+            correct: `count_correct` of this shard.
+        """
+        nonlocal logged
+        running.add_(paddle.concat([loss_sum.reshape([1]).astype("float64"), correct.astype("float64")]))
         run.after_step(step)  # counts, and beats for the watchdog
         actions = run.actions(step)  # the same on all ranks, without communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
-            stats = paddle.to_tensor(run.local_stats(loss_sum.item(), *running.tolist()).to_vector(), dtype="float64")
-            actions = run.apply_global_stats(StepStats.from_vector(distributed.all_reduce(stats)))  # collective
+            running_loss, top1, top2 = running.tolist()
+            stats = run.local_stats(loss_sum.item(), running_loss, top1).to_vector()
+            *stats, top2 = distributed.all_reduce(paddle.to_tensor([*stats, top2], dtype="float64"))  # collective
+            actions = run.apply_global_stats(StepStats.from_vector(stats))
         if actions.log:
             running.zero_()
-            line = run.log_metrics(evaluate(trainee, test_set, run) if actions.evaluate else {})  # collective
+            top2 /= batches.samples_seen(step + 1) - batches.samples_seen(logged)
+            logged = step + 1
+            evaluation = evaluate(trainee, test_set, run) if actions.evaluate else {}  # collective
+            line = run.log_metrics(evaluation, accuracy_top2=top2)
             if scalars:
                 scalars.write(line)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
@@ -171,7 +183,7 @@ def train(run: Run, options: Options, device: str) -> None:
             parallel_optimizer.step()
             parallel_optimizer.clear_grad()
             run.timer.mark(OPTIMIZER)
-            after_step(step, loss_sum.detach(), (scores.argmax(axis=1) == labels).sum())  # collective
+            after_step(step, loss_sum.detach(), count_correct(scores, labels))  # collective
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective

@@ -15,6 +15,7 @@ NOTE = "visualdl-file"  # in the run dir: the name of its file
 TAGS = {
     "loss": "train/loss",
     "accuracy": "train/accuracy_top1",
+    "accuracy_top2": "train/accuracy_top2",
     "samples_per_second": "train/samples_per_second",
     "test_loss": "test/loss",
     "test_accuracy": "test/accuracy_top1",

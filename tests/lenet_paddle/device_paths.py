@@ -33,6 +33,13 @@ PATHS = [
         "run",
         f"{TESTS}::test_spawn_alone_takes_the_processors_that_it_may_use",
     ),
+    (
+        "cpu",
+        "gloo",
+        "steps/: five programs in Paddle alone, by launch, fleetrun and spawn",
+        "run",
+        f"{TESTS}::test_the_tutorials_five_programs_take_the_same_steps",
+    ),
     ("cpu", "gloo", "RANK and WORLD_SIZE, with --api fleet", "run", f"{TESTS}::test_plain_rank_and_world_size"),
     (
         "gpu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,26 +41,47 @@ def test_all_apis_and_launchers_take_the_same_steps(harness: Harness, soak: bool
     assert len(curve) == 100
     learnt = accuracies(harness.folder / "expected")
     assert sum(learnt[-10:]) / 10 > 0.8 > 0.3 > learnt[0]
+    learnt_top2 = accuracies(harness.folder / "expected", "accuracy_top2")
+    assert all(top1 <= top2 for top1, top2 in zip(learnt, learnt_top2))
     for api, launcher, n in WAYS if soak else IN_MATRIX:
         run_dir = harness.folder / f"{api}-{launcher}-{n}"
-        result = harness.train(n, *options, f"--api={api}", f"--launcher={launcher}", run_dir=run_dir)
+        verbose = ["--verbose=2"] if api == "highlevel" else []
+        outcome = harness.run(n, *options, f"--api={api}", f"--launcher={launcher}", *verbose, run_dir=run_dir)
+        result = harness.checked(outcome, n)
         assert result["api"] == api
+        check_progress(outcome.stdout, run_dir, n if verbose else 0)
         assert relative_difference(curve, losses(run_dir)) < 1e-9, run_dir.name
         assert accuracies(run_dir) == learnt, run_dir.name
+        assert accuracies(run_dir, "accuracy_top2") == learnt_top2, run_dir.name
         for name in ("test_accuracy", "test_accuracy_top2", "test_examples"):
             assert result[name] == expected[name], run_dir.name
         assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-9)
 
 
-def accuracies(run_dir: Path) -> list[float]:
+def accuracies(run_dir: Path, name: str = "accuracy") -> list[float]:
     """Return the share of correct predictions in training since the line before, for each line."""
-    return [line["accuracy"] for line in metrics(run_dir)]
+    return [line[name] for line in metrics(run_dir)]
+
+
+def check_progress(stdout: str, run_dir: Path, n: int) -> None:
+    """Check the lines that paddle.Model printed on rank 0 of ``n``: none without --verbose (n = 0)."""
+    number = r"(\d+\.\d+(?:e-\d+)?)"
+    lines = re.findall(rf"^step +(\d+)/100 - loss: {number} - acc_top1: {number} - acc_top2: {number} ", stdout, re.M)
+    assert [int(step) for step, *_ in lines] == (list(range(1, 101)) if n else [])
+    assert all(float(loss) < 20 and float(top1) <= float(top2) for _, loss, top1, top2 in lines)  # of training
+    if n == 1:  # on several ranks they are of rank 0's shards
+        assert [float(loss) for _, loss, _, _ in lines] == pytest.approx(losses(run_dir), abs=1e-4)
+        sizes = [43] * 93 + [1]  # of the first epoch
+        correct = sum(size * share for size, share in zip(sizes, accuracies(run_dir)))
+        assert float(lines[93][2]) == pytest.approx(correct / sum(sizes), abs=1e-4)
 
 
 def test_top_1_and_top_2_have_names_of_their_own(undisturbed: Callable[..., dict[str, Any]]) -> None:
     result = undisturbed(2, "--api=highlevel")
     assert 0.5 < result["test_accuracy"] < result["test_accuracy_top2"] < 1
-    assert metrics(Path(result["run_dir"]))[-1]["test_accuracy_top2"] == result["test_accuracy_top2"]
+    line = metrics(Path(result["run_dir"]))[-1]
+    assert line["test_accuracy_top2"] == result["test_accuracy_top2"]
+    assert 0.5 < line["accuracy"] < line["accuracy_top2"] < 1
 
 
 def test_the_weights_have_pytorchs_names_and_layouts(undisturbed: Callable[..., dict[str, Any]]) -> None:
@@ -324,6 +346,57 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
     assert second.code == 0, second
 
 
+# --- the tutorial's own programs -------------------------------------------------------------------------------------
+
+
+def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness) -> None:
+    """The programs in steps/, started as a reader starts them: the mean loss of their ranks equals plain.py's."""
+    alone = [sys.executable]
+    plain, launched = printed(harness, alone, "plain"), printed(harness, LAUNCH, "launch")
+    for ranks in (launched, printed(harness, FLEETRUN, "fleet"), printed(harness, alone, "spawn")):
+        assert {len(values) for values in ranks.values()} == {2}
+        assert mean(ranks) == pytest.approx(mean(plain), abs=2e-3)
+    assert mean(printed(harness, alone, "highlevel")) == pytest.approx(mean(plain), abs=2e-3)
+    of_rank_0 = [values[0] for values in launched.values()]  # the only one that prints with paddle.Model
+    assert mean(printed(harness, LAUNCH, "highlevel")) == pytest.approx(of_rank_0, abs=2e-3)
+
+
+def printed(harness: Harness, command: list[str], name: str) -> dict[str, list[float]]:
+    """Run a program of steps/ and return the losses that its ranks print at three steps, in the order of ranks."""
+    outcome = bare(harness, [*command, str(APP / "steps" / f"{name}.py")])
+    assert outcome.code == 0, outcome
+    logs = sorted((harness.folder / "paddle-log").glob("workerlog.*"))
+    text = "".join(path.read_text() for path in logs) or outcome.stdout
+    shutil.rmtree(harness.folder / "paddle-log", ignore_errors=True)
+    losses: dict[str, list[float]] = {"20": [], "40": [], "60": []}
+    for step, loss in re.findall(r"^step (20|40|60)(?:/63)? - loss: (\S+) - acc_top1: ", text, re.MULTILINE):
+        losses[step].append(float(loss))
+    return losses
+
+
+def mean(losses: dict[str, list[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in losses.values()]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("method", "works"), [("spawn", False), ("fork", True)])
+def test_spawn_in_a_notebook_needs_fork_or_a_file(harness: Harness, method: str, works: bool) -> None:
+    """A program that Python gets by -c has no file, as a notebook's cell has none."""
+    code = f"""
+import paddle.distributed as dist
+
+def train():
+    dist.init_parallel_env()
+    print("rank", dist.get_rank(), flush=True)
+
+dist.spawn(train, nprocs=2, start_method="{method}")
+"""
+    outcome = bare(harness, [sys.executable, "-c", code])
+    assert outcome.code == (0 if works else 1), outcome
+    assert ("Can't get attribute 'train'" in outcome.stderr) == (not works), outcome
+    assert [outcome.stdout.count(f"rank {rank}\n") for rank in (0, 1)] == [works, works]
+
+
 # --- mistakes of the caller ------------------------------------------------------------------------------------------
 
 
@@ -335,6 +408,7 @@ def test_plain_rank_and_world_size(harness: Harness) -> None:
         (["--api=static"], {}, "--api"),
         (["--nprocs=0"], {}, "--nprocs"),
         (["--gpus=0,1"], {}, "--gpus 0,1 contradicts --device cpu"),
+        (["--verbose=2"], {}, "--verbose 2 prints paddle.Model's progress: add --api highlevel"),
         (
             ["--launcher=spawn"],
             {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
@@ -396,6 +470,8 @@ def test_a_gpu_that_is_not_there_is_one_line(harness: Harness, launcher: str) ->
         (["2", "--gpus=0,1"], {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= hides 0,1"),
         (["2", "--device=cpu"], {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= lists 0 GPUs"),
         (["3"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1 lists 2 GPUs"),
+        (["2", "--selected_gpus=0,1"], {}, "--gpus 0,1: this Paddle is the CPU build"),
+        (["1", "--gpus=0"], {"PYTHON": ""}, "--gpus 0: this script would install the CPU build of Paddle"),
     ],
     ids=str,
 )
@@ -406,6 +482,18 @@ def test_gpus_that_do_not_suit_n_are_one_line_before_anything_starts(
     assert (outcome.code, outcome.stdout) == (2, ""), outcome
     assert len(outcome.stderr.splitlines()) == 1
     assert message in outcome.stderr
+    assert not (harness.folder / "run").exists()
+
+
+def test_a_rank_reports_the_gpus_that_paddles_old_launcher_ignored(harness: Harness) -> None:
+    """--selected_gpus starts the old launcher, whose CPU build would train on one rank."""
+    outcome = bare(
+        harness, [*LAUNCH[:3], "--selected_gpus=0,1", "--log_dir=paddle-log", TRAIN, *SMALL, "--run-dir=run"]
+    )
+    assert outcome.code != 0, outcome
+    assert "error: paddle.distributed.launch ignored --selected_gpus=0,1: this Paddle is the CPU build: " in (
+        outcome.stdout + outcome.stderr
+    )
     assert not (harness.folder / "run").exists()
 
 
@@ -428,7 +516,7 @@ def test_the_launcher_sees_the_gpus_that_are_named(harness: Harness) -> None:
     ("gpus", "message"),
     [
         ("3", "error: --gpus 3 names no GPU for local rank 1: name one for each rank"),
-        ("0,1", "error: --device gpu: this machine has 0 GPUs for local rank 1 (this Paddle is the CPU build): "),
+        ("0,1", "error: --gpus 0,1: this machine has 0 GPUs for local rank 1 (this Paddle is the CPU build): "),
     ],
 )
 def test_plain_ranks_without_local_world_size_compare_what_they_know(harness: Harness, gpus: str, message: str) -> None:
@@ -607,6 +695,8 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     assert [step for step, _ in read["train/loss"]] == list(range(1, 10))
     assert [value for _, value in read["train/loss"]] == pytest.approx(losses(harness.folder / "run"), rel=1e-6)
     assert [value for _, value in read["train/accuracy_top1"]] == pytest.approx(accuracies(harness.folder / "run"))
+    top2 = accuracies(harness.folder / "run", "accuracy_top2")
+    assert [value for _, value in read["train/accuracy_top2"]] == pytest.approx(top2)
     assert [step for step, _ in read["test/accuracy_top1"]] == [4, 8]
     assert all(one <= two for (_, one), (_, two) in zip(read["test/accuracy_top1"], read["test/accuracy_top2"]))
     outcome = harness.run(1, *options, run_dir=harness.folder / "other")
@@ -617,7 +707,7 @@ def test_visualdl_gets_every_step_once(harness: Harness) -> None:
     assert file.read_bytes() == before
 
 
-SCALARS = ("train/loss", "train/accuracy_top1", "test/accuracy_top1", "test/accuracy_top2")
+SCALARS = ("train/loss", *(f"{part}/accuracy_top{k}" for part in ("train", "test") for k in (1, 2)))
 
 
 def test_visualdl_deletes_nobody_elses_file(harness: Harness) -> None:
