@@ -37,20 +37,22 @@ _folder: Path | None = None
 _file: Path | None = None  # once this process writes to it
 _rank = 0
 _quiet = False
+_places = False  # whether each line of the file has its level and its place in the code
 _bar: tqdm[Any] | None = None
 _monitor = Monitor()
 
 
-def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
+def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None, places: bool = False) -> None:
     """Open ``log/rank-<r>.log`` and send all further output of this process there, except this module's.
 
     Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
-    errors as events, and describes crashes of other ranks.
+    errors as events, and describes crashes of other ranks. ``places``: lines of the file are
+    ``level|time|path|line| text`` instead of ``time text``.
     """
-    global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
+    global _console, _console_errors, _folder, _file, _rank, _quiet, _places, _monitor
     if _folder is not None:
         return
-    _rank, _quiet, _folder, _monitor = rank, quiet, run_dir.resolve() / "log", monitor or _monitor
+    _rank, _quiet, _places, _folder, _monitor = rank, quiet, places, run_dir.resolve() / "log", monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
     _console = _open_launch_script_file(1, 1)
@@ -180,8 +182,7 @@ def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any)
 def no_restart(code: int) -> None:
     """Write ``log/no-restart``: a restart cannot help, and the launch script must exit with ``code``."""
     if _folder:
-        values = {"code": code, "job": os.environ.get("SAMESTEP_JOB")}
-        untrusted.write_json(_folder, "no-restart", values, _rank)
+        untrusted.write_json(_folder, "no-restart", {"code": code, "job": os.environ.get("SAMESTEP_JOB")}, _rank)
 
 
 def progress(total: int, done: int) -> tqdm[Any]:
@@ -200,8 +201,12 @@ def result(text: str) -> None:
 
 def _to_file(text: str) -> None:
     if _file:
+        start, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # who called this module's function
+        if _places:
+            level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
+            start = f"{level}|{start}|{caller.f_code.co_filename}|{caller.f_lineno}|"
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is being reported
-            print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr, flush=True)
+            print(start, text, file=sys.stderr, flush=True)
 
 
 def _to_console(stream: IO[str], text: str) -> None:
