@@ -79,7 +79,7 @@ class LoaderSplit(Split):
 
 
 def load_by_torchvision(training: Split, batches: GlobalBatches, steps: range) -> LoaderSplit:
-    """Return ``training`` with a DataLoader for ``steps``; it loads in this process, which the float type needs."""
+    """Return ``training`` with a DataLoader for ``steps``. It loads in this process, as it does in most tutorials."""
     dataset = MNIST(training.images.squeeze(1).cpu(), training.labels.cpu())
-    loader = DataLoader(dataset, batch_sampler=GlobalBatchSampler(batches, steps))
+    loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(dataset, batch_sampler=GlobalBatchSampler(batches, steps))
     return LoaderSplit(training.images, training.labels, iter(loader))

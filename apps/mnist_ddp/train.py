@@ -69,7 +69,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
     ddp = nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
-    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(*eval_batches(1, 1, 1), dtype))  # collective
+    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(eval_batches(1, 1, 1)[0], dtype))  # collective
     tree = reduction.gradient_tree(ddp, batches)  # with --virtual-ranks, instead of DDP's own reduction
     reduction.time_phases(model, optimizer, run.timer)
     scale = 1 if tree else world_size  # DDP divides by world_size
