@@ -40,6 +40,6 @@ PATHS = [
     ),
     (
         *("cuda", "gloo", "--backend gloo: DistributedDataParallel, gather and broadcast of GPU tensors", "read"),
-        "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp of torch 2.13.0",
+        "AsyncGatherCUDAWork and others in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
     ),
 ]
