@@ -1,4 +1,4 @@
-"""torchvision: mnist_ddp's input by it; and as a witness, its reader of MNIST and its ResNets' layouts."""
+"""Input by torchvision, and torchvision as a reference for a reader of MNIST and for the layouts of ResNets."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> 
 
 
 def test_nccl_without_gpus_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first stage can know: the options contradict each other, or the machine has no driver."""
+    """In the first stage, before anything is installed, by the options alone or by the missing driver."""
     options = options_of("mnist_ddp")
     with pytest.raises(ConfigError, match="--backend nccl needs GPUs"):
         options.parse(["--backend=nccl", "--device=cpu"])
     parsed = options.parse(["--backend=nccl"])
-    options.check_ranks(parsed, 2)  # the Python that runs the tests may have CUDA: its ranks will find out
+    options.check_ranks(parsed, 2)  # PYTHON may have CUDA, and its ranks will find out
     monkeypatch.delenv("PYTHON", raising=False)
     for found in (None, "/usr/bin/nvidia-smi"):
         monkeypatch.setattr(options.shutil, "which", lambda _, found=found: found)
