@@ -66,7 +66,7 @@ class LoaderSplit(Split):
     loader: Iterator[tuple[Tensor, Tensor]]
 
     def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the loader's next batch as `Split.batch` does; it holds the samples ``indices``."""
+        """Return the loader's next batch: the samples ``indices``, because sampler and caller take the same steps."""
         if not len(indices):
             return super().batch(indices, dtype)
         default = torch.get_default_dtype()

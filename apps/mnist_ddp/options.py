@@ -72,7 +72,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if the environment that the launch script would make cannot serve the options."""
     if os.environ.get("PYTHON"):
         return
-    if options.input == "torchvision" and TORCHVISION not in Path(__file__).with_name("requirements.in").read_text():
+    if options.input == "torchvision" and "torchvision" not in Path(__file__).with_name("requirements.in").read_text():
         cifar = "`bash scripts/run_cifar_ddp.sh 1 --max-steps 0` makes .venvs/cifar_ddp/bin/python"
         raise ConfigError(f"--input torchvision: name a Python with torch and {TORCHVISION} by PYTHON=; {cifar}")
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")

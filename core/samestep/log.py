@@ -201,7 +201,7 @@ def result(text: str) -> None:
 
 def _to_file(text: str) -> None:
     if _file:
-        start, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # who called this module's function
+        start, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # outside of this module
         if _places:
             level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
             start = f"{level}|{start}|{caller.f_code.co_filename}|{caller.f_lineno}|"

@@ -77,8 +77,9 @@ def test_nccl_without_gpus_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="--backend nccl needs GPUs"):
         options.parse(["--backend=nccl", "--device=cpu"])
     parsed = options.parse(["--backend=nccl"])
-    options.check_ranks(parsed, 2)  # PYTHON may have CUDA, and its ranks will find out
-    monkeypatch.delenv("PYTHON", raising=False)
+    monkeypatch.setenv("PYTHON", "/of/the/user")  # it may have CUDA, and its ranks will find out
+    options.check_ranks(parsed, 2)
+    monkeypatch.delenv("PYTHON")
     for found in (None, "/usr/bin/nvidia-smi"):
         monkeypatch.setattr(options.shutil, "which", lambda _, found=found: found)
         monkeypatch.setattr(options.os.path, "exists", lambda _: False)
