@@ -37,22 +37,21 @@ _folder: Path | None = None
 _file: Path | None = None  # once this process writes to it
 _rank = 0
 _quiet = False
-_places = False  # whether each line of the file has its level and its place in the code
+places = False  # whether a line of the file is `level|time|path|line| text` instead of `time text`
 _bar: tqdm[Any] | None = None
 _monitor = Monitor()
 
 
-def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None, places: bool = False) -> None:
+def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None) -> None:
     """Open ``log/rank-<r>.log`` and send all further output of this process there, except this module's.
 
     Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
-    errors as events, and describes crashes of other ranks. ``places``: lines of the file are
-    ``level|time|path|line| text`` instead of ``time text``.
+    errors as events, and describes crashes of other ranks.
     """
-    global _console, _console_errors, _folder, _file, _rank, _quiet, _places, _monitor
+    global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
         return
-    _rank, _quiet, _places, _folder, _monitor = rank, quiet, places, run_dir.resolve() / "log", monitor or _monitor
+    _rank, _quiet, _folder, _monitor = rank, quiet, run_dir.resolve() / "log", monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
     _console = _open_launch_script_file(1, 1)
@@ -201,12 +200,12 @@ def result(text: str) -> None:
 
 def _to_file(text: str) -> None:
     if _file:
-        start, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # outside of this module
-        if _places:
+        head, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # outside of this module
+        if places:
             level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
-            start = f"{level}|{start}|{caller.f_code.co_filename}|{caller.f_lineno}|"
+            head = f"{level}|{head}|{caller.f_code.co_filename}|{caller.f_lineno}|"
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is being reported
-            print(start, text, file=sys.stderr, flush=True)
+            print(head, text, file=sys.stderr, flush=True)
 
 
 def _to_console(stream: IO[str], text: str) -> None:

@@ -149,8 +149,8 @@ class Run:
 
     def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
-        places = getattr(self.options, "log_format", "") == "full"
-        log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor, places)
+        log.places = getattr(self.options, "log_format", "") == "full"
+        log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor)
         self.monitor.write_to(self.options.run_dir / "log")
 
     def _exit(self, stopped: stop.Stopped) -> NoReturn:
