@@ -14,7 +14,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,10 +69,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
     ddp = nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
-    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
+    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(eval_batches(1, 1, 1)[0], dtype))  # collective
     tree = reduction.gradient_tree(ddp, batches)  # with --virtual-ranks, instead of DDP's own reduction
     reduction.time_phases(model, optimizer, run.timer)
     scale = 1 if tree else world_size  # DDP divides by world_size
+    train_set = train_set.through(options.input, batches, range(run.first_step, run.last_step))
     running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         optimizer.zero_grad()
@@ -112,10 +112,10 @@ def main() -> None:
     run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
-    distributed.rendezvous(run.world, device, options.timeout)  # collective
+    distributed.rendezvous(run.world, device, options.timeout, options.backend)  # collective
     train(run, options, device)
     dist.destroy_process_group()
-    run.report("torch", torch.__version__, distributed.backend(device), device.type)
+    run.report("torch", torch.__version__, distributed.backend(device, options.backend), device.type)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ _folder: Path | None = None
 _file: Path | None = None  # once this process writes to it
 _rank = 0
 _quiet = False
+places = False  # whether a line of the file is `level|time|path|line| text` instead of `time text`
 _bar: tqdm[Any] | None = None
 _monitor = Monitor()
 
@@ -180,8 +181,7 @@ def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any)
 def no_restart(code: int) -> None:
     """Write ``log/no-restart``: a restart cannot help, and the launch script must exit with ``code``."""
     if _folder:
-        values = {"code": code, "job": os.environ.get("SAMESTEP_JOB")}
-        untrusted.write_json(_folder, "no-restart", values, _rank)
+        untrusted.write_json(_folder, "no-restart", {"code": code, "job": os.environ.get("SAMESTEP_JOB")}, _rank)
 
 
 def progress(total: int, done: int) -> tqdm[Any]:
@@ -200,8 +200,12 @@ def result(text: str) -> None:
 
 def _to_file(text: str) -> None:
     if _file:
+        head, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # outside of this module
+        if places:
+            level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
+            head = f"{level}|{head}|{caller.f_code.co_filename}|{caller.f_lineno}|"
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is being reported
-            print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr, flush=True)
+            print(head, text, file=sys.stderr, flush=True)
 
 
 def _to_console(stream: IO[str], text: str) -> None:

@@ -149,6 +149,7 @@ class Run:
 
     def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
+        log.places = getattr(self.options, "log_format", "") == "full"
         log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor)
         self.monitor.write_to(self.options.run_dir / "log")
 
@@ -228,7 +229,7 @@ class Run:
                 name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
                 log.warning(f"{name} {change}: sums may round differently; set it back for the same bits")
             was = self._state.get("metadata", metadata) if getattr(options, "virtual_ranks", None) else metadata
-            changed = [name for name in metadata if name != "threads" and was.get(name) != metadata[name]]
+            changed = [name for name in metadata if name not in ("threads", "gpus") and was.get(name) != metadata[name]]
             if changed:
                 texts = [f"{name} {was.get(name)} before this resume, {metadata[name]} now" for name in changed]
                 log.warning(f"{'; '.join(texts)}: the bits may differ from here on")
@@ -238,7 +239,8 @@ class Run:
         self._stragglers = list[dict[str, Any]]()  # since the last log line
         examples = f"{batches.n:,} training and {test_examples:,} test examples"
         steps = f"steps {self.first_step} to {self.last_step}, run dir {options.run_dir}"
-        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {device}, {steps}")
+        where = ": ".join(dict.fromkeys([device, metadata.get("gpus", metadata.get("device", device))]))
+        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
         if world.rank == 0:
             self.monitor.record_event("start", last_step=self.last_step, ranks=world.world_size)
         now = time.monotonic()
@@ -377,8 +379,7 @@ class Run:
             if self.world.rank == 0:
                 checkpoint.finish()
             collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must write first
-            name = signal.Signals(self._stop_signal).name
-            text = f"stopped by {name} at step {self._step}, which is saved"
+            text = f"stopped by {signal.Signals(self._stop_signal).name} at step {self._step}, which is saved"
             raise stop.Stopped(self._stop_signal, text, is_final=not self._launcher_died)
 
     def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:

@@ -34,4 +34,12 @@ PATHS = [
         *("cuda", "NCCL", "rendezvous, all_reduce, broadcast and all_gather of GPU tensors", "read"),
         "torch/distributed/distributed_c10d.py of torch 2.13.0",
     ),
+    (
+        *("cuda", "NCCL", "--backend, and the names of GPUs and versions on the console", "simulated"),
+        "tests/mnist_ddp/test_device.py::test_a_run_names_its_gpus_and_their_libraries",
+    ),
+    (
+        *("cuda", "gloo", "--backend gloo: DistributedDataParallel, gather and broadcast of GPU tensors", "read"),
+        "AsyncGatherCUDAWork and others in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
+    ),
 ]

@@ -11,7 +11,7 @@ from harness import options_of, told_by
 # operation refuses to mix them with the CPU's, as it would a GPU's.
 PROGRAM = """
 import json
-import numpy as np
+import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,6 +41,18 @@ for gpus in (0, 1, 4):
                 answer = str(problem)
             told[f"{gpus} GPUs, {n} ranks, {wanted}"] = answer
 
+# --backend, on a CPU and on a GPU; and what the header and the console have of GPUs.
+for device in (torch.device("cpu"), torch.device("cuda", 1)):
+    for wanted in ("auto", "gloo", "nccl"):
+        try:
+            told[f"{device} {wanted}"] = distributed.backend(device, wanted)
+        except ConfigError as problem:
+            told[f"{device} {wanted}"] = str(problem)
+torch.cuda.get_device_name = lambda gpu: "GPU B" if gpu in (1, torch.device("cuda", 1)) else "GPU A"
+torch.cuda.nccl.version, torch.version.cuda = (lambda: (2, 27, 5)), "13.0"
+metadata = distributed.run_metadata(torch.device("cuda", 1))
+told["gpus"] = [metadata[name] for name in ("device", "gpus", "backend")]
+
 meta = torch.device("meta")
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
 for options in (parse(["--model=net"]), parse(["--model=lenet", "--optimizer=adam"])):
@@ -60,6 +72,12 @@ for options in (parse(["--model=net"]), parse(["--model=lenet", "--optimizer=ada
     except NotImplementedError as problem:  # sums.tolist(), after everything else: there is no content
         evaluated = str(problem)
     told[options.model] = [str(images.device), str(labels.device), str(loss_sum.device), *state, evaluated]
+sys.modules["torchvision"] = None  # as if it were not installed
+try:
+    split.through("torchvision", batches, range(2))
+except ConfigError as problem:
+    told["torchvision"] = str(problem)
+told["memory"] = split.through("memory", batches, range(2)) is split
 print(json.dumps(told))
 """
 
@@ -83,6 +101,23 @@ def test_a_rank_takes_a_gpu_of_its_own_or_none(output: dict[str, Any], gpus: int
 def test_gpu_is_device_cuda() -> None:
     parse = options_of("mnist_ddp").parse
     assert [parse(words).device for words in ([], ["--gpu"], ["--gpu", "--device=cpu"])] == ["auto", "cuda", "cpu"]
+
+
+def test_a_backend_is_chosen_or_refused(output: dict[str, Any]) -> None:
+    assert [output[f"cuda:1 {wanted}"] for wanted in ("auto", "gloo", "nccl")] == ["nccl", "gloo", "nccl"]
+    assert [output[f"cpu {wanted}"] for wanted in ("auto", "gloo")] == ["gloo", "gloo"]
+    assert output["cpu nccl"].startswith("--backend nccl needs a GPU for each rank: ")
+
+
+def test_a_run_names_its_gpus_and_their_libraries(output: dict[str, Any]) -> None:
+    assert output["gpus"] == ["GPU B", "4 x GPU A and GPU B; CUDA 13.0; NCCL 2.27.5", "nccl"]
+
+
+def test_without_torchvision_its_input_is_refused(output: dict[str, Any]) -> None:
+    """By ranks, for a Python that a launcher or PYTHON= names."""
+    assert output["torchvision"].startswith("--input torchvision: ")
+    assert "pip install torchvision==" in output["torchvision"]
+    assert output["memory"]
 
 
 @pytest.mark.parametrize("model", ["net", "lenet"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from harness import ROOT, Harness, bare, losses, relative_difference, write_fashion
 from samestep import checkpoint
 from samestep.data import datasets
+from samestep.env import processor
 from samestep.sharding import GlobalBatches
 
 TRAIN = str(ROOT / "apps" / "mnist_ddp" / "train.py")
@@ -19,7 +21,10 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 
 
 def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
-    """A plain loop has the same losses: stock layers, contiguous tensors, one process, the mean loss."""
+    """A plain loop has the same losses: stock layers, contiguous tensors, one process, the mean loss.
+
+    Its last 50 steps are a resume on 3 ranks with a tutorial's dataset, transforms, DataLoader, backend and log format.
+    """
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -39,7 +44,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     batches = GlobalBatches(len(labels), 125, result["seed"])
     curve = []
-    for step in range(100):
+    for step in range(150):
         chosen = torch.from_numpy(batches.indices(step))
         x = images[chosen].contiguous()
         for name in ("conv1", "conv2"):
@@ -50,7 +55,17 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
         optimizer.step()
         curve.append(loss.item())
     harness.train(2, *options, "--max-steps=100", "--epochs=4")  # tests/common compares other numbers of ranks
+    assert relative_difference(curve[:100], losses(harness.folder / "run")) < 1e-9
+
+    seeds = ["--input=torchvision", "--backend=gloo", "--log-format=full"]
+    outcome = harness.run(3, *options, "--max-steps=150", "--epochs=5", *seeds)
+    assert harness.checked(outcome, 3)["backend"] == "gloo"
     assert relative_difference(curve, losses(harness.folder / "run")) < 1e-9
+    assert f"3 ranks on {harness.device}: {processor()}, steps 100 to 150" in outcome.stdout.splitlines()[0]
+    lines = (harness.folder / "run" / "log" / "rank-2.log").read_text().splitlines()
+    place = rf"INFO\|\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\|{re.escape(str(ROOT))}/core/samestep/run\.py\|\d+\| "
+    assert re.match(place + "rank 2 on ", lines[0])
+    assert [line for line in lines if re.match(place + "epoch 4/5  step 128 ", line)]
 
 
 @pytest.mark.soak  # in the matrix tests/conformance compares its losses with Paddle's

@@ -1,4 +1,4 @@
-"""torchvision as a witness, in the one environment that has it for this: its reader of MNIST, its ResNets' layouts."""
+"""Input by torchvision, and torchvision as a reference for a reader of MNIST and for the layouts of ResNets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, Harness, losses, options_of, relative_difference
 from layouts import TORCHVISION, digest
+from samestep import ConfigError
 from samestep.data import datasets
 
 
@@ -45,3 +46,45 @@ def test_torchvisions_resnets_hold_what_resnet50_mindspore_gives_its_models(monk
             state = getattr(models, f"resnet{depth}")(num_classes=10).state_dict()
         layout = {name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in state.items()}
         assert digest(layout) == wanted
+
+
+@pytest.mark.soak  # in the matrix test_mnist_ddp.py compares a resume on 3 ranks with a plain loop
+@pytest.mark.parametrize("options", [(), ("--virtual-ranks=8",), ("--dtype=float32",)], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_both_inputs_have_the_same_losses(harness: Harness, n: int, options: tuple[str, ...]) -> None:
+    """From the first step, with dropout, with batches of fewer samples than ranks at the end of an epoch."""
+    common = ["--dataset=mnist-5k", "--dtype=float64", "--global-batch-size=129", "--max-steps=50", "--log-every=1"]
+    for source in ("memory", "torchvision"):
+        harness.train(n, *common, *options, f"--input={source}", run_dir=harness.folder / source)
+    memory, torchvision = (losses(harness.folder / source) for source in ("memory", "torchvision"))
+    assert len(memory) == 50
+    assert relative_difference(memory, torchvision) < (1e-5 if "--dtype=float32" in options else 1e-9)
+
+
+def test_without_torchvision_a_fresh_machine_gets_one_line(harness: Harness) -> None:
+    """Before anything is installed, because the lock lacks it; a Python that may have it is tried."""
+    script = str(ROOT / "scripts" / "run_mnist_ddp.sh")
+    outcome = harness.start_command(["bash", script, "2", "--input=torchvision"], harness.folder, PYTHON="").finish(20)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert len(outcome.stderr.splitlines()) == 1
+    assert "PYTHON=" in outcome.stderr
+    assert ".venvs/cifar_ddp/bin/python" in outcome.stderr
+
+
+def test_nccl_without_gpus_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first stage, before anything is installed, by the options alone or by the missing driver."""
+    options = options_of("mnist_ddp")
+    with pytest.raises(ConfigError, match="--backend nccl needs GPUs"):
+        options.parse(["--backend=nccl", "--device=cpu"])
+    parsed = options.parse(["--backend=nccl"])
+    monkeypatch.setenv("PYTHON", "/of/the/user")  # it may have CUDA, and its ranks will find out
+    options.check_ranks(parsed, 2)
+    monkeypatch.delenv("PYTHON")
+    for found in (None, "/usr/bin/nvidia-smi"):
+        monkeypatch.setattr(options.shutil, "which", lambda _, found=found: found)
+        monkeypatch.setattr(options.os.path, "exists", lambda _: False)
+        if found:
+            options.check_ranks(parsed, 2)
+        else:
+            with pytest.raises(ConfigError, match="no NVIDIA driver"):
+                options.check_ranks(parsed, 2)

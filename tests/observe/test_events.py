@@ -107,6 +107,19 @@ def test_a_line_of_version_0_1_has_a_kind(line: str, kind: str, step: int | None
     assert (event.kind, event.step, event.text) == (kind, step, re.sub("^(error|warning): ", "", line))
 
 
+def test_a_log_with_level_file_and_line_is_read_too(tmp_path: Path) -> None:
+    """--log-format full; the first line is of a start, the second of an event."""
+    run_dir, place = tmp_path / "run", "2026-01-01T00:00:00|/x/core/samestep/run.py|7|"
+    (run_dir / "log").mkdir(parents=True)
+    start = f"INFO|{place} net on mnist-5k: 20 images, 2 ranks on cpu: a CPU, steps 0 to 12, run dir /r\n"
+    (run_dir / "log" / "rank-0.log").write_text(f"{start}ERROR|{place} error: at last\n")
+    event_log = run_reader.EventLog(run_dir)
+    event_log.read()
+    assert event_log.last_step == 12
+    assert [(event.kind, event.text) for event in event_log.events()] == [("failure", "at last")]
+    assert "log/rank-0.log" not in "".join(event_log.problems())
+
+
 # --- recorded events -------------------------------------------------------------------------------------------------
 
 

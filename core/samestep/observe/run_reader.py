@@ -48,7 +48,8 @@ EVENT_PATTERNS = {
 }
 _START_PATTERN = re.compile(r", (\d{1,18}) ranks on [^,]+, steps (\d{1,18}) to (\d{1,18}), run dir ")
 _STEP_PATTERN = re.compile(r"\bstep (\d{1,18})\b")
-_TIMED_LINE = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d) (.*)", re.DOTALL)
+# With --log-format full, the level before the time, and the place in the code after it.
+_TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
 RankFiles = tuple[list[dict[str, Any]], list[str]]  # the objects in files of ranks, and the problems of other files
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 

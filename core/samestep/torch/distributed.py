@@ -43,20 +43,29 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def backend(device: torch.device) -> str:
-    """Return the name of the library that carries the gradients."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def backend(device: torch.device, requested: str = "auto") -> str:
+    """Return the name of the library that carries the gradients; for "auto", the one made for ``device``.
+
+    Raises ConfigError if "nccl" is requested without a GPU.
+    """
+    if requested == "nccl" and device.type != "cuda":
+        raise ConfigError("--backend nccl needs a GPU for each rank: start fewer ranks, or use --backend gloo")
+    return requested if requested != "auto" else "nccl" if device.type == "cuda" else "gloo"
 
 
 def run_metadata(device: torch.device) -> dict[str, Any]:
-    """Return versions and settings that decide a run's numbers, for the header of metrics.jsonl."""
-    return {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "backend": backend(device),
-        "threads": torch.get_num_threads(),
-    }
+    """Return versions and settings that decide a run's numbers, for the header of metrics.jsonl.
+
+    On a GPU, ``gpus`` is the number and the names of this machine's GPUs, and the versions of CUDA and NCCL.
+    """
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": processor()}
+    if device.type == "cuda":
+        names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = f"{len(names)} x {' and '.join(sorted({*names}))}; CUDA {torch.version.cuda}; NCCL {nccl}"
+        versions |= {"device": torch.cuda.get_device_name(device), "gpus": gpus}
+    used = dist.get_backend() if dist.is_initialized() else backend(device)
+    return {**versions, "backend": used, "threads": torch.get_num_threads()}
 
 
 def generator(device: torch.device) -> torch.Generator:
@@ -67,25 +76,22 @@ def generator(device: torch.device) -> torch.Generator:
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
 
 
-def rendezvous(world: World, device: torch.device, timeout: float) -> None:
+def rendezvous(world: World, device: torch.device, timeout: float, requested: str = "auto") -> None:
     """Join the other ranks at MASTER_ADDR:MASTER_PORT. A process without a launcher trains alone.
 
     Args:
         world: this rank's place in the job.
-        device: decides the backend.
+        device: decides the backend, unless ``requested`` does.
         timeout: seconds without progress after which the watchdog acts; collectives give up 30 s later, so that the
             watchdog, which can name the missing rank, reports first.
+        requested: "auto", or a backend by name.
 
     Raises:
-        ConfigError: the launcher gives no address, or the port is in use.
+        ConfigError: the launcher gives no address, the port is in use, or `backend`.
         NonRetryableError: the other ranks do not answer.
     """
-    settings: dict[str, Any] = {
-        "backend": backend(device),
-        "timeout": timedelta(seconds=timeout + 30),
-        "rank": world.rank,
-        "world_size": world.world_size,
-    }
+    settings: dict[str, Any] = {"backend": backend(device, requested), "timeout": timedelta(seconds=timeout + 30)}
+    settings |= {"rank": world.rank, "world_size": world.world_size}
     if world.launcher == "none":
         dist.init_process_group(store=dist.HashStore(), **settings)  # type: ignore[attr-defined]
         return
@@ -94,12 +100,10 @@ def rendezvous(world: World, device: torch.device, timeout: float) -> None:
     try:
         dist.init_process_group(init_method="env://", **settings)  # collective
     except dist.DistNetworkError as error:
-        place = f"{world.master_addr}:{world.master_port}"
+        place, reason = f"{world.master_addr}:{world.master_port}", str(error).splitlines()[0]
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"MASTER_PORT {world.master_port} is in use on this machine: choose another") from error
-        raise NonRetryableError(
-            f"no rendezvous with the other ranks at {place}: {str(error).splitlines()[0]}"
-        ) from error
+        raise NonRetryableError(f"no rendezvous with the other ranks at {place}: {reason}") from error
 
 
 def broadcast(content: bytes) -> bytes:

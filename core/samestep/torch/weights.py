@@ -38,10 +38,8 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
             if value is None:
                 continue
             if not isinstance(value, Tensor) or shape_mismatch_error(value, parameter):
-                kind = type(optimizer).__name__
-                raise NonRetryableError(
-                    f"{kind}'s {key} of {name} cannot be kept in a checkpoint: use another optimizer"
-                )
+                problem = f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint"
+                raise NonRetryableError(f"{problem}: use another optimizer")
             arrays[f"{name}.{key}"] = value.detach().cpu().contiguous().numpy()
     return arrays
 
