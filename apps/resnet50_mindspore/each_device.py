@@ -6,9 +6,9 @@ The launch script calls it. Each rank gets its device's DEVICE_ID, RANK_ID and R
 its own folder, ``<run-dir>/device<device_id>`` (``<run-dir>/server<k>/device<device_id>`` if the table has several
 servers), with its env.log, its train.log, and the files of Ascend's compiler. The first failure ends the other ranks.
 
-With ``--device=cpu``, this is a rehearsal: the same ranks, folders and logs, but the ranks compute on CPU, and find each
-other through MindSpore's scheduler, as msrun's ranks do. The first server runs it, with its logs in ``scheduler``. For
-several servers, set MASTER_ADDR and MASTER_PORT.
+With ``--device=cpu``, this is a rehearsal: the same ranks, folders and logs, but the ranks compute on CPU. They find
+each other through MindSpore's scheduler, as msrun's ranks do. The first server runs it, with its logs in ``scheduler``.
+For several servers, set MASTER_ADDR and MASTER_PORT.
 
 The exit code is the first failed rank's (128 + the signal that killed it). It is 2 after a mistake in the call or in
 the table, reported in one line, and 130 or 143 after INT or TERM.
@@ -93,7 +93,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> s
 
 
 def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mapping[str, str]) -> int:
-    """Start the ranks of this machine; return the exit code when all have ended. ``more`` is of `rehearsal`, or empty."""
+    """Start the ranks of this machine; return the exit code when all have ended. ``more`` is `rehearsal`'s."""
     stopped: list[int] = []  # signals; checked between starts, so that no rank is started and then forgotten
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
