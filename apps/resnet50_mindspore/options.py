@@ -55,11 +55,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     text = "steps per loop on the device (dataset_sink_mode); must divide an epoch and every interval; the CPU cannot "
     text += f"sink data: MindSpore reads each batch from memory there {default}"
     add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
-    text = "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as MindSpore's "
+    text = "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as a search by "
     text += (
-        "search cuts the operators (auto, AUTO_PARALLEL); the last two are experimental, and the app refuses them on "
+        "MindSpore cuts the operators (auto: AUTO_PARALLEL); the last two are experimental, and the app refuses them "
     )
-    text += f"CPU, where MindSpore lacks them {default}"
+    text += f"on CPU, where MindSpore lacks them {default}"
     add("--parallel", choices=("data", "semi-auto", "auto"), default="data", help=text)
     add = parser.group("Fault tolerance").add_argument
     text = "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)"
@@ -82,9 +82,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError(f"{parallel} needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
     if options.parallel != "data" and options.api == "functional" and options.sink_size > 1:
         # MindSpore's AutoParallel does not support sinking in an app's own loop.
-        raise ConfigError(
-            f"{parallel} with --sink-size {options.sink_size} needs MindSpore's Model: add --api highlevel"
-        )
+        raise ConfigError(f"{parallel} sinks with MindSpore's Model alone: add --api highlevel, or drop --sink-size")
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
         raise ConfigError("MS_COMPILER_CACHE_ENABLE=1: the cache leaves the running statistics as they are: unset it")
     image_size, first_step_timeout = DEFAULTS[options.device]
@@ -131,9 +129,7 @@ def check_ranks(options: Options, ranks: int) -> None:
     The last layers have a pixel for each 32 x 32 of an image. Batch normalization divides by the number of values - 1.
     """
     if options.parallel != "data" and ranks == 1:
-        raise ConfigError(
-            f"--parallel {options.parallel} has nothing to cut for 1 rank: use --parallel data, or more ranks"
-        )
+        raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")
     features = FEATURES[options.depth]
     if options.parallel == "semi-auto" and features % ranks:
         raise ConfigError(f"--parallel semi-auto cannot cut {features} features into {ranks}: choose a divisor as N")
