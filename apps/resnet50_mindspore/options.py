@@ -55,11 +55,9 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     text = "steps per loop on the device (dataset_sink_mode); must divide an epoch and every interval; the CPU cannot "
     text += f"sink data: MindSpore reads each batch from memory there {default}"
     add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
-    text = "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as a search by "
-    text += (
-        "MindSpore cuts the operators (auto: AUTO_PARALLEL); the last two are experimental, and the app refuses them "
-    )
-    text += f"on CPU, where MindSpore lacks them {default}"
+    text = "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as MindSpore's "
+    text += "search cuts the operators (auto: AUTO_PARALLEL); semi-auto and auto are experimental and need Ascend, and "
+    text += f"the app refuses them on CPU {default}"
     add("--parallel", choices=("data", "semi-auto", "auto"), default="data", help=text)
     add = parser.group("Fault tolerance").add_argument
     text = "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)"
