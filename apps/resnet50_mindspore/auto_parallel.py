@@ -25,10 +25,10 @@ MODES = {"semi-auto": "semi_auto", "auto": "recursive_programming"}  # AutoParal
 
 
 def cut(network: nn.Cell, model: ResNet, parallel: str, world_size: int) -> nn.Cell:
-    """Return ``network``, a training step or what `Model` makes one of, as MindSpore will cut it.
+    """Return ``network`` as a cell that MindSpore cuts over ranks when it compiles it.
 
     Args:
-        network: contains ``model``.
+        network: a training step, or the forward pass for `Model`. It contains ``model``.
         model: the trained model.
         parallel: "semi-auto" or "auto".
         world_size: number of ranks; with "semi-auto" it divides the inputs of the last layer.
@@ -67,13 +67,13 @@ def whole(parameter: Parameter) -> NDArray[Any]:
 
 
 def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int]) -> NDArray[Any]:
-    """Return the array that MindSpore has cut into equal parts, of which this rank has ``part``.
+    """Return the whole array from the equal parts that the ranks hold.
 
     Args:
-        part: of the same shape and dtype on all ranks.
+        part: this rank's part. All parts have the same shape and dtype.
         matrix: the shape in which MindSpore arranges the ranks, by rows.
-        tensor_map: for each axis of ``part`` the axis of the matrix along which it is cut, counted from the last one,
-            which is 0; -1 for an axis that is not cut.
+        tensor_map: for each axis of ``part`` an axis of the matrix, counted from the last one (0). The ranks along this
+            axis hold consecutive parts. -1: the axis is not cut.
     """
     parts = all_gather(part.ravel())  # collective
     cuts = [1 if axis == -1 else matrix[-1 - axis] for axis in tensor_map]

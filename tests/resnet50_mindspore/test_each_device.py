@@ -386,6 +386,28 @@ def test_a_job_that_is_ended_leaves_nothing(
 # --- ranks that train ----------------------------------------------------------------------------------------------
 
 
+def test_a_rehearsal_has_what_msrun_sets(harness: Harness) -> None:
+    """The variables of each rank on CPU, and who starts MindSpore's scheduler if a table has two servers."""
+    table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0}, "127.0.0.2": {3: 1}})
+    given = {"RANK_TABLE_FILE": str(table), "MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"}
+    refused(
+        start(harness, APP, RANK, 1, "--device=cpu", **given).finish(),
+        "a rehearsal on several servers needs MASTER_ADDR and MASTER_PORT: set both to the first's",
+    )
+    assert not (harness.folder / "run").exists()
+    common = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "29400"}
+    for device, rank in ((6, "0"), (3, "1")):
+        given |= {"MASTER_PORT": "29400", "NODE_RANK": rank}
+        outcome = start(harness, APP, RANK, 1, "--device=cpu", **given).finish()
+        assert (outcome.code, outcome.stderr) == (0, ""), outcome
+        environ = record_of(harness.folder / "run" / f"server{rank}" / f"device{device}")["environ"]
+        variables = {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": str(device)}
+        assert {name: environ[name] for name in variables} == variables
+    environ = record_of(harness.folder / "run" / "scheduler")["environ"]
+    assert {name: environ[name] for name in common} == common
+    assert (environ["MS_ROLE"], environ["NODE_RANK"]) == ("MS_SCHED", "0")
+
+
 def test_a_rehearsal_on_cpu_survives_a_killed_rank(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

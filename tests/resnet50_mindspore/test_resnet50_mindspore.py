@@ -341,7 +341,7 @@ for parallel in ("auto", "semi-auto"):
     shard = model.fc.matmul.attrs.get("in_strategy")
     told["cut"].append([type(graph).__name__, graph._parallel_mode, graph._gradients_mean, shard])
 
-# MindSpore's own function cuts the weights as it would on Ascend; the layouts are made up in the form that it has there.
+# MindSpore's own function cuts the weights, by layouts in the form that it has on Ascend.
 def cut(array, matrix, tensor_map, rank):
     size = [n // (1 if axis == -1 else matrix[-1 - axis]) for n, axis in zip(array.shape, tensor_map)]
     layout = (matrix, tensor_map, size, 0, True, "", array.shape)
