@@ -14,7 +14,10 @@ PATHS = [
         *("cpu", "mccl", "ResNet-50 at 32 and 224 pixels: torchvision's logits, and its step (soak)", "run"),
         "tests/resnet50_mindspore/test_depth_50.py::test_it_is_torchvisions_resnet50",
     ),
-    ("cpu", "mccl", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
+    (
+        *("cpu", "mccl", "one process, no launcher", "run"),
+        f"{EACH}::test_a_rehearsal_on_cpu_takes_the_steps_of_one_process",
+    ),
     ("ascend", "HCCL", "which device: the driver's file decides", "simulated", f"{OWN}::test_ascends_driver_decides"),
     (
         *("ascend", "HCCL", "each rank its card, rendezvous by msrun and by rank table", "simulated"),
@@ -34,7 +37,7 @@ PATHS = [
     ),
     (
         *("cpu", "mccl", "a rehearsal: one process a device with a rank table, and a restart", "run"),
-        f"{EACH}::test_a_rehearsal_on_cpu_survives_a_killed_rank",
+        f"{EACH}::test_a_rehearsal_on_cpu_takes_the_steps_of_one_process",
     ),
     (
         *("ascend", "HCCL", "--parallel semi-auto and auto: how AutoParallel is called", "simulated"),

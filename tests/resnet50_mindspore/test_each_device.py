@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, Job, Outcome
+from harness import ROOT, Harness, Job, Outcome, losses, python_path, relative_difference
 from samestep import env
 
 APP = ROOT / "apps" / "resnet50_mindspore"
@@ -408,27 +408,73 @@ def test_a_rehearsal_has_what_msrun_sets(harness: Harness) -> None:
     assert (environ["MS_ROLE"], environ["NODE_RANK"]) == ("MS_SCHED", "0")
 
 
+# The second rank dies as it starts. When it starts again, its training and its evaluation compile for longer.
+SECOND_RANK = """
+import os, pathlib, signal, time
+if os.environ.get("RANK_ID") == "1":
+    if not (died := pathlib.Path("died")).exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    import mindspore as ms
+    compile = ms.nn.Cell.compile
+    def slow(cell, *batch, **others):
+        if not cell.compile_cache:
+            time.sleep(20 if "Step" in type(cell).__name__ else 10)
+        compile(cell, *batch, **others)
+    ms.nn.Cell.compile = slow
+"""
+
+
+def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> None:
+    """In the matrix this alone starts ranks by each_device.py that train, and ``python train.py`` for the other run.
+
+    It alone shows, too, with `Model`, LossMonitor, the other loss and shards of 171 and 170, 1 and 0 samples, that two
+    ranks have the losses of one; and that --first-step-timeout, not --timeout, applies to a rank that compiles.
+    """
+    options = [*harness.app.exact, *harness.app.variants[1], "--global-batch-size=341", "--max-steps=4"]
+    alone = [sys.executable, str(APP / "train.py"), f"--run-dir={harness.folder / 'alone'}", *options]
+    reference = harness.checked(harness.start_command(alone, harness.folder / "alone").finish(), 1)
+    assert reference["launcher"] == "none"
+
+    table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 1, 2: 0}})
+    (harness.folder / "python").mkdir()
+    (harness.folder / "python" / "sitecustomize.py").write_text(SECOND_RANK)
+    environ = {"RANK_TABLE_FILE": str(table), "PYTHONPATH": python_path(harness.folder / "python")}
+    job = harness.start(2, *options, "--timeout=8", "--first-step-timeout=120", **environ)
+    outcome = job.finish()
+    assert outcome.code == 0, outcome
+    check_rehearsal(job, outcome, table)
+    assert relative_difference(losses(harness.folder / "alone"), losses(job.run_dir)) < harness.app.tolerance
+    assert "epoch: 1 step: 4, loss is" in (job.run_dir / "log" / "rank-0.log").read_text()
+
+
+@pytest.mark.soak  # in the matrix the rank dies before its first step
 def test_a_rehearsal_on_cpu_survives_a_killed_rank(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Here alone each_device.py starts ranks that train. They take the steps of msrun's, before and after a kill."""
-    expected = undisturbed(2)
+    """It resumes from a checkpoint and ends with the weights of msrun's ranks."""
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 1, 2: 0}})
     job = harness.start(2, *harness.app.small, RANK_TABLE_FILE=str(table))
     job.wait_for_step(3)
     os.kill(job.ranks()[1], signal.SIGKILL)
     outcome = job.finish()
     assert outcome.code == 0, outcome
-    assert f"rank 1 (device 6) ended with code 137: see {job.run_dir}/device6/train.log" in outcome.stderr
-    result = json.loads((job.run_dir / "result.json").read_text())
-    assert (result["restarts"], result["world_size"]) == (1, 2)
+    result = check_rehearsal(job, outcome, table)
     assert result["resumed_from_step"] in (2, 4, 6)
-    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+
+
+def check_rehearsal(job: Job, outcome: Outcome, table: Path) -> dict[str, Any]:
+    """Check the folders of the two devices and the one restart; return the result."""
+    assert f"rank 1 (device 6) ended with code 137: see {job.run_dir}/device6/train.log" in outcome.stderr
+    found: dict[str, Any] = json.loads((job.run_dir / "result.json").read_text())
+    assert (found["restarts"], found["world_size"]) == (1, 2)
     for device, rank in ((2, 0), (6, 1)):
         lines = (job.run_dir / f"device{device}" / "env.log").read_text().splitlines()
         wanted = {f"DEVICE_ID={device}", f"RANK_ID={rank}", "RANK_SIZE=2", f"RANK_TABLE_FILE={table}"}
         assert {*lines} >= {*wanted, f"MS_NODE_ID={rank}", "MS_ROLE=MS_WORKER"}
     assert (job.run_dir / "device2" / "train.log").read_text().count("RESULT") == 1
+    return found
 
 
 # --- through the launch script -------------------------------------------------------------------------------------
