@@ -200,7 +200,7 @@ class Steps(Callback):
     def on_train_step_end(self, run_context):
         told["sinks"].append(run_context.original_args().dataset_sink_mode)
 line = nn.Dense(10, 1)
-images = ds.NumpySlicesDataset([logits], ["image"], shuffle=False).batch(10)
+images = ds.NumpySlicesDataset(logits, ["image"], shuffle=False).batch(10)
 model = Model(line, optimizer=nn.Momentum(line.trainable_params(), 0.1, 0.9))
 model.train(2, images, [Steps()], dataset_sink_mode=True, sink_size=2)
 print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
