@@ -144,18 +144,22 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
         assert (world.rank, world.world_size, world.launcher) == (int(rank), ranks, "rank table")
 
 
-@pytest.mark.parametrize("form", ["group", "1.0"])
 @pytest.mark.parametrize(
-    ("servers", "this", "environ"),
+    ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}),  # HCCL compares server_ids alone
-        ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}),
-        ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.1", {"NODE_RANK": "0"}),  # both are this machine's
-        ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.2", {"NNODES": "2", "NODE_RANK": "1"}),
-        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}),  # the first by its ranks
-        ({ELSEWHERE: {0: 0, 1: 1}, "127.0.0.1": {5: 3, 6: 2}}, "127.0.0.1", {}),
-        ({HOST: {5: 3, 6: 2}, ELSEWHERE: {0: 0, 1: 1}}, HOST, {}),
-        ({"rack-1": {5: 0}, "rack-2": {6: 1}}, "rack-2", {"NODE_RANK": "1"}),
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL compares server_ids alone
+        ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
+        (
+            {"127.0.0.1": FIRST, "127.0.0.2": SECOND},
+            "127.0.0.1",
+            {"NODE_RANK": "0"},
+            "group",
+        ),  # both are this machine's
+        ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.2", {"NNODES": "2", "NODE_RANK": "1"}, "1.0"),
+        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}, "group"),  # the first by its ranks
+        ({ELSEWHERE: {0: 0, 1: 1}, "127.0.0.1": {5: 3, 6: 2}}, "127.0.0.1", {}, "1.0"),
+        ({HOST: {5: 3, 6: 2}, ELSEWHERE: {0: 0, 1: 1}}, HOST, {}, "group"),
+        ({"rack-1": {5: 0}, "rack-2": {6: 1}}, "rack-2", {"NODE_RANK": "1"}, "1.0"),
     ],
     ids=["devices 0-3", "4-7", "machine 0", "machine 1", "by ranks", "address", "name", "neither"],
 )
@@ -428,10 +432,10 @@ if os.environ.get("RANK_ID") == "1":
 def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> None:
     """In the matrix this alone starts ranks by each_device.py that train, and ``python train.py`` for the other run.
 
-    It alone shows, too, with `Model`, LossMonitor, the other loss and shards of 171 and 170, 1 and 0 samples, that two
-    ranks have the losses of one; and that --first-step-timeout, not --timeout, applies to a rank that compiles.
+    It alone shows, too, with `Model`, LossMonitor, the other loss and shards of 2 and 1 samples, that two ranks have
+    the losses of one; and that --first-step-timeout, not --timeout, applies to a rank that compiles.
     """
-    options = [*harness.app.exact, *harness.app.variants[1], "--global-batch-size=341", "--max-steps=4"]
+    options = [*harness.app.exact, *harness.app.variants[1], "--global-batch-size=3", "--max-steps=4"]
     alone = [sys.executable, str(APP / "train.py"), f"--run-dir={harness.folder / 'alone'}", *options]
     reference = harness.checked(harness.start_command(alone, harness.folder / "alone").finish(), 1)
     assert reference["launcher"] == "none"

@@ -42,7 +42,7 @@ def msrun(harness: Harness, *command: str, **environ: str) -> Outcome:
 
 
 def ask(folder: Path, program: str) -> Any:
-    """Return the JSON that a program prints; it imports the app's own files.
+    """Return the JSON in the last line that a program prints; it imports the app's own files.
 
     It runs in a process, as apps share file names, and from a file, because MindSpore compiles from the source.
     """
@@ -63,7 +63,7 @@ def ask(folder: Path, program: str) -> Any:
 # --- model and losses ----------------------------------------------------------------------------------------------
 
 MODELS = """
-import json, os
+import json
 import numpy as np
 from model import build_model
 from weights import load_model, model_arrays
@@ -87,12 +87,11 @@ for depth in (18, 50):
         except ValueError as problem:
             told[depth]["refused"].append(str(problem))
 print(json.dumps(told), flush=True)
-os._exit(0)
 """
 
 
 WEIGHTS = """
-import json, os
+import json
 from types import SimpleNamespace as World
 import numpy as np
 import distributed, weights
@@ -132,47 +131,11 @@ gathered = [distributed.all_gather(row) for row in rows]
 told["gathered"] = all(r.dtype == row.dtype and r.tolist() == [row.tolist()] for r, row in zip(gathered, rows))
 told["broadcast"] = [len(distributed.broadcast(bytes(n))) for n in (0, 1, 5)]
 print(json.dumps(told), flush=True)
-os._exit(0)
 """
 
 
-def test_weights_out_and_in(tmp_path: Path) -> None:
-    """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
-    output = ask(tmp_path, WEIGHTS)
-    assert output["groups"] == ["buffers", "model", "optimizer"]
-    assert output["each"]
-    assert output["own"]
-    assert output["running_var"]
-    assert output["2"] == 2
-    assert output["3"] == 0
-    assert output["counted"] == 7
-    assert output["weights alone"] == 0
-    assert len(output["refused"]) == 2
-    assert "running statistics have shape" in output["refused"][0]
-    assert output["gathered"]
-    assert output["broadcast"] == [0, 1, 5]
-
-
-def test_the_models_are_torchvisions(tmp_path: Path) -> None:
-    """Names, shapes and dtypes are all that strict loading asks for; another environment has torchvision."""
-    output = ask(tmp_path, MODELS)
-    assert output["18"]["parameters"] == 11_181_642
-    assert output["50"]["parameters"] == 23_528_522
-    for depth, wanted in TORCHVISION.items():
-        layout = output[depth]["layout"]
-        assert digest(layout) == wanted, layout
-        assert output[depth]["seeds differ"]
-        assert output[depth]["loads"]
-        assert output[depth]["refused"] == [
-            "bn1.bias is missing",
-            "bn1.biases is not part of it",
-            "bn1.bias has shape [63], not [64]",
-            "bn1.bias is float64, not float32",
-        ]
-
-
 LOSSES = """
-import json, os
+import json
 import mindspore as ms
 import mindspore.dataset as ds
 import numpy as np
@@ -204,16 +167,62 @@ images = ds.NumpySlicesDataset(logits, ["image"], shuffle=False).batch(10)
 model = Model(line, optimizer=nn.Momentum(line.trainable_params(), 0.1, 0.9))
 model.train(2, images, [Steps()], dataset_sink_mode=True, sink_size=2)
 print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
-os._exit(0)
 """
 
 
-def test_the_losses_are_equal_and_the_cpu_sinks_no_data(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the three programs print, by their names. One process runs them, because MindSpore takes 2 s to import."""
+    folder, programs = tmp_path_factory.mktemp("models"), {"MODELS": MODELS, "WEIGHTS": WEIGHTS, "LOSSES": LOSSES}
+    runs = ["import contextlib, io, json, os, runpy", "told = {}"]
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program)
+        runs += ["with contextlib.redirect_stdout(io.StringIO()) as out:", f"    runpy.run_path('{name}.py')"]
+        runs += [f"told['{name}'] = json.loads(out.getvalue().splitlines()[-1])"]
+    return ask(folder, "\n".join([*runs, "print(json.dumps(told), flush=True)", "os._exit(0)"]))
+
+
+def test_weights_out_and_in(told_of_models: Any) -> None:
+    """A rank takes its own running statistics at the same number of ranks, else those that are averaged."""
+    output = told_of_models["WEIGHTS"]
+    assert output["groups"] == ["buffers", "model", "optimizer"]
+    assert output["each"]
+    assert output["own"]
+    assert output["running_var"]
+    assert output["2"] == 2
+    assert output["3"] == 0
+    assert output["counted"] == 7
+    assert output["weights alone"] == 0
+    assert len(output["refused"]) == 2
+    assert "running statistics have shape" in output["refused"][0]
+    assert output["gathered"]
+    assert output["broadcast"] == [0, 1, 5]
+
+
+def test_the_models_are_torchvisions(told_of_models: Any) -> None:
+    """Names, shapes and dtypes are all that strict loading asks for; another environment has torchvision."""
+    output = told_of_models["MODELS"]
+    assert output["18"]["parameters"] == 11_181_642
+    assert output["50"]["parameters"] == 23_528_522
+    for depth, wanted in TORCHVISION.items():
+        layout = output[depth]["layout"]
+        assert digest(layout) == wanted, layout
+        assert output[depth]["seeds differ"]
+        assert output[depth]["loads"]
+        assert output[depth]["refused"] == [
+            "bn1.bias is missing",
+            "bn1.biases is not part of it",
+            "bn1.bias has shape [63], not [64]",
+            "bn1.bias is float64, not float32",
+        ]
+
+
+def test_the_losses_are_equal_and_the_cpu_sinks_no_data(told_of_models: Any) -> None:
     """The losses: also where an exponential is too large or too small for float32, and their gradients.
 
     With dataset_sink_mode=True, as --help says, Model on CPU takes each of 2 x 4 steps with a batch from memory.
     """
-    output = ask(tmp_path, LOSSES)
+    output = told_of_models["LOSSES"]
     assert output["sinks"] == [False] * 8
     exact = np.array(output["exact"])
     for name in ("expand", "builtin"):
