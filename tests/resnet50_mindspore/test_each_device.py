@@ -432,8 +432,8 @@ if os.environ.get("RANK_ID") == "1":
 def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> None:
     """In the matrix this alone starts ranks by each_device.py that train, and ``python train.py`` for the other run.
 
-    It alone shows, too, with `Model`, LossMonitor, the other loss and shards of 2 and 1 samples, that two ranks have
-    the losses of one; and that --first-step-timeout, not --timeout, applies to a rank that compiles.
+    It alone compares the losses of two ranks and one, with `Model` and shards of 2 and 1 samples. It alone has a rank
+    that compiles for 20 s, to which --first-step-timeout applies, not --timeout.
     """
     options = [*harness.app.exact, *harness.app.variants[1], "--global-batch-size=3", "--max-steps=4"]
     alone = [sys.executable, str(APP / "train.py"), f"--run-dir={harness.folder / 'alone'}", *options]

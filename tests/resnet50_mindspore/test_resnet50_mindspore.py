@@ -172,7 +172,7 @@ print(json.dumps({**told, "exact": exact.tolist()}), flush=True)
 
 @pytest.fixture(scope="module")
 def told_of_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the three programs print, by their names. One process runs them, because MindSpore takes 2 s to import."""
+    """Return the output of three programs, by name. One process runs them, because MindSpore takes 2 s to import."""
     folder, programs = tmp_path_factory.mktemp("models"), {"MODELS": MODELS, "WEIGHTS": WEIGHTS, "LOSSES": LOSSES}
     runs = ["import contextlib, io, json, os, runpy", "told = {}"]
     for name, program in programs.items():
@@ -618,7 +618,7 @@ def test_the_images(tmp_path: Path) -> None:
 
 
 def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """What the small run that tests/common has too leaves of this app alone."""
+    """Here alone: the running statistics in a checkpoint, and the logs of msrun. The run is one of tests/common."""
     result = undisturbed(2)
     run_dir = Path(result["run_dir"])
     assert (result["launcher"], result["backend"], result["framework"]) == ("msrun", "mccl", "mindspore")
