@@ -443,7 +443,7 @@ def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> 
     table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 1, 2: 0}})
     (harness.folder / "python").mkdir()
     (harness.folder / "python" / "sitecustomize.py").write_text(SECOND_RANK)
-    environ = {"RANK_TABLE_FILE": str(table), "PYTHONPATH": python_path(harness.folder / "python")}
+    environ: dict[str, Any] = {"RANK_TABLE_FILE": str(table), "PYTHONPATH": python_path(harness.folder / "python")}
     job = harness.start(2, *options, "--timeout=8", "--first-step-timeout=120", **environ)
     check_rehearsal(harness.checked(job.finish(), 2), table)
     assert relative_difference(losses(harness.folder / "alone"), losses(job.run_dir)) < harness.app.tolerance
