@@ -3,7 +3,6 @@
     bash scripts/run_mnist_horovod.sh 4                   # does all the set-up, restarts after a failure
     horovodrun --gloo -np 4 python apps/mnist_horovod/train.py
     mpirun -np 4 python apps/mnist_horovod/train.py       # a Horovod built with MPI
-    python apps/mnist_horovod/train.py                    # one process
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
