@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
-def mnist(images: Tensor, labels: Tensor) -> Dataset[tuple[Tensor, int]]:
-    """Return torchvision's MNIST of arrays that are already read: images uint8 [n, 28, 28] and labels int64 [n].
+def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
+    """Return torchvision's MNIST with the images and labels of ``split``.
 
     Its own constructor looks for four uncompressed files in one place. `samestep.data.datasets` also finds .gz files
     and other places, verifies what it finds, and has mnist-5k. Raises ConfigError without torchvision.
@@ -40,7 +40,7 @@ def mnist(images: Tensor, labels: Tensor) -> Dataset[tuple[Tensor, int]]:
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
     found: Dataset[tuple[Tensor, int]] = datasets.MNIST.__new__(datasets.MNIST)
     datasets.VisionDataset.__init__(found, transform=transform)
-    found.data, found.targets = images, labels  # type: ignore[attr-defined]
+    found.data, found.targets = split.images.squeeze(1).cpu(), split.labels.cpu()  # type: ignore[attr-defined]
     return found
 
 
@@ -84,6 +84,5 @@ def choose_input(source: str, training: Split, batches: GlobalBatches, steps: ra
     """
     if source == "memory":
         return training
-    dataset = mnist(training.images.squeeze(1).cpu(), training.labels.cpu())
-    loader = DataLoader(dataset, batch_sampler=GlobalBatchSampler(batches, steps))
+    loader = DataLoader(mnist(training), batch_sampler=GlobalBatchSampler(batches, steps))
     return LoaderSplit(training.images, training.labels, iter(loader))
