@@ -30,6 +30,7 @@ from show import Picture, Table, duration, new_figure, picture, publish, ranks_o
 from strategies import SCHEMES, STRATEGIES, ring_messages, sent
 from torch import Tensor
 from training import Trainer
+from waits import publish_waits
 
 EVALUATE_EVERY = 16  # steps: every local SGD here has averaged just before
 
@@ -174,7 +175,8 @@ def main() -> None:
             measured["weights_difference"] = max(gather_json(float((weights - first).abs().max())))
         result["training"].append(measured)
     if world.rank == 0:
-        publish(options.run_dir, f"aggregate-{world.world_size}", result, tables(result))
+        publish(options.run_dir, f"aggregate-{world.world_size}", result, tables(result), pictures)
+        publish_waits(options, result["facts"])
 
 
 # --- as tables and pictures ----------------------------------------------------------------------------------------
