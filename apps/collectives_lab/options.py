@@ -218,11 +218,14 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 def check_size(options: Options, n: int) -> None:
     """Raise ConfigError if n ranks cannot have the options of ``primitives`` or ``straggler``."""
-    if options.command == "primitives" and n < 2 and (options.fault or options.only in POINT_TO_POINT):
-        raise ConfigError(f"--only {options.only}{' --fault' if options.fault else ''} needs 2 ranks, N is 1: use N=2")
-    for name in ("fault_rank", "slow_rank"):
-        if (rank := getattr(options, name, None)) is not None and rank >= n:
-            raise ConfigError(f"--{name.replace('_', '-')} {rank} is not below N={n}")
+    if options.command == "primitives":
+        if n < 2 and (options.fault or options.only in POINT_TO_POINT):
+            fault = " --fault" if options.fault else ""
+            raise ConfigError(f"--only {options.only}{fault} needs 2 ranks, N is 1: use N=2")
+        if options.fault_rank is not None and options.fault_rank >= n:
+            raise ConfigError(f"--fault-rank {options.fault_rank} is not below N={n}")
+    elif options.command == "straggler" and options.slow_rank is not None and options.slow_rank >= n:
+        raise ConfigError(f"--slow-rank {options.slow_rank} is not below N={n}")
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:

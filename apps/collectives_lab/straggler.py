@@ -47,7 +47,7 @@ class Condition:
     """Hold who sleeps where, and how long: milliseconds each time, or on average if ``kind`` is random."""
 
     strategy: str
-    where: str = "aggregation"  # or "once", in the first block; "start", once a block; or "backward"
+    where: str = "aggregation"  # or "once" (in the first block), "start" (once a block), "backward"
     kind: str = "constant"  # or "random"
     who: str = "one rank"  # or "every rank"
     milliseconds: int = 0

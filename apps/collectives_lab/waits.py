@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from samestep.options import Options
-from show import SHOWN_RANKS, Picture, Table, publish, ranks_of
+from show import SHOWN_RANKS, Picture, Table, duration, publish, ranks_of
 
 
 def publish_waits(options: Options, facts: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     n, rows = result["facts"]["world_size"], []
     for each in result["collectives"]:
         slowest = max(range(n), key=lambda rank: each["last"][rank])
-        waited = [f"{1000 * seconds:.1f} ms" for seconds in each["waited"][:SHOWN_RANKS]]
+        waited = [duration(seconds) for seconds in each["waited"][:SHOWN_RANKS]]
         whom = f"rank {slowest}: {each['last'][slowest]} of {sum(each['last'])}"
         rows.append([each["collective"], str(sum(each["last"])), *waited, whom])
     header = ["collective", "calls", *(f"rank {rank} waited" for rank in range(min(n, SHOWN_RANKS))), "waited for"]
