@@ -219,7 +219,7 @@ def check_ranks(options: Options, ranks: int) -> None:
 def check_size(options: Options, n: int) -> None:
     """Raise ConfigError if n ranks cannot have the options of ``primitives`` or ``straggler``."""
     if options.command == "primitives":
-        if n < 2 and (options.fault or options.only in POINT_TO_POINT):
+        if n < 2 and (options.only in POINT_TO_POINT or options.fault):
             fault = " --fault" if options.fault else ""
             raise ConfigError(f"--only {options.only}{fault} needs 2 ranks, N is 1: use N=2")
         if options.fault_rank is not None and options.fault_rank >= n:

@@ -379,8 +379,11 @@ SYNCHRONOUS = (
 
 
 def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say(lab: Lab, soak: bool) -> None:
-    """In float64, batches that 3 ranks do not divide evenly and a smaller last one, dropout included."""
-    steps, size = (50, 2**25) if soak else (34, 2**23)
+    """In float64, batches that 3 ranks do not divide evenly, dropout included; in the soak also a smaller last batch.
+
+    No other test compares the strategies' weights, losses and bytes.
+    """
+    steps, size = (50, 2**25) if soak else (8, 2**23)
     options = ["--dtype=float64", "--epochs=2", f"--max-steps={steps}", "--rounds=2", f"--bytes={size}"]
     counts = (1, 2, 3, 4) if soak else (3,)
     if not soak:  # the reference: one rank and one strategy, as none has anything to average
@@ -390,7 +393,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
     found = {n: read(lab.folder / "run", f"aggregate-{n}") for n in counts}
     reference = read(lab.folder / "run", "aggregate-1")["training"][0]["losses"]
     assert len(reference) == steps
-    assert reference[-1] < reference[0] / 1.5
+    assert reference[-1] < reference[0] / (1.5 if soak else 1)
     for n, of in found.items():
         by_name = {each["strategy"]: each for each in of["training"]}
         assert [name for name, each in by_name.items() if each["synchronous"]] == SYNCHRONOUS
@@ -399,7 +402,7 @@ def test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formul
             # Also at other numbers of ranks: nothing is averaged twice, no sample is seen twice.
             assert max(abs(a / b - 1) for a, b in zip(by_name[name]["losses"], reference)) < 1e-12, (n, name)
         assert {f"local_{k}" for k in (4, 16)} < set(by_name)
-        assert all(each["curve"][-1]["test_accuracy"] > 0.5 for each in by_name.values())
+        assert all(each["curve"][-1]["test_accuracy"] > (0.5 if soak else 0.2) for each in by_name.values())
         ring = by_name["ring"]
         assert ring["sent_bytes_per_step"] == ring["formula_bytes_per_step"] == 2 * (n - 1) * 21_840 * 8
         assert ring["sent_messages_per_step"] == 2 * n * (n - 1)
