@@ -229,7 +229,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     return [
         each["strategy"],
         duration(statistics.median(each["step_seconds"])),
-        "" if each["strategy"] == "ddp" else duration(statistics.mean(each["collective_seconds_per_step"])),
+        "" if each["strategy"] in ("ddp", "module") else duration(statistics.mean(each["collective_seconds_per_step"])),
         size(each["formula_bytes_per_step"]),
         size(each["loopback_bytes_per_step"]),
         size(each["sent_bytes_per_step"]) if counted else "",
