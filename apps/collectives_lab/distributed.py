@@ -150,7 +150,7 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
         ConfigError: the environment or --device cannot be right.
         NonRetryableError: the other ranks do not answer.
     """
-    world = session.world = env.detect(os.environ)
+    world = session.world = env.detect()
     session.timeout = options.timeout
     if options.run_dir:  # the launch script decides it
         log.start(options.run_dir, world.rank, options.quiet)
