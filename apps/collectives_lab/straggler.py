@@ -247,12 +247,13 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             whom = f"rank {slowest}: {last.count(slowest)} of {len(last)}" if rank == 0 and last else ""
             name = condition["name"] if rank == 0 else ""
             shares.append([name, str(rank), *(f"{part:.2f}" for part in parts), whom])
-    yield Table(
-        f"What a delay costs, {ranks_of(p)}; rank {result['slow_rank']} is the slow one",
-        "Milliseconds per step, measured, more than when nobody slept; medians, means if delays are random.",
-        ["condition", "slept", *(f"cost on rank {rank}" for rank in shown)],
-        rows,
-    )
+    if rows:
+        yield Table(
+            f"What a delay costs, {ranks_of(p)}; rank {result['slow_rank']} is the slow one",
+            "Milliseconds per step, measured, more than when nobody slept; medians, means if delays are random.",
+            ["condition", "slept", *(f"cost on rank {rank}" for rank in shown)],
+            rows,
+        )
     times = []
     for condition in result["conditions"]:
         who, where, sleep = condition["who"], condition["where"], f"{condition['kind']} {condition['milliseconds']} ms"
