@@ -16,7 +16,6 @@ collective, where a rank waits for the others:
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -163,7 +162,7 @@ def train(run: Run, options: Options) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    world = env.detect(os.environ)
+    world = env.detect()
     if world.role == "scheduler":
         distributed.serve(options)  # does not return
     check_ranks(options, world.world_size)
