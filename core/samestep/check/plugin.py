@@ -1,0 +1,42 @@
+"""The fixture ``samestep_check`` for pytest: it runs ``samestep check`` on a script of the repository under test."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from samestep import ConfigError
+from samestep.options import Parser
+
+
+@pytest.fixture
+def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that fails the test if a row of a check fails.
+
+    Its arguments are the command (a string or a list), the folder of the script (default: pytest's root), and options
+    of ``samestep check``: ``samestep_check("torchrun --nproc-per-node=2 train.py", "--faults=quick")``.
+    """
+
+    def run(command: str | Sequence[str], *arguments: str, folder: str | Path | None = None) -> None:
+        from samestep.check import command as program
+
+        monkeypatch.chdir(folder or pytestconfig.rootpath)
+        parser = Parser(prog="samestep")
+        program.add_options(parser.add_subparsers(dest="command"))
+        words = shlex.split(command) if isinstance(command, str) else [*command]
+        try:
+            options = parser.parse(["check", *arguments])
+            rows = program.parse_rows("--faults", options.faults)
+            with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+                results = program.check(program.make_settings(options, words, Path(temporary).resolve()), rows)
+        except ConfigError as error:
+            pytest.fail(f"samestep check: {error}", pytrace=False)
+        if any(each.verdict == "failed" for each in results):
+            pytest.fail(f"samestep check:\n{program.table(results)}", pytrace=False)
+        print(program.table(results))
+
+    return run
