@@ -445,8 +445,6 @@ def damage(path: Path) -> str:
         entry = max(data, key=lambda each: each.compress_size)
         names = entry.header_offset + 26  # the lengths of its name and of its extra field
         sizes = (int.from_bytes(content[i : i + 2], "little") for i in (names, names + 2))
-            int.from_bytes(content[entry.header_offset + i : entry.header_offset + i + 2], "little") for i in (26, 28)
-        )
         place = entry.header_offset + 30 + sum(sizes) + entry.compress_size // 2
     content[place] ^= 0x40
     path.write_bytes(content)
