@@ -14,7 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,8 +74,6 @@ class Faulted:
     struck: float
     code: int | None  # None if it had not ended
     took: float  # seconds from the fault to the end
-    left: int
-    words: str
     records: Records
     attempts: list[list[Step]]
     snapshot: Path
@@ -108,7 +106,7 @@ class Lab:
         self.settings, self.begun, self.count = settings, time.monotonic(), 0
         self.row_end = self.begun + settings.row_limit
         self.results: dict[str, Any] = {}
-        self.left: dict[str, int] = {}  # processes that outlived their launcher, by run
+        self.left = 0  # processes that outlived their launchers
         self.n = next((int(number) for _, number in self._numbers(settings.command)), 0)
         self.other = settings.other_n or self.n + 1
 
@@ -170,8 +168,7 @@ class Lab:
         records = self.settings.temporary / f"records-{self.count}"
         with started(self.command(n or self.n, again), work, records, {**shared, **config}) as job:
             yield job
-            if job.left_behind:
-                self.left[f"run {self.count}"] = job.left_behind
+            self.left += job.left_behind
 
     def patience(self) -> float:
         """Return the seconds that a run may take now."""
@@ -185,14 +182,13 @@ class Lab:
                 raise CannotTell(f"at {n} ranks it does not end in {job.took:.0f} s")
             if job.code:
                 raise Failed(f"at {n} ranks: exit {job.code}: {job.last_words()}")
-            self.losses = [float(x) for x in re.findall(self.settings.loss_pattern, job.said()) if _is_number(x)]
-            self.lines = len(self.losses)
+            self.lines = len(re.findall(self.settings.loss_pattern, job.said()))
             return job.read()
 
     @kept
     def reference(self) -> Records:
         records = self.undisturbed_at(self.n)
-        self.reference_losses, self.reference_lines = self.losses, self.lines
+        self.total = len(records.steps()) or self.lines
         return records
 
     @kept
@@ -233,9 +229,8 @@ class Lab:
 
     def goal(self) -> int:
         """Return the step of a fault: the first after the checkpoint nearest to the middle."""
-        total = len(self.steps) or self.reference_lines
-        saves = [save.step for save in self.reference.saves() if 0 < save.step < total - 1]
-        return min(saves, key=lambda step: abs(step - total / 2)) + 1 if saves else max(1, total // 2)
+        saves = [save.step for save in self.reference.saves() if 0 < save.step < self.total - 1]
+        return min(saves, key=lambda step: abs(step - self.total / 2)) + 1 if saves else max(1, self.total // 2)
 
     def pause(self) -> float:
         """Return the seconds to wait after each step, so that a fault comes in time."""
@@ -270,10 +265,9 @@ class Lab:
                 struck = time.time()
             ended = job.ended(min(PATIENCE, self.patience()))
             records, code = job.read(), job.code if ended else None
-            took, words, left = time.time() - struck, job.last_words(), job.left_behind
-        attempts = records.attempts()
+            took, attempts = time.time() - struck, records.attempts()
         done = len(attempts[0]) if attempts else 0
-        result = Faulted(done, struck, code, took, left, words, records, attempts, self.copy(work))
+        result = Faulted(done, struck, code, took, records, attempts, self.copy(work))
         if code == 0 and len(attempts) > 1:  # it restarted its ranks by itself
             result.again_code, result.again = 0, attempts[-1]
         elif code != 0:
@@ -293,14 +287,6 @@ class Lab:
     @kept
     def terminated(self) -> Faulted:
         return self.faulted(lambda job: job.process.terminate())
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def relative(a: float | None, b: float | None) -> float:
@@ -413,7 +399,7 @@ def save_killed(lab: Lab) -> str:
 
 def checkpoint_damaged(lab: Lab) -> str:
     first = lab.killed
-    run = Faulted(**{**vars(first), "again": [], "again_code": None})
+    run = replace(first)
     work = lab.copy(first.snapshot)
     files: list[Path] = []
     for save in sorted(first.records.saves(), key=lambda save: save.time):
@@ -483,7 +469,7 @@ def resume_optimizer(lab: Lab) -> str:
 
 def other_n(lab: Lab) -> str:
     first = lab.killed
-    run = Faulted(**{**vars(first), "again": [], "again_code": None})
+    run = replace(first)
     lab.command(lab.other, again=True)
     lab.restart(run, lab.copy(first.snapshot), lab.other)
     at = resumed_at(lab, run, saved_at(first))
@@ -504,14 +490,15 @@ def same_at_one(lab: Lab) -> str:
     if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
         return f"{words}; weights not compared, as steps draw random numbers"
     bound = lab.bound()
-    gaps = [relative(a.weights, b.weights) for a, b in zip(single, lab.steps) if a.weights and b.weights]
-    gaps = gaps or [relative(a.loss, b.loss) for a, b in zip(single, lab.steps) if a.loss and b.loss]
-    if not gaps:
-        return f"{words}; weights and losses not seen"
-    if max(gaps) > bound:
-        first = next(k for k, gap in enumerate(gaps, 1) if gap > bound)
-        raise Failed(f"weights differ by {gaps[first - 1]:.0e} from step {first} on")
-    return f"{words}, weights differ by {max(gaps):.0e}"
+    for name in ("weights", "loss"):
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(single, lab.steps)]
+        gaps = [relative(a, b) for a, b in pairs if a is not None and b is not None]
+        if gaps and max(gaps) > bound:
+            first = next(k for k, gap in enumerate(gaps, 1) if gap > bound)
+            raise Failed(f"{words}, but the {name} differ by {gaps[first - 1]:.0e} from step {first} on")
+        if gaps:
+            return f"{words}, {name} within {max(gaps):.0e}"
+    return f"{words}; weights and losses not seen"
 
 
 def odd_batch(lab: Lab) -> str:
@@ -542,20 +529,20 @@ def odd_batch(lab: Lab) -> str:
 
 
 def epoch_order(lab: Lab) -> str:
-    samples = lab.samples()
-    first = next(iter(lab.reference.ranks().values()))[0]
-    order = [step["indices"] for step in first.steps]
+    first = next(iter(lab.reference.ranks().values()), None)
+    if first is None or any(step.indices is None for step in lab.steps):
+        raise NotSeen("the examples of steps: give an --adapter that records them")
     epochs: dict[int, list[int]] = {}
-    for step, indices in zip(lab.steps, order):
-        epochs.setdefault(step.epoch, []).extend(indices)
-    two = list(epochs.values())[:2]
-    if len(two) < 2:
+    for step, shard in zip(lab.steps, first[0].steps):
+        epochs.setdefault(step.epoch, []).extend(shard["indices"])
+    if len(epochs) < 2:
         raise NotSeen("fewer than two epochs")
-    if two[0] == sorted(two[0]):
-        raise CannotTell("the samples come in stored order")
-    if two[0] == two[1]:
-        raise Failed(f"both epochs have the same order: {two[0][:5]}...")
-    return f"two orders of {len({i for step in samples for i in step})} samples"
+    one, two, *_ = epochs.values()
+    if one == sorted(one):
+        raise CannotTell("the examples come in stored order")
+    if one == two:
+        raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:5]))}...")
+    return f"{len(epochs)} epochs in {len(set(map(str, epochs.values())))} orders"
 
 
 def evaluation(lab: Lab) -> str:
@@ -600,7 +587,7 @@ def leftovers(lab: Lab) -> str:
         if run.code is None:
             raise Failed(f"the job has not ended {run.took:.0f} s after a fault")
     if lab.left:
-        raise Failed(f"{sum(lab.left.values())} processes outlive their launcher by 5 s, in {len(lab.left)} runs")
+        raise Failed(f"{lab.left} processes outlive their launcher by 5 s")
     return "no process outlives its launcher by 5 s"
 
 

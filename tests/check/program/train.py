@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,10 +30,10 @@ class Shards:
         batches = [order[i : i + BATCH] for i in range(0, count, BATCH)][first:]
         self.shards = [batch[rank::size] for batch in batches]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[int]]:
         return iter(self.shards)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.shards)
 
 
