@@ -13,6 +13,7 @@ import pytest
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
 Replaced = tuple[tuple[str, str], ...]
+PADDED = (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),)
 
 
 def program(folder: Path, script: Path, replaced: Replaced = ()) -> Path:
@@ -64,7 +65,7 @@ def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -
 
 def test_a_failed_row_has_its_cause_and_its_page(tmp_path: Path) -> None:
     """The only test of --require, of the exit codes, and of the words under a failed row."""
-    folder = program(tmp_path / "unsound", PLAIN, (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),))
+    folder = program(tmp_path / "unsound", PLAIN, PADDED)
     done, verdicts = plain(folder, "evaluation")
     assert (done.returncode, verdicts) == (1, {"evaluation": "failed"})
     assert "usual cause: DistributedSampler pads the evaluation set; see docs/same_step.md" in done.stdout
@@ -120,16 +121,13 @@ def test_a_sitecustomize_of_the_user_also_runs(tmp_path: Path) -> None:
 
 def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
     """No other test uses the pytest plugin."""
-    folder = program(
-        tmp_path / "unsound", PLAIN, (("range(rank, 7, n)", "range(7)"), ("sample(", "choices(range(9), k="))
-    )
+    folder = program(tmp_path / "unsound", PLAIN, PADDED)
     command = f"{sys.executable} plain.py -n 2"
     (folder / "test_it.py").write_text(
-        f"def test_good(samestep_check): samestep_check({command!r}, '--faults=evaluation')\n"
-        f"def test_bad(samestep_check): samestep_check({command!r}, '--faults=exit-codes,evaluation')\n"
+        f"def test_good(samestep_check): samestep_check({command!r}, '--faults=epoch-order')\n"
+        f"def test_bad(samestep_check): samestep_check({command!r}, '--faults=evaluation')\n"
     )
-    words = ["-m", "pytest", "-q", "-p", "samestep.check.plugin", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "samestep.check.plugin", "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "evaluation          failed       at 2 ranks" in done.stdout

@@ -33,7 +33,7 @@ CACHES = "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"
 
 
 class Result(NamedTuple):
-    """The verdict of a row and what it saw, in words."""
+    """Hold the verdict of a row, and its line."""
 
     row: str
     verdict: str
@@ -58,12 +58,11 @@ def add_options(commands: Any) -> None:
     add("--loss-pattern", metavar="RE", help="regular expression of a loss in the output; group 1 is the number")
     add("--checkpoint", metavar="RE", help="regular expression of a checkpoint's file name (default: usual suffixes)")
     add("--other-n", type=bounded_int(1), metavar="N", help="other number of ranks (default: one more)")
-    add("--link", type=Path, action="append", default=[], metavar="DIR", help="subfolder to link, not to copy")
+    add("--link", type=Path, action="append", metavar="DIR", help="subfolder to link, not to copy")
     add(
         "--allow-write",
         type=Path,
         action="append",
-        default=[],
         metavar="DIR",
         help="folder that the script may write to",
     )
@@ -105,13 +104,13 @@ def make_settings(options: Options, command: Sequence[str], temporary: Path) -> 
     except ValueError as error:
         raise ConfigError(f"--resume-command: {error}: quote it as for a shell") from None
     caches = [Path(each).expanduser() for each in (*CACHES, os.environ.get("XDG_CACHE_HOME", CACHES[0]))]
-    allowed = [*options.allow_write, Path(tempfile.gettempdir()), Path("/dev"), Path("/proc"), *caches]
+    allowed = [*(options.allow_write or []), Path(tempfile.gettempdir()), Path("/dev"), Path("/proc"), *caches]
     settings = Settings([*command], again, Path.cwd().resolve(), temporary, other_n=options.other_n)
     settings.allowed = [path.resolve() for path in allowed]
     settings.adapter = options.adapter and options.adapter.resolve()
     settings.loss_pattern = options.loss_pattern or settings.loss_pattern
     settings.checkpoint = options.checkpoint or settings.checkpoint
-    settings.links = options.link
+    settings.links = options.link or []
     settings.copy_limit, settings.row_limit = options.copy_limit * 1e6, options.row_limit
     settings.total_limit = options.total_limit
     return settings
@@ -136,8 +135,8 @@ def check(settings: Settings, rows: Iterable[str], progress: Callable[[str], Non
     progress("undisturbed")
     try:
         assert lab.reference  # noqa: S101
-    except Verdict as verdict:
-        raise ConfigError(f"the undisturbed script: {verdict}: give a short command that works") from None
+    except Verdict as problem:
+        raise ConfigError(f"the undisturbed script: {problem}: give a short command that works") from None
     for name in rows:
         progress(name)
         begun = time.monotonic()

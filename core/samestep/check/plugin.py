@@ -17,8 +17,8 @@ from samestep.options import Parser
 def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that fails the test if a row of a check fails.
 
-    Its arguments are the command (a string or a list), the folder of the script (default: pytest's root), and options
-    of ``samestep check``: ``samestep_check("torchrun --nproc-per-node=2 train.py", "--faults=quick")``.
+    Call it as ``samestep_check("torchrun --nproc-per-node=2 train.py", "--faults=quick")``, with a command and options
+    of ``samestep check``. The keyword ``folder`` names the script's folder, by default pytest's root.
     """
 
     def run(command: str | Sequence[str], *arguments: str, folder: str | Path | None = None) -> None:

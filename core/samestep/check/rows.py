@@ -47,7 +47,7 @@ class NotSeen(Verdict):
 
 @dataclass
 class Settings:
-    """What `samestep check` was called with."""
+    """Hold the command to check, and the options of `samestep check`."""
 
     command: list[str]
     resume_command: list[str]
@@ -304,7 +304,7 @@ def restarted(lab: Lab, run: Faulted) -> None:
 
 
 def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
-    """Return the step at which a restart resumed; its samples must be those of the undisturbed run from there."""
+    """Return the step at which a restart resumed. Raise Failed if its samples differ from the undisturbed run."""
     restarted(lab, run)
     samples, again = lab.samples(), [step.indices for step in run.again]
     for at in saved:
