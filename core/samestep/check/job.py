@@ -155,7 +155,7 @@ def _steps(ranks: list[list[dict[str, Any]]]) -> list[Step]:
             epoch, known = (epoch, known) if known.isdisjoint(indices) else (epoch + 1, set())
             known.update(indices)
         names = ("lr", "loss", "state", "weights_before", "weights", "random")
-        values = {name: first.get(name) for name in names}
+        values: dict[str, Any] = {name: first.get(name) for name in names}
         when, number = max(shard["time"] for shard in each), epoch if first["epoch"] < 0 else first["epoch"]
         found.append(Step(when, indices, [len(batch or ()) for batch in batches], number, **values))
     return found

@@ -106,6 +106,7 @@ class Lab:
         self.settings, self.begun, self.count = settings, time.monotonic(), 0
         self.row_end = self.begun + settings.row_limit
         self.results: dict[str, Any] = {}
+        self.steps: list[Step] = []  # of the undisturbed run
         self.left = 0  # processes that outlived their launchers
         self.n = next((int(number) for _, number in self._numbers(settings.command)), 0)
         self.other = settings.other_n or self.n + 1
@@ -188,7 +189,8 @@ class Lab:
     @kept
     def reference(self) -> Records:
         records = self.undisturbed_at(self.n)
-        self.total = len(records.steps()) or self.lines
+        self.steps = records.steps()
+        self.total = len(self.steps) or self.lines
         return records
 
     @kept
@@ -202,10 +204,6 @@ class Lab:
     @kept
     def at_other(self) -> Records:
         return self.undisturbed_at(self.other)
-
-    @kept
-    def steps(self) -> list[Step]:
-        return self.reference.steps()
 
     def samples(self) -> list[list[int]]:
         """Return the examples of each step of the undisturbed run, which must equal its repetition."""
@@ -250,7 +248,7 @@ class Lab:
         ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
         if not ranks:
             raise NotSeen("no process has a rank in its environment")
-        return ranks[max(ranks)][-1].pid  # type: ignore[type-var,index]
+        return ranks[max(ranks)][-1].pid
 
     def faulted(self, strike: Callable[[Job], None] | None, **config: Any) -> Faulted:
         """Strike in the middle of a run, or by ``config``, and restart the script as its user would."""
@@ -399,8 +397,8 @@ def save_killed(lab: Lab) -> str:
 
 def checkpoint_damaged(lab: Lab) -> str:
     first = lab.killed
-    run = replace(first)
-    work = lab.copy(first.snapshot)
+    restarted(lab, first)  # without damage
+    run, work = replace(first), lab.copy(first.snapshot)
     files: list[Path] = []
     for save in sorted(first.records.saves(), key=lambda save: save.time):
         with suppress(ValueError):  # a path outside of the copied folder
@@ -503,7 +501,7 @@ def same_at_one(lab: Lab) -> str:
 
 def odd_batch(lab: Lab) -> str:
     samples, bound = lab.samples(), lab.bound()
-    odd = [k for k, step in enumerate(lab.steps) if len(set(step.shards)) > 1]
+    odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
     epochs: dict[int, Counter[int]] = {}
     for step, indices in zip(lab.steps, samples):
         epochs.setdefault(step.epoch, Counter()).update(indices)

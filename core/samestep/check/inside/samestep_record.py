@@ -11,7 +11,7 @@ that ``samestep check --adapter FILE`` runs at the start of each process. The ad
 from __future__ import annotations
 
 import importlib.abc
-import importlib.machinery
+import importlib.util
 import json
 import os
 import re
