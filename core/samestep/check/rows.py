@@ -1,294 +1,48 @@
 """The rows of a check: each injects a fault or asks a question, and returns in words what it saw.
 
-A row that passes returns; the other verdicts are exceptions. Rows share runs: `Lab` keeps them.
+A row that passes returns; the other verdicts are exceptions. Rows share the runs that `Lab` keeps.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from samestep import ConfigError
-from samestep.check.job import Job, Records, Step, started
+from samestep.check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
 
-PATIENCE = 60.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
 IN_FLIGHT = 3  # steps that ranks may record after a fault although none continues
-MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
-CLOSE = 1e-4  # relative difference of norms that rounding may cause
-SKIPPED = ".git", ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
-NPROC = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
+QUICK = 12  # first rows
+ADAPTER = "give an --adapter that records them"
 
 
-class Verdict(Exception):
-    """A row's result other than passed."""
+class Row(NamedTuple):
+    """A row: its title, the function that decides it, the usual cause of a failure, and the page that mends it."""
+
+    title: str
+    decide: Callable[[Lab], str]
+    cause: str
+    page: str
 
 
-class Failed(Verdict):
-    """The script does not survive the fault, or does what nobody wants."""
+ROWS: dict[str, Row] = {}
 
 
-class CannotTell(Verdict):
-    """The runs of the script do not decide it."""
+def row(name: str, title: str, cause: str, page: str) -> Callable[[Callable[[Lab], str]], Callable[[Lab], str]]:
+    """Add a function to ROWS."""
 
+    def add(decide: Callable[[Lab], str]) -> Callable[[Lab], str]:
+        ROWS[name] = Row(title, decide, cause, f"docs/{page}.md")
+        return decide
 
-class NotSeen(Verdict):
-    """The script does not show what the row needs, from outside."""
-
-
-@dataclass
-class Settings:
-    """Hold the command to check, and the options of `samestep check`."""
-
-    command: list[str]
-    resume_command: list[str]
-    folder: Path
-    temporary: Path
-    other_n: int | None = None
-    adapter: Path | None = None
-    loss_pattern: str = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
-    checkpoint: str = (
-        r"\.(pt|pth|ckpt|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|(?i:ckpt|checkpoint|snapshot)"
-    )
-    allowed: list[Path] = field(default_factory=list)
-    links: list[Path] = field(default_factory=list)
-    copy_limit: float = 200e6  # bytes
-    row_limit: float = 120.0  # seconds
-    total_limit: float = 900.0
-
-
-@dataclass
-class Faulted:
-    """A run with a fault, and the restart after it."""
-
-    done: int  # steps before the job's end
-    struck: float
-    code: int | None  # None if it had not ended
-    took: float  # seconds from the fault to the end
-    records: Records
-    attempts: list[list[Step]]
-    snapshot: Path
-    again_code: int | None = None
-    again_words: str = ""
-    again: list[Step] = field(default_factory=list)
-
-
-def kept(function: Callable[[Lab], Any]) -> Any:
-    """Return a property that is computed once; a verdict that it raises is raised again."""
-    name = function.__name__
-
-    def value(lab: Lab) -> Any:
-        if name not in lab.results:
-            try:
-                lab.results[name] = function(lab)
-            except Verdict as verdict:
-                lab.results[name] = verdict
-        if isinstance(lab.results[name], Verdict):
-            raise lab.results[name]
-        return lab.results[name]
-
-    return property(value)
-
-
-class Lab:
-    """Runs the script, each run in a copy of its folder, and keeps what several rows need."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.begun, self.count = settings, time.monotonic(), 0
-        self.row_end = self.begun + settings.row_limit
-        self.results: dict[str, Any] = {}
-        self.steps: list[Step] = []  # of the undisturbed run
-        self.left = 0  # processes that outlived their launchers
-        self.n = next((int(number) for _, number in self._numbers(settings.command)), 0)
-        self.other = settings.other_n or self.n + 1
-
-    def _numbers(self, command: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Yield the places and values of the number of ranks in a command."""
-        for i, word in enumerate(command):
-            if match := NPROC.match(word):
-                value = match[3] or (command[i + 1] if i + 1 < len(command) and not match[2] else "")
-                if value.isdigit():
-                    yield (i if match[3] else i + 1), value
-                    return
-
-    def command(self, n: int, again: bool = False) -> list[str]:
-        """Return the command for ``n`` ranks: the launcher's option is replaced, and {64/n} is each rank's share."""
-        command = [*(self.settings.resume_command if again else self.settings.command)]
-        places = [*self._numbers(command)]
-        if n != self.n and not places:
-            raise NotSeen("the command has no --nproc-per-node, --num-processes, -np or -n to change")
-        for i, value in places:
-            command[i] = command[i].removesuffix(value) + str(n)
-        command = [re.sub(r"\{(\d+)/n\}", lambda match: str(int(match[1]) // (n or 1)), word) for word in command]
-        return [word.replace("{n}", str(n)) for word in command]
-
-    def copy(self, source: Path | None = None) -> Path:
-        """Copy a folder, the script's own by default."""
-        self.count += 1
-        work = self.settings.temporary / f"work-{self.count}"
-        shutil.copytree(source or self.settings.folder, work, symlinks=True, ignore=self._ignored)
-        for link in self.settings.links:
-            if not (work / link).is_symlink():
-                (work / link).symlink_to((self.settings.folder / link).resolve())
-        return work
-
-    def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        links = {str(self.settings.folder / link) for link in self.settings.links}
-        return {name for name in names if name in SKIPPED or os.path.join(folder, name) in links}
-
-    def check_size(self) -> None:
-        """Raise ConfigError if the script's folder is too large to copy for each run."""
-        size = 0
-        for folder, folders, names in os.walk(self.settings.folder):
-            ignored = self._ignored(folder, [*folders, *names])
-            folders[:] = [name for name in folders if name not in ignored]
-            size += sum(os.lstat(os.path.join(folder, name)).st_size for name in names if name not in ignored)
-            if size > self.settings.copy_limit:
-                limit = self.settings.copy_limit / 1e6
-                raise ConfigError(f"the folder is larger than {limit:g} MB: link data by --link, or raise --copy-limit")
-
-    @contextmanager
-    def job(self, work: Path, n: int | None = None, again: bool = False, **config: Any) -> Iterator[Job]:
-        """Start the script in a copied folder."""
-        shared = {
-            "source": str(self.settings.folder),
-            "allowed": [str(path) for path in self.settings.allowed],
-            "checkpoint": self.settings.checkpoint,
-            "adapter": str(self.settings.adapter) if self.settings.adapter else None,
-        }
-        self.count += 1
-        records = self.settings.temporary / f"records-{self.count}"
-        with started(self.command(n or self.n, again), work, records, {**shared, **config}) as job:
-            yield job
-            self.left += job.left_behind
-
-    def patience(self) -> float:
-        """Return the seconds that a run may take now."""
-        left = self.begun + self.settings.total_limit - time.monotonic()
-        return max(1.0, min(self.row_end - time.monotonic(), left))
-
-    def undisturbed_at(self, n: int) -> Records:
-        """Run the script without a fault to its end."""
-        with self.job(self.copy(), n) as job:
-            if not job.ended(self.patience()):
-                raise CannotTell(f"at {n} ranks it does not end in {job.took:.0f} s")
-            if job.code:
-                raise Failed(f"at {n} ranks: exit {job.code}: {job.last_words()}")
-            self.lines = len(re.findall(self.settings.loss_pattern, job.said()))
-            return job.read()
-
-    @kept
-    def reference(self) -> Records:
-        records = self.undisturbed_at(self.n)
-        self.steps = records.steps()
-        self.total = len(self.steps) or self.lines
-        return records
-
-    @kept
-    def twin(self) -> Records:
-        return self.undisturbed_at(self.n)
-
-    @kept
-    def single(self) -> Records:
-        return self.undisturbed_at(1)
-
-    @kept
-    def at_other(self) -> Records:
-        return self.undisturbed_at(self.other)
-
-    def samples(self) -> list[list[int]]:
-        """Return the examples of each step of the undisturbed run, which must equal its repetition."""
-        if not self.steps:
-            raise NotSeen("no optimizer step: give an --adapter that records them")
-        first, second = ([step.indices for step in each] for each in (self.steps, self.twin.steps()))
-        if any(indices is None for indices in first):
-            raise NotSeen("examples without numbers: give an --adapter that records them")
-        if first != second:
-            k = next((k for k, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
-            raise CannotTell(f"differs from itself by the samples of step {k + 1}")
-        return [indices or [] for indices in first]
-
-    def bound(self) -> float:
-        """Return the largest relative difference of the weights that the script's own repetition explains."""
-        twins = zip(self.steps, self.twin.steps())
-        own = max((relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights), default=0.0)
-        if own > 0.01:
-            raise CannotTell(f"differs from itself by {own:.0e} of the weights")
-        return max(CLOSE, 10 * own)
-
-    def goal(self) -> int:
-        """Return the step of a fault: the first after the checkpoint nearest to the middle."""
-        saves = [save.step for save in self.reference.saves() if 0 < save.step < self.total - 1]
-        return min(saves, key=lambda step: abs(step - self.total / 2)) + 1 if saves else max(1, self.total // 2)
-
-    def pause(self) -> float:
-        """Return the seconds to wait after each step, so that a fault comes in time."""
-        total = len(self.steps)
-        return max(0.0, MIN_RUN - (self.steps[-1].time - self.steps[0].time)) / total if total else 0.0
-
-    def middle(self, job: Job) -> None:
-        """Wait until a job has come to the step of its fault."""
-        goal, pattern = self.goal(), self.settings.loss_pattern
-        job.wait(lambda: job.code is not None or job.progress(pattern) >= goal, self.patience())
-        if job.code is not None or job.progress(pattern) < goal:
-            raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.last_words()}")
-
-    def victim(self, job: Job) -> int:
-        """Return the process of the last rank."""
-        records = job.read()
-        ranks = records.ranks() or {each.rank: [each] for each in records.processes if each.rank is not None}
-        if not ranks:
-            raise NotSeen("no process has a rank in its environment")
-        return ranks[max(ranks)][-1].pid
-
-    def faulted(self, strike: Callable[[Job], None] | None, **config: Any) -> Faulted:
-        """Strike in the middle of a run, or by ``config``, and restart the script as its user would."""
-        work = self.copy()
-        with self.job(work, pause=self.pause(), **config) as job:
-            if strike:
-                self.middle(job)
-                struck = time.time()
-                strike(job)
-            else:
-                job.wait(lambda: job.code is not None, self.patience())
-                struck = time.time()
-            ended = job.ended(min(PATIENCE, self.patience()))
-            records, code = job.read(), job.code if ended else None
-            took, attempts = time.time() - struck, records.attempts()
-        done = len(attempts[0]) if attempts else 0
-        result = Faulted(done, struck, code, took, records, attempts, self.copy(work))
-        if code == 0 and len(attempts) > 1:  # it restarted its ranks by itself
-            result.again_code, result.again = 0, attempts[-1]
-        elif code != 0:
-            self.restart(result, work, self.n)
-        return result
-
-    def restart(self, result: Faulted, work: Path, n: int) -> None:
-        with self.job(work, n, again=True) as job:
-            ended = job.ended(self.patience())
-            result.again_code, result.again_words = job.code if ended else None, job.last_words()
-            result.again = job.read().steps()
-
-    @kept
-    def killed(self) -> Faulted:
-        return self.faulted(lambda job: os.kill(self.victim(job), signal.SIGKILL))
-
-    @kept
-    def terminated(self) -> Faulted:
-        return self.faulted(lambda job: job.process.terminate())
-
-
-def relative(a: float | None, b: float | None) -> float:
-    return abs((a or 0.0) - (b or 0.0)) / max(abs(a or 0.0), abs(b or 0.0), 1e-30)
+    return add
 
 
 def restarted(lab: Lab, run: Faulted) -> None:
@@ -328,9 +82,7 @@ def saved_at(run: Faulted) -> list[int]:
     return list(dict.fromkeys(save.step for save in [*saves[-1:], *reversed(late)]))[:2]
 
 
-# --- the rows --------------------------------------------------------------------------------------------------------
-
-
+@row("rank-killed", "A rank is killed", "no checkpoint, or a restart that does not find it", "recovery")
 def rank_killed(lab: Lab) -> str:
     run = lab.killed
     if run.code is None:
@@ -343,20 +95,7 @@ def rank_killed(lab: Lab) -> str:
     return f"the job ends after {run.took:.1f} s, exit {run.code}; the restart trains to the end"
 
 
-def launcher_killed(lab: Lab) -> str:
-    with lab.job(lab.copy(), pause=lab.pause()) as job:
-        lab.middle(job)
-        struck = time.time()
-        job.process.kill()
-        gone = job.wait(lambda: not job.left(), min(PATIENCE, lab.patience()))
-        after = [step for step in job.read().steps() if step.time > struck]
-        if not gone:
-            raise Failed(f"{len(job.left())} processes left {time.time() - struck:.0f} s after")
-        if len(after) > IN_FLIGHT:
-            raise Failed(f"the ranks take {len(after)} more steps without their launcher")
-        return f"all ranks end within {time.time() - struck:.1f} s"
-
-
+@row("term", "TERM to the job", "no handler that saves, or a launcher that does not pass it", "signals")
 def term(lab: Lab) -> str:
     run = lab.terminated
     if run.code is None:
@@ -372,6 +111,188 @@ def term(lab: Lab) -> str:
     return f"{words}; no step lost"
 
 
+@row("resume-position", "Samples after a resume", "the position in the epoch is not saved", "own_loop")
+def resume_position(lab: Lab) -> str:
+    at = resumed_at(lab, lab.killed, saved_at(lab.killed))
+    return f"resumes at step {at} of {len(lab.steps)}, sample for sample"
+
+
+@row("resume-optimizer", "Learning rate and optimizer after a resume",
+     "the optimizer's or the scheduler's state_dict is not saved", "own_loop")  # fmt: skip
+def resume_optimizer(lab: Lab) -> str:
+    run, bound = lab.killed, lab.bound()
+    restarted(lab, run)
+    if not run.again or run.again[0].state is None:
+        raise NotSeen("no optimizer of torch")
+    at = len(lab.steps) - len(run.again)
+    if not 0 < at < len(lab.steps):
+        raise Failed("starts over at step 0: nothing is restored")
+    wanted, found = lab.steps[at], run.again[0]
+    if found.lr != wanted.lr:
+        raise Failed(f"learning rate {found.lr[0]:g} at step {at + 1}, {wanted.lr[0]:g} undisturbed")
+    if wanted.state and found.state[0] < wanted.state[0]:
+        raise Failed(f"the optimizer has {found.state[0]:g} tensors of state, {wanted.state[0]:g} undisturbed")
+    for name, a, b in (
+        ("weights", found.weights_before, wanted.weights_before),
+        ("optimizer's state", found.state[1], (wanted.state or [0, 0])[1]),
+    ):
+        if relative(a, b) > bound:
+            raise Failed(f"the {name} differ by {relative(a, b):.0e} at step {at + 1}")
+    rates = [k for k, (a, b) in enumerate(zip(run.again, lab.steps[at:]), at + 1) if a.lr != b.lr]
+    if rates:
+        raise Failed(f"learning rate differs from step {rates[0]} on")
+    return f"learning rate {found.lr[0]:g}, {found.state[0]:g} tensors of state, as undisturbed"
+
+
+@row("odd-batch", "A batch that N does not divide", "DistributedSampler pads, or DDP averages over ranks", "same_step")
+def odd_batch(lab: Lab) -> str:
+    samples, bound = lab.samples(), lab.bound()
+    odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
+    epochs: dict[int, Counter[int]] = {}
+    for step, indices in zip(lab.steps, samples):
+        epochs.setdefault(step.epoch, Counter()).update(indices)
+    repeated = max((count.total() - len(count) for count in epochs.values()), default=0)
+    if repeated:
+        raise Failed(f"{repeated} samples are repeated in an epoch, to fill the last batch")
+    if not odd:
+        last = {sum(step.shards) for step in lab.steps}
+        raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sorted(last)))}: use other sizes")
+    single = lab.single.steps()
+    if [step.indices for step in single] != samples:
+        raise CannotTell("other samples at 1 rank")
+    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
+        raise CannotTell("steps draw random numbers, so that weights at 1 rank differ")
+    k, shards = odd[0], " and ".join(map(str, lab.steps[odd[0]].shards))
+    pairs = [(each.weights_before, each.weights) for each in (lab.steps[k], single[k])]
+    if None in pairs[0]:
+        raise NotSeen("the weights")
+    (before, after), (alone_before, alone_after) = pairs
+    if relative(before, alone_before) <= bound < relative(after, alone_after):
+        raise Failed(f"step {k + 1} has shards of {shards}: its mean is not the mean over samples")
+    return f"step {k + 1} has shards of {shards}, and no sample is repeated"
+
+
+@row("epoch-order", "Order of two epochs", "sampler.set_epoch(epoch) is not called", "concepts")
+def epoch_order(lab: Lab) -> str:
+    first = next(iter(lab.reference.ranks().values()), None)
+    if first is None or any(step.indices is None for step in lab.steps):
+        raise NotSeen(f"the examples of steps: {ADAPTER}")
+    epochs: dict[int, list[int]] = {}
+    for step, shard in zip(lab.steps, first[0].steps):
+        epochs.setdefault(step.epoch, []).extend(shard["indices"])
+    if len(epochs) < 2:
+        raise NotSeen("fewer than two epochs")
+    one, two, *_ = epochs.values()
+    if one == sorted(one):
+        raise CannotTell("the examples come in stored order")
+    if one == two:
+        raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:5]))}...")
+    return f"{len(epochs)} epochs in {len(set(map(str, epochs.values())))} orders"
+
+
+@row("evaluation", "An evaluation that N does not divide", "DistributedSampler pads the evaluation set", "same_step")
+def evaluation(lab: Lab) -> str:
+    records, n = lab.reference, lab.n
+    found = records.evaluations()
+    if not found:
+        raise NotSeen("no evaluation by a DataLoader, or by an adapter")
+    if found[-1].size % n == 0:
+        n = lab.other
+        if found[-1].size % n == 0:
+            raise CannotTell(f"{lab.n} and {n} ranks divide {found[-1].size} examples: choose --other-n")
+        found = lab.at_other.evaluations()
+    counts, size = found[-1]
+    often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
+    more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
+    if more or missing:
+        raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
+    return f"at {n} ranks each of {size} examples counts {'once' if often == 1 else f'{often} times'}"
+
+
+@row("one-rank", "N = 1 against N", "random numbers by rank, or means over ranks", "same_step")
+def same_at_one(lab: Lab) -> str:
+    samples = lab.samples()
+    single = lab.single.steps()
+    alone = [step.indices or [] for step in single]
+    if len(single) != len(samples) or len(alone[0]) != len(samples[0]):
+        sizes = f"a step has {len(alone[0]) if alone else 0} samples at 1 rank, {len(samples[0])} at {lab.n}"
+        raise CannotTell(f"{sizes}: write a rank's batch as {{{len(samples[0])}/n}}")
+    other = next((k for k, (a, b) in enumerate(zip(alone, samples)) if a != b), None)
+    if other is not None:
+        raise Failed(f"step {other + 1} has other samples at 1 rank than at {lab.n}")
+    words = f"same samples in all {len(samples)} steps"
+    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
+        return f"{words}; weights not compared, as steps draw random numbers"
+    bound = lab.bound()
+    for name in ("weights", "loss"):
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(single, lab.steps)]
+        gaps = [relative(a, b) for a, b in pairs if a is not None and b is not None]
+        if gaps and max(gaps) > bound:
+            first = next(k for k, gap in enumerate(gaps, 1) if gap > bound)
+            raise Failed(f"{words}, but the {name} differ by {gaps[first - 1]:.0e} from step {first} on")
+        if gaps:
+            return f"{words}, {name} within {max(gaps):.0e}"
+    return f"{words}; weights and losses not seen"
+
+
+@row("exit-codes", "Exit codes", "an error that is caught, or sys.exit(0)", "exit_codes")
+def exit_codes(lab: Lab) -> str:
+    kill, stop = lab.killed, lab.terminated
+    words = f"undisturbed 0, a killed rank {kill.code}, TERM {stop.code}"
+    if (kill.code == 0 and len(kill.attempts) < 2) or (stop.code == 0 and stop.done < len(lab.steps)):
+        raise Failed(f"{words}: 0 although it is not done")
+    return words.replace("None", "no end")
+
+
+@row("leftovers", "Processes left", "ranks that do not notice the launcher's end", "signals")
+def leftovers(lab: Lab) -> str:
+    for run in (lab.killed, lab.terminated):
+        if run.code is None:
+            raise Failed(f"the job has not ended {run.took:.0f} s after a fault")
+    if lab.left:
+        raise Failed(f"{lab.left} processes outlive their launcher by 5 s")
+    return "no process outlives its launcher by 5 s"
+
+
+@row("recovery-time", "Seconds to recover", "no restart to the end", "recovery")
+def recovery_time(lab: Lab) -> str:
+    restarted(lab, lab.killed)
+    if not lab.killed.again:
+        raise NotSeen(f"no optimizer step: {ADAPTER}")
+    first = lab.killed.again[0].time - lab.killed.struck
+    return f"{first:.1f} s from the kill to the next step, {lab.killed.took:.1f} s of them until the job ended"
+
+
+@row("lost-work", "Steps lost or repeated", "checkpoints are rare, or not found", "recovery")
+def lost_work(lab: Lab) -> str:
+    words = []
+    for name, run in (("killed rank", lab.killed), ("TERM", lab.terminated)):
+        restarted(lab, run)
+        if not lab.steps:
+            raise NotSeen(f"no optimizer step: {ADAPTER}")
+        at = len(lab.steps) - len(run.again) if run.code else run.done
+        words.append(f"{name}: {max(0, run.done - at)} of {run.done} steps repeated")
+        if at <= 0:
+            raise Failed(f"{name}: all {run.done} steps lost")
+    return "; ".join(words)
+
+
+@row("launcher-killed", "The launcher is killed", "ranks do not notice that their parent died", "signals")
+def launcher_killed(lab: Lab) -> str:
+    with lab.job(lab.copy(), pause=lab.pause()) as job:
+        lab.middle(job)
+        struck = time.time()
+        job.process.kill()
+        gone = job.wait(lambda: not job.left(), min(PATIENCE, lab.patience()))
+        after = [step for step in job.read().steps() if step.time > struck]
+        if not gone:
+            raise Failed(f"{len(job.left())} processes left {time.time() - struck:.0f} s after")
+        if len(after) > IN_FLIGHT:
+            raise Failed(f"the ranks take {len(after)} more steps without their launcher")
+        return f"all ranks end within {time.time() - struck:.1f} s"
+
+
+@row("stalled", "A rank is stopped (SIGSTOP)", "the timeout of collectives is 30 minutes", "hangs")
 def stalled(lab: Lab) -> str:
     with lab.job(lab.copy(), pause=lab.pause()) as job:
         lab.middle(job)
@@ -382,6 +303,7 @@ def stalled(lab: Lab) -> str:
         return f"the job ends after {time.time() - struck:.0f} s, exit {job.code}"
 
 
+@row("save-killed", "Killed while saving", "the checkpoint is written in place, not renamed", "recovery")
 def save_killed(lab: Lab) -> str:
     saves = lab.reference.opens()
     kind = "open" if any(save.kind == "open" for save in saves) else "rename"
@@ -395,6 +317,7 @@ def save_killed(lab: Lab) -> str:
     return f"killed at the {kind} of the checkpoint of step {saves[later[0] - 1].step}; resumes at step {at}"
 
 
+@row("checkpoint-damaged", "The newest checkpoint is damaged", "no checksum is stored", "recovery")
 def checkpoint_damaged(lab: Lab) -> str:
     first = lab.killed
     restarted(lab, first)  # without damage
@@ -435,36 +358,7 @@ def damage(path: Path) -> str:
     return path.name
 
 
-def resume_position(lab: Lab) -> str:
-    at = resumed_at(lab, lab.killed, saved_at(lab.killed))
-    return f"resumes at step {at} of {len(lab.steps)}, sample for sample"
-
-
-def resume_optimizer(lab: Lab) -> str:
-    run, bound = lab.killed, lab.bound()
-    restarted(lab, run)
-    if not run.again or run.again[0].state is None:
-        raise NotSeen("no optimizer of torch")
-    at = len(lab.steps) - len(run.again)
-    if not 0 < at < len(lab.steps):
-        raise Failed("starts over at step 0: nothing is restored")
-    wanted, found = lab.steps[at], run.again[0]
-    if found.lr != wanted.lr:
-        raise Failed(f"learning rate {found.lr[0]:g} at step {at + 1}, {wanted.lr[0]:g} undisturbed")
-    if wanted.state and found.state[0] < wanted.state[0]:
-        raise Failed(f"the optimizer has {found.state[0]:g} tensors of state, {wanted.state[0]:g} undisturbed")
-    for name, a, b in (
-        ("weights", found.weights_before, wanted.weights_before),
-        ("optimizer's state", found.state[1], (wanted.state or [0, 0])[1]),
-    ):
-        if relative(a, b) > bound:
-            raise Failed(f"the {name} differ by {relative(a, b):.0e} at step {at + 1}")
-    rates = [k for k, (a, b) in enumerate(zip(run.again, lab.steps[at:]), at + 1) if a.lr != b.lr]
-    if rates:
-        raise Failed(f"learning rate differs from step {rates[0]} on")
-    return f"learning rate {found.lr[0]:g}, {found.state[0]:g} tensors of state, as undisturbed"
-
-
+@row("other-n", "Resume at another N", "the state is saved by rank", "running")
 def other_n(lab: Lab) -> str:
     first = lab.killed
     run = replace(first)
@@ -474,93 +368,7 @@ def other_n(lab: Lab) -> str:
     return f"at {lab.other} ranks: resumes at step {at}, with the same samples"
 
 
-def same_at_one(lab: Lab) -> str:
-    samples = lab.samples()
-    single = lab.single.steps()
-    alone = [step.indices or [] for step in single]
-    if len(single) != len(samples) or len(alone[0]) != len(samples[0]):
-        sizes = f"a step has {len(alone[0]) if alone else 0} samples at 1 rank, {len(samples[0])} at {lab.n}"
-        raise CannotTell(f"{sizes}: write a rank's batch as {{{len(samples[0])}/n}}")
-    other = next((k for k, (a, b) in enumerate(zip(alone, samples)) if a != b), None)
-    if other is not None:
-        raise Failed(f"step {other + 1} has other samples at 1 rank than at {lab.n}")
-    words = f"same samples in all {len(samples)} steps"
-    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
-        return f"{words}; weights not compared, as steps draw random numbers"
-    bound = lab.bound()
-    for name in ("weights", "loss"):
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(single, lab.steps)]
-        gaps = [relative(a, b) for a, b in pairs if a is not None and b is not None]
-        if gaps and max(gaps) > bound:
-            first = next(k for k, gap in enumerate(gaps, 1) if gap > bound)
-            raise Failed(f"{words}, but the {name} differ by {gaps[first - 1]:.0e} from step {first} on")
-        if gaps:
-            return f"{words}, {name} within {max(gaps):.0e}"
-    return f"{words}; weights and losses not seen"
-
-
-def odd_batch(lab: Lab) -> str:
-    samples, bound = lab.samples(), lab.bound()
-    odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
-    epochs: dict[int, Counter[int]] = {}
-    for step, indices in zip(lab.steps, samples):
-        epochs.setdefault(step.epoch, Counter()).update(indices)
-    repeated = max((count.total() - len(count) for count in epochs.values()), default=0)
-    if repeated:
-        raise Failed(f"{repeated} samples are repeated in an epoch, to fill the last batch")
-    if not odd:
-        last = {sum(step.shards) for step in lab.steps}
-        raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sorted(last)))}: use other sizes")
-    single = lab.single.steps()
-    if [step.indices for step in single] != samples:
-        raise CannotTell("other samples at 1 rank")
-    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
-        raise CannotTell("steps draw random numbers, so that weights at 1 rank differ")
-    k, shards = odd[0], " and ".join(map(str, lab.steps[odd[0]].shards))
-    pairs = [(each.weights_before, each.weights) for each in (lab.steps[k], single[k])]
-    if None in pairs[0]:
-        raise NotSeen("the weights")
-    (before, after), (alone_before, alone_after) = pairs
-    if relative(before, alone_before) <= bound < relative(after, alone_after):
-        raise Failed(f"step {k + 1} has shards of {shards}: its mean is not the mean over samples")
-    return f"step {k + 1} has shards of {shards}, and no sample is repeated"
-
-
-def epoch_order(lab: Lab) -> str:
-    first = next(iter(lab.reference.ranks().values()), None)
-    if first is None or any(step.indices is None for step in lab.steps):
-        raise NotSeen("the examples of steps: give an --adapter that records them")
-    epochs: dict[int, list[int]] = {}
-    for step, shard in zip(lab.steps, first[0].steps):
-        epochs.setdefault(step.epoch, []).extend(shard["indices"])
-    if len(epochs) < 2:
-        raise NotSeen("fewer than two epochs")
-    one, two, *_ = epochs.values()
-    if one == sorted(one):
-        raise CannotTell("the examples come in stored order")
-    if one == two:
-        raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:5]))}...")
-    return f"{len(epochs)} epochs in {len(set(map(str, epochs.values())))} orders"
-
-
-def evaluation(lab: Lab) -> str:
-    records, n = lab.reference, lab.n
-    found = records.evaluations()
-    if not found:
-        raise NotSeen("no evaluation by a DataLoader, or by an adapter")
-    if found[-1].size % n == 0:
-        n = lab.other
-        if found[-1].size % n == 0:
-            raise CannotTell(f"{lab.n} and {n} ranks divide {found[-1].size} examples: choose --other-n")
-        found = lab.at_other.evaluations()
-    counts, size = found[-1]
-    often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
-    more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
-    if more or missing:
-        raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
-    return f"at {n} ranks each of {size} examples counts {'once' if often == 1 else f'{often} times'}"
-
-
+@row("two-jobs", "Two jobs at once", "a fixed port", "troubleshooting")
 def two_jobs(lab: Lab) -> str:
     with lab.job(lab.copy(), pause=lab.pause()) as first:
         first.wait(lambda: first.code is not None or first.progress(lab.settings.loss_pattern), lab.patience())
@@ -570,111 +378,3 @@ def two_jobs(lab: Lab) -> str:
                 if not done or job.code:
                     raise Failed(f"the {name} job {f'exit {job.code}' if done else 'hangs'}: {job.last_words()}")
     return "both end with exit 0"
-
-
-def exit_codes(lab: Lab) -> str:
-    kill, stop = lab.killed, lab.terminated
-    words = f"undisturbed 0, a killed rank {kill.code}, TERM {stop.code}"
-    if (kill.code == 0 and len(kill.attempts) < 2) or (stop.code == 0 and stop.done < len(lab.steps)):
-        raise Failed(f"{words}: 0 although it is not done")
-    return words.replace("None", "no end")
-
-
-def leftovers(lab: Lab) -> str:
-    for run in (lab.killed, lab.terminated):
-        if run.code is None:
-            raise Failed(f"the job has not ended {run.took:.0f} s after a fault")
-    if lab.left:
-        raise Failed(f"{lab.left} processes outlive their launcher by 5 s")
-    return "no process outlives its launcher by 5 s"
-
-
-def recovery_time(lab: Lab) -> str:
-    restarted(lab, lab.killed)
-    if not lab.killed.again:
-        raise NotSeen("no optimizer step: give an --adapter that records them")
-    first = lab.killed.again[0].time - lab.killed.struck
-    return f"{first:.1f} s from the kill to the next step, {lab.killed.took:.1f} s of them until the job ended"
-
-
-def lost_work(lab: Lab) -> str:
-    words = []
-    for name, run in (("killed rank", lab.killed), ("TERM", lab.terminated)):
-        restarted(lab, run)
-        if not lab.steps:
-            raise NotSeen("no optimizer step: give an --adapter that records them")
-        at = len(lab.steps) - len(run.again) if run.code else run.done
-        words.append(f"{name}: {max(0, run.done - at)} of {run.done} steps repeated")
-        if at <= 0:
-            raise Failed(f"{name}: all {run.done} steps lost")
-    return "; ".join(words)
-
-
-class Row(NamedTuple):
-    """A row: its title, the function that decides it, the usual cause of a failure, and the page that mends it."""
-
-    title: str
-    decide: Callable[[Lab], str]
-    cause: str
-    page: str
-
-
-# fmt: off
-ROWS = {
-    "rank-killed": Row(
-        "A rank is killed", rank_killed,
-        "no checkpoint, or a restart that does not find it", "docs/recovery.md"),
-    "term": Row(
-        "TERM to the job", term,
-        "no handler that saves, or a launcher that does not pass it", "docs/signals.md"),
-    "resume-position": Row(
-        "Samples after a resume", resume_position,
-        "the position in the epoch is not saved", "docs/own_loop.md"),
-    "resume-optimizer": Row(
-        "Learning rate and optimizer after a resume", resume_optimizer,
-        "the optimizer's or the scheduler's state_dict is not saved", "docs/own_loop.md"),
-    "odd-batch": Row(
-        "A batch that N does not divide", odd_batch,
-        "DistributedSampler pads, or DDP averages over ranks", "docs/same_step.md"),
-    "epoch-order": Row(
-        "Order of two epochs", epoch_order,
-        "sampler.set_epoch(epoch) is not called", "docs/concepts.md"),
-    "evaluation": Row(
-        "An evaluation that N does not divide", evaluation,
-        "DistributedSampler pads the evaluation set", "docs/same_step.md"),
-    "one-rank": Row(
-        "N = 1 against N", same_at_one,
-        "random numbers by rank, or means over ranks", "docs/same_step.md"),
-    "exit-codes": Row(
-        "Exit codes", exit_codes,
-        "an error that is caught, or sys.exit(0)", "docs/exit_codes.md"),
-    "leftovers": Row(
-        "Processes left", leftovers,
-        "ranks that do not notice the launcher's end", "docs/signals.md"),
-    "recovery-time": Row(
-        "Seconds to recover", recovery_time,
-        "no restart to the end", "docs/recovery.md"),
-    "lost-work": Row(
-        "Steps lost or repeated", lost_work,
-        "checkpoints are rare, or not found", "docs/recovery.md"),
-    "launcher-killed": Row(
-        "The launcher is killed", launcher_killed,
-        "ranks do not notice that their parent died", "docs/signals.md"),
-    "stalled": Row(
-        "A rank is stopped (SIGSTOP)", stalled,
-        "the timeout of collectives is 30 minutes", "docs/hangs.md"),
-    "save-killed": Row(
-        "Killed while saving", save_killed,
-        "the checkpoint is written in place, not renamed", "docs/recovery.md"),
-    "checkpoint-damaged": Row(
-        "The newest checkpoint is damaged", checkpoint_damaged,
-        "no checksum is stored", "docs/recovery.md"),
-    "other-n": Row(
-        "Resume at another N", other_n,
-        "the state is saved by rank", "docs/running.md"),
-    "two-jobs": Row(
-        "Two jobs at once", two_jobs,
-        "a fixed port", "docs/troubleshooting.md"),
-}
-# fmt: on
-QUICK = tuple(ROWS)[:12]
