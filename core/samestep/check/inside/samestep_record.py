@@ -118,16 +118,22 @@ def _audit(event: str, values: Any) -> None:
         if not isinstance(path, int) and path is not None and flags & _WRITES:
             _written(path, "open", flags)
     elif event == "os.rename":
+        _inside(values[0], follow=False)
         _written(values[1], "rename", 0)
-    elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"):
-        folder = values[-1] if event in ("os.remove", "os.rmdir") else -1
-        if folder == -1 and not isinstance(values[0], int):
-            _inside(values[1] if event in ("os.link", "os.symlink") else values[0])
+    elif event in ("os.link", "os.symlink"):
+        _inside(values[1], follow=False)
+    elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
+        if (*values, None)[1] in (-1, None):  # else shutil.rmtree was checked
+            _inside(values[0], follow=False)
+    elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
+        _inside(values[0])
 
 
-def _inside(path: Any) -> str | None:
+def _inside(path: Any, follow: bool = True) -> str | None:
     """Return the real path to write, None for a record; refuse one outside of the copied folder."""
-    full = os.path.realpath(os.fsdecode(path))
+    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+    full = os.path.realpath(os.path.join(folder, name) if follow else folder)
+    full = full if follow else os.path.join(full, name)
     below = [each for each in (*_config["allowed"], _config["work"]) if (full + os.sep).startswith(each + os.sep)]
     if full.startswith(_config["records"] + os.sep):
         return None
