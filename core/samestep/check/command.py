@@ -55,6 +55,7 @@ def add_options(commands: Any) -> None:
     add("--require", metavar="ROWS", help="rows that must pass for exit code 0 (default: no row may fail)")
     add("--html", type=Path, metavar="FILE", help="write the table as a page")
     add("--junit", type=Path, metavar="FILE", help="write the table as JUnit XML")
+    add("--keep", type=Path, metavar="DIR", help="new folder for the copies and their output (default: keep none)")
     add("--adapter", type=Path, metavar="FILE", help="Python file that records steps without a DataLoader")
     add("--loss-pattern", metavar="RE", help="regular expression of a loss in the output; group 1 is the number")
     add("--checkpoint", metavar="RE", help="regular expression of a checkpoint's file name (default: usual suffixes)")
@@ -79,7 +80,7 @@ def run(options: Options, command: Sequence[str]) -> int:
     required = parse_rows("--require", options.require) if options.require else None
     names = list(dict.fromkeys([*parse_rows("--faults", options.faults), *(required or [])]))
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
-        settings = make_settings(options, command, Path(temporary).resolve())
+        settings = make_settings(options, command, Path(options.keep or temporary).resolve())
         results = check(settings, names, _progress)
     print(table(results))
     if options.html:
@@ -98,6 +99,8 @@ def make_settings(options: Options, command: Sequence[str], temporary: Path) -> 
             re.compile(getattr(options, name) or "")
         except re.error as error:
             raise ConfigError(f"--{name.replace('_', '-')}: {error}: give a regular expression") from None
+    if options.keep:
+        options.keep.mkdir()
     if options.adapter and not options.adapter.is_file():
         raise ConfigError(f"--adapter {options.adapter}: the file is missing: name a Python file")
     try:

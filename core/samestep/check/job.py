@@ -200,7 +200,8 @@ class Job:
     def last_words(self) -> str:
         """Return the line of the output that has the error, shortened."""
         lines = [re.sub(r"^\[\S+\]:? *", "", line.strip()) for line in self.said().splitlines()]
-        errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
+        errors = [line for line in lines if re.match(r"(error: |(?!.*ChildFailed)[\w.]*(Error|Exception)\b)", line)]
+        errors += [line for line in lines if line.startswith("exitcode")]  # torchrun's, of a signal
         return (errors or lines or [""])[0 if errors else -1][:120]
 
     def progress(self, pattern: str) -> int:

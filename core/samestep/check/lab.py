@@ -16,7 +16,7 @@ from typing import Any
 from samestep import ConfigError
 from samestep.check.job import Job, Records, Step, started
 
-PATIENCE = 60.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
+PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 SKIPPED = ".git", ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
@@ -189,7 +189,10 @@ class Lab:
 
     @kept
     def twin(self) -> Records:
-        return self.undisturbed_at(self.n)
+        try:
+            return self.undisturbed_at(self.n)
+        except Verdict as verdict:
+            raise CannotTell(f"differs from itself: the repetition: {verdict}") from None
 
     @kept
     def single(self) -> Records:

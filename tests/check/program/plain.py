@@ -11,7 +11,7 @@ from pathlib import Path
 
 from samestep_record import record_evaluation, record_step
 
-COUNT, BATCH, EPOCHS = 22, 8, 3
+COUNT, BATCH, EPOCHS = 21, 8, 3
 
 
 def launch(n: int) -> int:
