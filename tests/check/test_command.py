@@ -12,6 +12,7 @@ import pytest
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
+Done = tuple[subprocess.CompletedProcess[str], dict[str, str]]
 Replaced = tuple[tuple[str, str], ...]
 PADDED = (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),)
 
@@ -27,24 +28,19 @@ def program(folder: Path, script: Path, replaced: Replaced = ()) -> Path:
     return folder
 
 
-def check(
-    folder: Path, *words: str, limit: float = 300, **environ: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def check(folder: Path, *words: str, **environ: str) -> Done:
     """Run a check in a folder; return its result, and the verdict of each row."""
     junit = folder.parent / "junit.xml"
     command = [sys.executable, "-c", MAIN, "check", f"--junit={junit}", *words]
-    variables = {**os.environ, "SAMESTEP_TMPDIR": "", **environ}
-    done = subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=limit, check=False
-    )
-    cases = ElementTree.parse(junit).getroot() if junit.exists() else []  # noqa: S314  # made here
-    texts = {each.get("name", ""): each[0].text or each[0].get("message", "") for each in cases}
-    return done, {name: text.partition(":")[0] for name, text in texts.items()}
+    environ = {**os.environ, **environ}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=1200, check=False)
+    verdicts = {}
+    for case in ElementTree.parse(junit).getroot() if junit.exists() else []:  # noqa: S314  # made here
+        verdicts[case.attrib["name"]] = (case[0].text or case[0].attrib["message"]).partition(":")[0]
+    return done, verdicts
 
 
-def plain(
-    folder: Path, rows: str, *words: str, **environ: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def plain(folder: Path, rows: str, *words: str, **environ: str) -> Done:
     return check(folder, f"--faults={rows}", *words, "--", sys.executable, "plain.py", "-n", "2", **environ)
 
 

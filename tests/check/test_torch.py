@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_command import Replaced, check, program
+from test_command import Done, Replaced, check, program
 
 TRAIN = Path(__file__).with_name("program") / "train.py"
 
@@ -58,9 +57,9 @@ FAULTS: dict[str, tuple[str, Replaced]] = {
 }
 
 
-def torchrun(folder: Path, rows: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def torchrun(folder: Path, rows: str) -> Done:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
-    return check(folder, f"--faults={rows}", "--", *launcher, limit=900)
+    return check(folder, f"--faults={rows}", "--", *launcher)
 
 
 def test_two_rows_on_the_sound_script(tmp_path: Path) -> None:

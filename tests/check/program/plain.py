@@ -20,7 +20,12 @@ def launch(n: int) -> int:
         path.unlink()
     environs = [{**os.environ, "RANK": f"{rank}", "N": f"{n}"} for rank in range(n)]
     ranks = [subprocess.Popen([sys.executable, __file__], env=environ) for environ in environs]
-    signal.signal(signal.SIGTERM, lambda *_: [each.terminate() for each in ranks])
+
+    def forward(number: int, _: object) -> None:
+        for each in ranks:
+            each.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
     while not any(each.poll() for each in ranks) and any(each.poll() is None for each in ranks):
         time.sleep(0.01)
     time.sleep(0.1)
@@ -68,6 +73,7 @@ def train() -> None:
 
 if "RANK" not in os.environ:
     sys.exit(launch(int(sys.argv[2])))
-rank, n, parent, asked = int(os.environ["RANK"]), int(os.environ["N"]), os.getppid(), []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+rank, n, parent = int(os.environ["RANK"]), int(os.environ["N"]), os.getppid()
+asked: list[int] = []
+signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
 train()

@@ -62,7 +62,7 @@ def load() -> int:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        return state["step"]
+        return int(state["step"])
     return 0
 
 
@@ -97,10 +97,11 @@ for epoch in range(step // steps_per_epoch, EPOCHS):
         loss = ((model(x) - y) ** 2).sum()
         loss.backward()
         count, asked = torch.tensor(float(len(x))), stopping.clone()
-        for tensor in (loss.data, count, asked, *(p.grad for p in model.parameters())):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for tensor in (loss.data, count, asked, *gradients):
             dist.all_reduce(tensor)
-        for p in model.parameters():
-            p.grad /= count
+        for gradient in gradients:
+            gradient /= count
         optimizer.step()
         scheduler.step()
         step += 1
