@@ -28,7 +28,7 @@ from samestep.data import datasets
 
 files = [path.relative_to(samestep.__path__[0]) for path in Path(samestep.__path__[0]).rglob("[a-z]*.py")]
 names = [".".join(("samestep", *path.with_suffix("").parts)) for path in files]
-needs = re.compile(r"samestep\\.(torch|check\\.(inside|plugin)|.*track_)|.*__main__$")  # a framework, an extra; or it runs
+needs = re.compile(r"samestep\\.(torch|check\\.(inside|plugin)|.*track_)|.*__main__$")  # a framework, or it runs
 modules = [importlib.import_module(name) for name in names if not needs.match(name)]
 digits = datasets.load("mnist-5k", Path("nowhere"))
 print(samestep.__file__, samestep.__version__, len(modules), digits.train_images.shape, digits.test_labels.shape)
