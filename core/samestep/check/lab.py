@@ -177,6 +177,7 @@ class Lab:
                 raise CannotTell(f"at {n} ranks it does not end in {job.took:.0f} s")
             if job.code:
                 raise Failed(f"at {n} ranks: exit {job.code}: {job.last_words()}")
+            self.took = job.took
             self.lines = len(re.findall(self.settings.loss_pattern, job.said()))
             return job.read()
 
@@ -227,10 +228,10 @@ class Lab:
         saves = [save.step for save in self.reference.saves() if 0 < save.step < self.total - 1]
         return min(saves, key=lambda step: abs(step - self.total / 2)) + 1 if saves else max(1, self.total // 2)
 
-    def pause(self) -> float:
-        """Return the seconds to wait after each step, so that a fault comes in time."""
+    def pause(self, least: float = MIN_RUN) -> float:
+        """Return the seconds to wait after each step, so that all steps take ``least`` seconds."""
         total = len(self.steps)
-        return max(0.0, MIN_RUN - (self.steps[-1].time - self.steps[0].time)) / total if total else 0.0
+        return max(0.0, least - (self.steps[-1].time - self.steps[0].time)) / total if total else 0.0
 
     def middle(self, job: Job) -> None:
         """Wait until a job has come to the step of its fault."""

@@ -370,7 +370,8 @@ def other_n(lab: Lab) -> str:
 
 @row("two-jobs", "Two jobs at once", "a fixed port", "troubleshooting")
 def two_jobs(lab: Lab) -> str:
-    with lab.job(lab.copy(), pause=lab.pause()) as first:
+    pause = lab.pause(2 * lab.took)  # the first trains while the second starts
+    with lab.job(lab.copy(), pause=pause) as first:
         first.wait(lambda: first.code is not None or first.progress(lab.settings.loss_pattern), lab.patience())
         with lab.job(lab.copy()) as second:
             ended = [job.ended(lab.patience()) for job in (second, first)]
