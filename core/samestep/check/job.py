@@ -69,12 +69,15 @@ class Process:
         for each in events:
             loader = loaders.setdefault(each.get("loader", 0), {"size": None, "indices": [], "epoch": None})
             if each["event"] == "iterate":
-                loader["size"] = each["size"]
+                loader["size"], loader["batches"] = each["size"], each["batches"]
             elif each["event"] == "batch":
                 loader["indices"].append(each["indices"])
                 seen = True
                 if each["trains"]:
                     pending.append((each["loader"], each["indices"]))
+                elif len(loader["indices"]) == loader.get("batches"):  # all; Lightning does not ask for more
+                    loader["epoch"] = -1
+                    self.evaluations.append((_joined(loader["indices"]), loader["size"]))
             elif each["event"] == "end" and loader["epoch"] is None:  # no step followed any of its batches
                 pending = [pair for pair in pending if pair[0] != each["loader"]]
                 self.evaluations.append((_joined(loader["indices"]), loader["size"]))

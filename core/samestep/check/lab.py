@@ -176,7 +176,8 @@ class Lab:
             if not job.ended(self.patience()):
                 raise CannotTell(f"at {n} ranks it does not end in {job.took:.0f} s")
             if job.code:
-                raise Failed(f"at {n} ranks: exit {job.code}: {job.last_words()}")
+                verdict = Failed if n == self.n else CannotTell  # the script may fix the number elsewhere
+                raise verdict(f"at {n} ranks: exit {job.code}: {job.last_words()}")
             self.took = job.took
             self.lines = len(re.findall(self.settings.loss_pattern, job.said()))
             return job.read()

@@ -182,7 +182,7 @@ def _watch_loaders(module: ModuleType) -> None:
     def renew(iterator: Any, loader: Any) -> None:
         _state["loaders"] += 1
         iterator._samestep = _state["loaders"], deque()
-        _record("iterate", loader=_state["loaders"], size=_size(loader.dataset))
+        _record("iterate", loader=_state["loaders"], size=_size(loader.dataset), batches=_size(loader))
 
     def init(self: Any, loader: Any, *args: Any, **named: Any) -> None:
         renew(self, loader)
@@ -212,12 +212,12 @@ def _watch_loaders(module: ModuleType) -> None:
     base.__init__, base._reset, base._next_index, base.__next__ = init, restart, index, following
 
 
-def _size(dataset: Any) -> int | None:
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset
-        dataset = dataset.dataset
+def _size(values: Any) -> int | None:
+    while hasattr(values, "indices") and hasattr(values, "dataset"):  # torch's Subset
+        values = values.dataset
     try:
-        return len(dataset)
-    except TypeError:  # an IterableDataset
+        return len(values)
+    except TypeError:  # of an IterableDataset
         return None
 
 
