@@ -127,3 +127,9 @@ def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "evaluation          failed       at 2 ranks" in done.stdout
+
+
+def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
+    """No other test compares the page with the file."""
+    page = Path(__file__).parents[2] / "docs" / "check_your_own.md"
+    assert f"```python\n{PLAIN.with_name('adapter.py').read_text()}```" in page.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 import time
@@ -100,3 +101,18 @@ def test_a_fault_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
     replaced = tuple((before, after.replace("PORT", str(port))) for before, after in replaced)
     done, verdicts = torchrun(program(tmp_path / "unsound", TRAIN, replaced), row)
     assert verdicts == {row: "failed"}, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_no_row_of_an_app_fails(tmp_path: Path, table: list[str]) -> None:
+    """No other test has an adapter for a script with an optimizer of torch's, and another launcher than torchrun."""
+    folder = tmp_path / "app"
+    shutil.copytree(TRAIN.parents[3] / "apps" / "mnist_ddp", folder)
+    launcher = "-m samestep.launch run -n 2 --run-dir runs/x --max-restarts 0 --timeout 20 train.py".split()
+    small = "--dataset mnist-5k --epochs 2 --global-batch-size 501 --checkpoint-every 3".split()
+    adapter = f"--adapter={TRAIN.with_name('adapter.py')}"
+    done, verdicts = check(folder, adapter, "--", sys.executable, *launcher, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    others = {name: verdict for name, verdict in verdicts.items() if verdict != "passed"}
+    assert others == {"odd-batch": "cannot tell", "evaluation": "not seen"}, done.stdout  # it has dropout
+    table.append(f"check: all rows of mnist_ddp | 2 | none | {len(verdicts)} | {len(verdicts) - len(others)}")

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class Faulted:
     took: float  # seconds from the fault to the end
     records: Records
     attempts: list[list[Step]]
-    snapshot: Path
+    work: Path
+    snapshot: Path  # a copy of ``work`` before the restart
     again_code: int | None = None
     again_words: str = ""
     again: list[Step] = field(default_factory=list)
@@ -264,11 +265,20 @@ class Lab:
             records, code = job.read(), job.code if ended else None
             took, attempts = time.time() - struck, records.attempts()
         done = len(attempts[0]) if attempts else 0
-        result = Faulted(done, struck, code, took, records, attempts, self.copy(work))
+        result = Faulted(done, struck, code, took, records, attempts, work, self.copy(work))
         if code == 0 and len(attempts) > 1:  # it restarted its ranks by itself
             result.again_code, result.again = 0, attempts[-1]
         elif code != 0:
             self.restart(result, work, self.n)
+        return result
+
+    def again(self, run: Faulted, n: int, change: Callable[[Path], None] = lambda work: None) -> Faulted:
+        """Restart a run once more, in the same folder with the same content, after a ``change`` of it."""
+        shutil.rmtree(run.work)
+        shutil.copytree(run.snapshot, run.work, symlinks=True)
+        change(run.work)
+        result = replace(run)
+        self.restart(result, run.work, n)
         return result
 
     def restart(self, result: Faulted, work: Path, n: int) -> None:

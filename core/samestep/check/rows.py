@@ -11,14 +11,12 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from samestep.check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
 
-IN_FLIGHT = 3  # steps that ranks may record after a fault although none continues
+NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
 QUICK = 12  # first rows
 ADAPTER = "give an --adapter that records them"
 
@@ -279,16 +277,16 @@ def lost_work(lab: Lab) -> str:
 
 @row("launcher-killed", "The launcher is killed", "ranks do not notice that their parent died", "signals")
 def launcher_killed(lab: Lab) -> str:
-    with lab.job(lab.copy(), pause=lab.pause()) as job:
+    with lab.job(lab.copy(), pause=lab.pause(3 * NOTICE)) as job:
         lab.middle(job)
         struck = time.time()
         job.process.kill()
         gone = job.wait(lambda: not job.left(), min(PATIENCE, lab.patience()))
-        after = [step for step in job.read().steps() if step.time > struck]
+        after = [step for step in job.read().steps() if step.time > struck + NOTICE]
         if not gone:
             raise Failed(f"{len(job.left())} processes left {time.time() - struck:.0f} s after")
-        if len(after) > IN_FLIGHT:
-            raise Failed(f"the ranks take {len(after)} more steps without their launcher")
+        if after:
+            raise Failed(f"the ranks train for {after[-1].time - struck:.1f} s without their launcher")
         return f"all ranks end within {time.time() - struck:.1f} s"
 
 
@@ -319,27 +317,28 @@ def save_killed(lab: Lab) -> str:
 
 @row("checkpoint-damaged", "The newest checkpoint is damaged", "no checksum is stored", "recovery")
 def checkpoint_damaged(lab: Lab) -> str:
-    first = lab.killed
+    first, names = lab.killed, list[str]()
     restarted(lab, first)  # without damage
-    run, work = replace(first), lab.copy(first.snapshot)
-    files: list[Path] = []
-    for save in sorted(first.records.saves(), key=lambda save: save.time):
-        with suppress(ValueError):  # a path outside of the copied folder
-            path = work.joinpath(*Path(save.path).relative_to(lab.settings.temporary).parts[1:])
+
+    def harm(work: Path) -> None:
+        files: list[Path] = []
+        for save in sorted(first.records.saves(), key=lambda save: save.time):
+            path = Path(save.path)
             files = [each for each in [path, *path.rglob("*")] if each.is_file()] or files
-    if not files:
-        raise NotSeen("no checkpoint is written where Python sees it")
-    name = damage(max(files, key=lambda path: path.stat().st_size))
-    lab.restart(run, work, lab.n)
+        if not files:
+            raise NotSeen("no checkpoint is written where Python sees it")
+        names.append(damage(max(files, key=lambda path: path.stat().st_size)))
+
+    run = lab.again(first, lab.n, harm)
     if run.again_code:
-        return f"a byte of {name}: refused, exit {run.again_code}: {run.again_words}"
+        return f"a byte of {names[0]}: refused, exit {run.again_code}: {run.again_words}"
     restarted(lab, run)
     at = len(lab.steps) - len(run.again)
     if at <= 0:
-        raise Failed(f"a byte of {name}: starts over at step 0")
+        raise Failed(f"a byte of {names[0]}: starts over at step 0")
     if at >= len(lab.steps) - len(first.again):
-        raise Failed(f"a byte of {name}: loaded without a word")
-    return f"a byte of {name}: resumes an older one, at step {at}"
+        raise Failed(f"a byte of {names[0]}: loaded without a word")
+    return f"a byte of {names[0]}: resumes an older one, at step {at}"
 
 
 def damage(path: Path) -> str:
@@ -360,11 +359,8 @@ def damage(path: Path) -> str:
 
 @row("other-n", "Resume at another N", "the state is saved by rank", "running")
 def other_n(lab: Lab) -> str:
-    first = lab.killed
-    run = replace(first)
     lab.command(lab.other, again=True)
-    lab.restart(run, lab.copy(first.snapshot), lab.other)
-    at = resumed_at(lab, run, saved_at(first))
+    at = resumed_at(lab, lab.again(lab.killed, lab.other), saved_at(lab.killed))
     return f"at {lab.other} ranks: resumes at step {at}, with the same samples"
 
 

@@ -4,7 +4,8 @@
 that ``samestep check --adapter FILE`` runs at the start of each process. The adapter calls these functions:
 
 * ``after_import(module, function)`` calls ``function(module)`` once the script has imported a module.
-* ``record_step(indices, lr, loss)`` records a step of this rank.
+* ``record_batch(indices)`` records the examples of the next step, if the script has an optimizer of torch.
+* ``record_step(indices, lr, loss)`` records a step of this rank, if it has another optimizer.
 * ``record_evaluation(indices, size)`` records a whole evaluation of this rank.
 """
 
@@ -31,12 +32,17 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _MOST_TENSORS = 16  # whose norms are recorded
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
-_state: dict[str, Any] = {"saves": 0, "loaders": 0, "depth": 0, "before": None}
+_state: dict[str, Any] = {"saves": 0, "loaders": 0, "depth": 0, "before": None, "folders": set()}
 
 
 def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
     """Call ``function(module)`` once a module of this name has been imported."""
     _hooks.setdefault(module, []).append(function)
+
+
+def record_batch(indices: Iterable[int]) -> None:
+    """Record the examples of this rank's next step, as numbers from 0."""
+    _record("batch", loader=0, size=None, indices=[int(index) for index in indices], trains=True)
 
 
 def record_step(indices: Iterable[int] | None = None, lr: float | None = None, loss: float | None = None) -> None:
@@ -48,7 +54,7 @@ def record_step(indices: Iterable[int] | None = None, lr: float | None = None, l
         loss: the mean loss over the global batch.
     """
     if indices is not None:
-        _record("batch", loader=0, size=None, indices=[int(index) for index in indices], trains=True)
+        record_batch(indices)
     _record("step", lr=[] if lr is None else [float(lr)], loss=None if loss is None else float(loss))
     time.sleep(_config.get("pause", 0))
 
@@ -118,8 +124,8 @@ def _audit(event: str, values: Any) -> None:
         if not isinstance(path, int) and path is not None and flags & _WRITES:
             _written(path, "open", flags)
     elif event == "os.rename":
-        _inside(values[0], follow=False)
-        _written(values[1], "rename", 0)
+        source = _inside(values[0], follow=False)
+        _written(values[1], "rename", 0, of_checkpoint=source in _state["folders"])
     elif event in ("os.link", "os.symlink"):
         _inside(values[1], follow=False)
     elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
@@ -144,10 +150,13 @@ def _inside(path: Any, follow: bool = True) -> str | None:
     return full
 
 
-def _written(path: Any, kind: str, flags: int) -> None:
+def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> None:
     full = _inside(path)
-    if full is None or not re.search(_config["checkpoint"], os.path.basename(full)) or "__pycache__" in full:
+    if full is None or "__pycache__" in full:
         return
+    if not of_checkpoint and not re.search(_config["checkpoint"], os.path.basename(full)):
+        return
+    _state["folders"].add(os.path.dirname(full))
     _record("save", kind=kind, path=full)
     _state["saves"] += kind == _config.get("kill_at")
     marker = os.path.join(_config["records"], "killed")
