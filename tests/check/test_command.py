@@ -90,7 +90,7 @@ def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bo
     [
         (["--faults=no", "--", "true"], "--faults: there is no row 'no': choose quick, all, or of rank-killed,"),
         (["--copy-limit=0.001", "--", "true"], "the folder is larger than 0.001 MB: link data by --link"),
-        (["--", "false"], "the undisturbed script: at 0 ranks: exit 1"),
+        (["--", "false"], "the undisturbed script: at 2 ranks: exit 1"),
         (["--", "no-such-program"], "cannot run no-such-program"),
         ([], "COMMAND is missing: write it after --"),
     ],

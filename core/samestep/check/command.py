@@ -13,8 +13,6 @@ write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
 import sys
 import tempfile
@@ -24,13 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep import ConfigError
-from samestep.check.lab import CannotTell, Failed, Lab, NotSeen, Settings, Verdict
+from samestep.check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
 from samestep.check.rows import QUICK, ROWS
 from samestep.options import Options, bounded_float, bounded_int, seconds
 from samestep.untrusted import printable
 
 VERDICTS = {Failed: "failed", CannotTell: "cannot tell", NotSeen: "not seen"}
-CACHES = "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"
 
 
 class Result(NamedTuple):
@@ -57,17 +54,11 @@ def add_options(commands: Any) -> None:
     add("--junit", type=Path, metavar="FILE", help="write the table as JUnit XML")
     add("--keep", type=Path, metavar="DIR", help="new folder for the copies and their output (default: keep none)")
     add("--adapter", type=Path, metavar="FILE", help="Python file that records steps without a DataLoader")
-    add("--loss-pattern", metavar="RE", help="regular expression of a loss in the output; group 1 is the number")
-    add("--checkpoint", metavar="RE", help="regular expression of a checkpoint's file name (default: usual suffixes)")
+    add("--loss-pattern", default=LOSS, metavar="RE", help="regular expression of a loss (default: loss and a number)")
+    add("--checkpoint", default=CHECKPOINT, metavar="RE", help="regular expression of checkpoints (default: .pt etc.)")
     add("--other-n", type=bounded_int(1), metavar="N", help="other number of ranks (default: one more)")
     add("--link", type=Path, action="append", metavar="DIR", help="subfolder to link, not to copy")
-    add(
-        "--allow-write",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="folder that the script may write to",
-    )
+    add("--allow-write", type=Path, action="append", metavar="DIR", help="folder to write to, such as a cache")
     add("--copy-limit", type=bounded_float(0), default=200.0, metavar="MB", help="size limit of copies (default: 200)")
     add("--row-limit", type=seconds, default=120.0, metavar="T", help="seconds per row (default: 120)")
     add("--total-limit", type=seconds, default=900.0, metavar="T", help="seconds for all rows (default: 900)")
@@ -79,45 +70,15 @@ def run(options: Options, command: Sequence[str]) -> int:
         raise ConfigError("COMMAND is missing: write it after --")
     required = parse_rows("--require", options.require) if options.require else None
     names = list(dict.fromkeys([*parse_rows("--faults", options.faults), *(required or [])]))
-    with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
-        settings = make_settings(options, command, Path(options.keep or temporary).resolve())
-        results = check(settings, names, _progress)
+    results = check(options, command, names, _progress)
     print(table(results))
     if options.html:
         options.html.write_text(page(results, command))
     if options.junit:
         options.junit.write_text(junit(results))
-    bad = [each for each in results if each.verdict == "failed" and required is None]
-    bad += [each for each in results if each.row in (required or ()) and each.verdict != "passed"]
-    return 1 if bad else 0
-
-
-def make_settings(options: Options, command: Sequence[str], temporary: Path) -> Settings:
-    """Return the settings of a check of the current folder."""
-    for name in ("loss_pattern", "checkpoint"):
-        try:
-            re.compile(getattr(options, name) or "")
-        except re.error as error:
-            raise ConfigError(f"--{name.replace('_', '-')}: {error}: give a regular expression") from None
-    if options.keep:
-        options.keep.mkdir()
-    if options.adapter and not options.adapter.is_file():
-        raise ConfigError(f"--adapter {options.adapter}: the file is missing: name a Python file")
-    try:
-        again = shlex.split(options.resume_command or "") or [*command]
-    except ValueError as error:
-        raise ConfigError(f"--resume-command: {error}: quote it as for a shell") from None
-    caches = [Path(each).expanduser() for each in (*CACHES, os.environ.get("XDG_CACHE_HOME", CACHES[0]))]
-    allowed = [*(options.allow_write or []), Path(tempfile.gettempdir()), Path("/dev"), Path("/proc"), *caches]
-    settings = Settings([*command], again, Path.cwd().resolve(), temporary, other_n=options.other_n)
-    settings.allowed = [path.resolve() for path in allowed]
-    settings.adapter = options.adapter and options.adapter.resolve()
-    settings.loss_pattern = options.loss_pattern or settings.loss_pattern
-    settings.checkpoint = options.checkpoint or settings.checkpoint
-    settings.links = options.link or []
-    settings.copy_limit, settings.row_limit = options.copy_limit * 1e6, options.row_limit
-    settings.total_limit = options.total_limit
-    return settings
+    if required is None:
+        return int(any(each.verdict == "failed" for each in results))
+    return int(any(each.verdict != "passed" for each in results if each.row in required))
 
 
 def parse_rows(option: str, text: str) -> list[str]:
@@ -128,30 +89,34 @@ def parse_rows(option: str, text: str) -> list[str]:
     return names
 
 
-def check(settings: Settings, rows: Iterable[str], progress: Callable[[str], None] = lambda name: None) -> list[Result]:
-    """Run the script undisturbed, then decide the rows.
+def check(
+    options: Options, command: Sequence[str], rows: Iterable[str], progress: Callable[[str], None] = lambda name: None
+) -> list[Result]:
+    """Run the script of the current folder undisturbed, then decide the rows.
 
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.
     """
-    lab, results = Lab(settings), []
-    lab.check_size()
-    progress("undisturbed")
-    try:
-        assert lab.reference  # noqa: S101
-    except Verdict as problem:
-        raise ConfigError(f"the undisturbed script: {problem}: give a short command that works") from None
-    for name in rows:
-        progress(name)
-        begun = time.monotonic()
-        lab.row_end = begun + settings.row_limit
+    with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+        if options.keep:
+            options.keep.mkdir()
+        lab, results = Lab(options, command, Path(options.keep or temporary).resolve()), []
+        progress("undisturbed")
         try:
-            if begun > lab.begun + settings.total_limit:
-                raise CannotTell("the time is over: raise --total-limit")
-            verdict, seen = "passed", ROWS[name].decide(lab)
-        except Verdict as raised:
-            verdict, seen = VERDICTS[type(raised)], str(raised)
-        results.append(Result(name, verdict, printable(seen), time.monotonic() - begun))
+            assert lab.reference  # noqa: S101
+        except Verdict as problem:
+            raise ConfigError(f"the undisturbed script: {problem}: give a short command that works") from None
+        for name in rows:
+            progress(name)
+            begun = time.monotonic()
+            lab.row_end = begun + options.row_limit
+            try:
+                if begun > lab.begun + options.total_limit:
+                    raise CannotTell("the time is over: raise --total-limit")
+                verdict, seen = "passed", ROWS[name].decide(lab)
+            except Verdict as raised:
+                verdict, seen = VERDICTS[type(raised)], str(raised)
+            results.append(Result(name, verdict, printable(seen), time.monotonic() - begun))
     progress("")
     return results
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +17,14 @@ from typing import Any
 
 from samestep import ConfigError
 from samestep.check.job import Job, Records, Step, started
+from samestep.options import Options
 
 PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
+LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
+CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
+ALLOWED = "/dev", "/proc", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"
 SKIPPED = ".git", ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 NPROC = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
 
@@ -37,27 +43,6 @@ class CannotTell(Verdict):
 
 class NotSeen(Verdict):
     """The script does not show what the row needs, from outside."""
-
-
-@dataclass
-class Settings:
-    """Hold the command to check, and the options of `samestep check`."""
-
-    command: list[str]
-    resume_command: list[str]
-    folder: Path
-    temporary: Path
-    other_n: int | None = None
-    adapter: Path | None = None
-    loss_pattern: str = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
-    checkpoint: str = (
-        r"\.(pt|pth|ckpt|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|(?i:ckpt|checkpoint|snapshot)"
-    )
-    allowed: list[Path] = field(default_factory=list)
-    links: list[Path] = field(default_factory=list)
-    copy_limit: float = 200e6  # bytes
-    row_limit: float = 120.0  # seconds
-    total_limit: float = 900.0
 
 
 @dataclass
@@ -97,14 +82,36 @@ def kept(function: Callable[[Lab], Any]) -> Any:
 class Lab:
     """Runs the script, each run in a copy of its folder, and keeps what several rows need."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.begun, self.count = settings, time.monotonic(), 0
-        self.row_end = self.begun + settings.row_limit
+    def __init__(self, options: Options, command: Sequence[str], temporary: Path) -> None:
+        for name in ("loss_pattern", "checkpoint"):
+            try:
+                re.compile(getattr(options, name))
+            except re.error as error:
+                raise ConfigError(f"--{name.replace('_', '-')}: {error}: give a regular expression") from None
+        if options.adapter and not options.adapter.is_file():
+            raise ConfigError(f"--adapter {options.adapter}: the file is missing: name a Python file")
+        try:
+            self.commands = [*command], shlex.split(options.resume_command or "") or [*command]
+        except ValueError as error:
+            raise ConfigError(f"--resume-command: {error}: quote it as for a shell") from None
+        self.options, self.folder, self.temporary = options, Path.cwd().resolve(), temporary
+        caches = tempfile.gettempdir(), os.environ.get("XDG_CACHE_HOME", "/dev")
+        places = [*(options.allow_write or []), *caches, *ALLOWED]
+        self.config = {
+            "source": str(self.folder),
+            "allowed": [str(Path(place).expanduser().resolve()) for place in places],
+            "checkpoint": options.checkpoint,
+            "adapter": str(options.adapter.resolve()) if options.adapter else None,
+        }
+        self.links = {str(self.folder / link) for link in options.link or []}
+        self.begun, self.count = time.monotonic(), 0
+        self.row_end: float = self.begun + options.row_limit
         self.results: dict[str, Any] = {}
         self.steps: list[Step] = []  # of the undisturbed run
         self.left = 0  # processes that outlived their launchers
-        self.n = next((int(number) for _, number in self._numbers(settings.command)), 0)
-        self.other = settings.other_n or self.n + 1
+        self.n = next((int(number) for _, number in self._numbers(command)), 2)  # with {n}: 2
+        self.other = options.other_n or self.n + 1
+        self._check_size()
 
     def _numbers(self, command: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield the places and values of the number of ranks in a command."""
@@ -117,10 +124,10 @@ class Lab:
 
     def command(self, n: int, again: bool = False) -> list[str]:
         """Return the command for ``n`` ranks: the launcher's option is replaced, and {64/n} is each rank's share."""
-        command = [*(self.settings.resume_command if again else self.settings.command)]
+        command = [*self.commands[again]]
         places = [*self._numbers(command)]
-        if n != self.n and not places:
-            raise NotSeen("the command has no --nproc-per-node, --num-processes, -np or -n to change")
+        if n != self.n and not places and not any("{n}" in word for word in command):
+            raise NotSeen("the command has no --nproc-per-node, --num-processes, -np, -n or {n} to change")
         for i, value in places:
             command[i] = command[i].removesuffix(value) + str(n)
         command = [re.sub(r"\{(\d+)/n\}", lambda match: str(int(match[1]) // (n or 1)), word) for word in command]
@@ -129,47 +136,38 @@ class Lab:
     def copy(self, source: Path | None = None) -> Path:
         """Copy a folder, the script's own by default."""
         self.count += 1
-        work = self.settings.temporary / f"work-{self.count}"
-        shutil.copytree(source or self.settings.folder, work, symlinks=True, ignore=self._ignored)
-        for link in self.settings.links:
-            if not (work / link).is_symlink():
-                (work / link).symlink_to((self.settings.folder / link).resolve())
+        work = self.temporary / f"work-{self.count}"
+        shutil.copytree(source or self.folder, work, symlinks=True, ignore=self._ignored)
+        for link in self.links if source is None else ():
+            work.joinpath(Path(link).relative_to(self.folder)).symlink_to(link)
         return work
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        links = {str(self.settings.folder / link) for link in self.settings.links}
-        return {name for name in names if name in SKIPPED or os.path.join(folder, name) in links}
+        return {name for name in names if name in SKIPPED or os.path.join(folder, name) in self.links}
 
-    def check_size(self) -> None:
+    def _check_size(self) -> None:
         """Raise ConfigError if the script's folder is too large to copy for each run."""
         size = 0
-        for folder, folders, names in os.walk(self.settings.folder):
+        for folder, folders, names in os.walk(self.folder):
             ignored = self._ignored(folder, [*folders, *names])
             folders[:] = [name for name in folders if name not in ignored]
             size += sum(os.lstat(os.path.join(folder, name)).st_size for name in names if name not in ignored)
-            if size > self.settings.copy_limit:
-                limit = self.settings.copy_limit / 1e6
+            if size > 1e6 * (limit := self.options.copy_limit):
                 raise ConfigError(f"the folder is larger than {limit:g} MB: link data by --link, or raise --copy-limit")
 
     @contextmanager
     def job(self, work: Path, n: int | None = None, again: bool = False, **config: Any) -> Iterator[Job]:
         """Start the script in a copied folder."""
-        shared = {
-            "source": str(self.settings.folder),
-            "allowed": [str(path) for path in self.settings.allowed],
-            "checkpoint": self.settings.checkpoint,
-            "adapter": str(self.settings.adapter) if self.settings.adapter else None,
-        }
         self.count += 1
-        records = self.settings.temporary / f"records-{self.count}"
-        with started(self.command(n or self.n, again), work, records, {**shared, **config}) as job:
+        records = self.temporary / f"records-{self.count}"
+        with started(self.command(n or self.n, again), work, records, {**self.config, **config}) as job:
             yield job
             self.left += job.left_behind
 
     def patience(self) -> float:
         """Return the seconds that a run may take now."""
-        left = self.begun + self.settings.total_limit - time.monotonic()
-        return max(1.0, min(self.row_end - time.monotonic(), left))
+        left = self.begun + self.options.total_limit - time.monotonic()
+        return max(1.0, min(self.row_end - time.monotonic(), float(left)))
 
     def undisturbed_at(self, n: int) -> Records:
         """Run the script without a fault to its end."""
@@ -180,7 +178,7 @@ class Lab:
                 verdict = Failed if n == self.n else CannotTell  # the script may fix the number elsewhere
                 raise verdict(f"at {n} ranks: exit {job.code}: {job.last_words()}")
             self.took = job.took
-            self.lines = len(re.findall(self.settings.loss_pattern, job.said()))
+            self.lines = len(re.findall(self.options.loss_pattern, job.said()))
             return job.read()
 
     @kept
@@ -237,7 +235,7 @@ class Lab:
 
     def middle(self, job: Job) -> None:
         """Wait until a job has come to the step of its fault."""
-        goal, pattern = self.goal(), self.settings.loss_pattern
+        goal, pattern = self.goal(), self.options.loss_pattern
         job.wait(lambda: job.code is not None or job.progress(pattern) >= goal, self.patience())
         if job.code is not None or job.progress(pattern) < goal:
             raise CannotTell(f"it did not come to step {goal}: exit {job.code}: {job.last_words()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,9 +29,7 @@ def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
         words = shlex.split(command) if isinstance(command, str) else [*command]
         try:
             options = parser.parse(["check", *arguments])
-            rows = program.parse_rows("--faults", options.faults)
-            with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
-                results = program.check(program.make_settings(options, words, Path(temporary).resolve()), rows)
+            results = program.check(options, words, program.parse_rows("--faults", options.faults))
         except ConfigError as error:
             pytest.fail(f"samestep check: {error}", pytrace=False)
         if any(each.verdict == "failed" for each in results):

@@ -368,7 +368,7 @@ def other_n(lab: Lab) -> str:
 def two_jobs(lab: Lab) -> str:
     pause = lab.pause(2 * lab.took)  # the first trains while the second starts
     with lab.job(lab.copy(), pause=pause) as first:
-        first.wait(lambda: first.code is not None or first.progress(lab.settings.loss_pattern), lab.patience())
+        first.wait(lambda: first.code is not None or first.progress(lab.options.loss_pattern), lab.patience())
         with lab.job(lab.copy()) as second:
             ended = [job.ended(lab.patience()) for job in (second, first)]
             for name, job, done in zip(("second", "first"), (second, first), ended):
