@@ -14,7 +14,7 @@ from samestep.sharding import GlobalBatches
 LR, BATCH, SEED = 0.1, 100, 1
 invariants = {"lr": LR, "global_batch_size": BATCH, "seed": SEED}  # a resume must have the same
 run_dir, steps = Path(sys.argv[1]), int(sys.argv[2])
-world = env.detect(os.environ)
+world = env.detect()
 dist.init_process_group("gloo")
 digits = datasets.load("mnist-5k", Path("data"))
 images, labels = torch.tensor(digits.train_images).flatten(1) / 255, torch.tensor(digits.train_labels).long()

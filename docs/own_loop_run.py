@@ -1,6 +1,5 @@
 """Train as own_loop.py does, with a `Run`: samestep run -n 2 own_loop_run.py --max-steps 200."""
 
-import os
 import sys
 
 import torch
@@ -20,7 +19,7 @@ def main() -> None:
     add_common(parser, epochs=10, global_batch_size=100, lr="0.1", datasets=["mnist-5k"], devices=["cpu"])
     parser.set_defaults(lr=0.1, dtype="float32")
     options = parser.parse(sys.argv[1:])
-    run = Run("own_loop_run", options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    run = Run("own_loop_run", options, env.detect(), Watchdog(), datasets.resolve)
     distributed.rendezvous(run.world, torch.device("cpu"), options.timeout)  # collective
     model = torch.nn.Linear(784, 10)
     torch.nn.init.zeros_(model.weight)

@@ -13,7 +13,6 @@ Every rank runs this file. The comment "collective" marks each call in which a r
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -194,7 +193,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective

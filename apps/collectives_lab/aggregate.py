@@ -30,6 +30,7 @@ from show import Picture, Table, duration, new_figure, picture, publish, ranks_o
 from strategies import SCHEMES, STRATEGIES, ring_messages, sent
 from torch import Tensor
 from training import Trainer
+from waits import publish_waits
 
 EVALUATE_EVERY = 16  # steps: every local SGD here has averaged just before
 
@@ -174,7 +175,8 @@ def main() -> None:
             measured["weights_difference"] = max(gather_json(float((weights - first).abs().max())))
         result["training"].append(measured)
     if world.rank == 0:
-        publish(options.run_dir, f"aggregate-{world.world_size}", result, tables(result))
+        publish(options.run_dir, f"aggregate-{world.world_size}", result, tables(result), pictures)
+        publish_waits(options, result["facts"])
 
 
 # --- as tables and pictures ----------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     return [
         each["strategy"],
         duration(statistics.median(each["step_seconds"])),
-        "" if each["strategy"] == "ddp" else duration(statistics.mean(each["collective_seconds_per_step"])),
+        "" if each["strategy"] in ("ddp", "module") else duration(statistics.mean(each["collective_seconds_per_step"])),
         size(each["formula_bytes_per_step"]),
         size(each["loopback_bytes_per_step"]),
         size(each["sent_bytes_per_step"]) if counted else "",

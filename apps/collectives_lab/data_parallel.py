@@ -10,6 +10,10 @@ over them is over the global batch, so its gradient needs no factor; in DDP a ra
 Without a GPU it does nothing. Its __init__ finds no device and leaves ``device_ids`` empty. Its forward then calls
 the module as it is (torch 2.13, torch/nn/parallel/data_parallel.py, lines 146 to 149 and 174 to 175). ``in_pieces`` is
 what it does with several, written out. DataParallel itself was never run on a GPU here.
+
+The output device needs more memory than the others. It is the first GPU by default (line 158), and has the outputs of
+all pieces (line 197; torch/nn/parallel/_functions.py, line 109), and the loss over them. The GPU of the weights, also
+the first, has the sum of all gradients (_functions.py, lines 39 to 41) and the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from torch import Tensor, nn
 from training import Trainer
 
 # A batch that 2 and 3 pieces do not divide evenly. No dropout: DataParallel's copies would each draw for their piece.
-TRAINING = ("--global-batch-size=125", "--dropout=0", "--dtype=float64")
+SAMPLES, CLASSES = 125, 10
+TRAINING = (f"--global-batch-size={SAMPLES}", "--dropout=0", "--dtype=float64")
 ALONE = World(0, 1)
 
 
@@ -70,6 +75,25 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
     return {"gradients": gradients, "weights": trainer.weights(), "calls": calls_per_step, "module": trainer.module}
 
 
+def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes that the output device, and each of the n - 1 others, holds beside activations.
+
+    Args:
+        model_bytes: all parameters, in float64.
+        sample_bytes: one image, in float64.
+        samples: the global batch.
+        n: number of devices.
+    """
+    piece = -(-samples // n)  # the others have one of at most this size
+    return {
+        "weights": (model_bytes, model_bytes),
+        "gradients": (model_bytes, model_bytes),
+        "momentum": (model_bytes, 0),
+        "images": (samples * sample_bytes, piece * sample_bytes),
+        "outputs": (samples * CLASSES * 8, piece * CLASSES * 8),
+    }
+
+
 def main() -> None:
     """Train in every way, and write data_parallel.json."""
     options = parse(["launchers", *sys.argv[1:]])
@@ -85,13 +109,23 @@ def main() -> None:
         "DataParallel": lambda model: nn.DataParallel(model, device_ids=devices),
         f"its algorithm, in {n} pieces": lambda model: in_pieces(model, n),
     }
-    ways = {name: measure(Wrapped(wrap), steps, training) for name, wrap in wraps.items()}
+    ways, peaks = {}, {}
+    for name, wrap in wraps.items():
+        held = [torch.cuda.memory_allocated(each) for each in devices or ()]  # before; the training set, for example
+        for each in devices or ():
+            torch.cuda.reset_peak_memory_stats(each)
+        ways[name] = measure(Wrapped(wrap), steps, training)
+        peaks[name] = [torch.cuda.max_memory_allocated(each) - held[each] for each in devices or ()]
     plain, ways["DistributedDataParallel"] = ways["plain"], ddp
     result = {
         "world_size": n,
         "device": device.type,
         "steps": steps,
         "devices_of_data_parallel": ways["DataParallel"]["module"].device_ids,
+        "memory": {
+            "computed": memory(plain["weights"].nbytes, 28 * 28 * 8, SAMPLES, n),
+            "measured": peaks["DataParallel"],
+        },
         "ways": [
             {
                 "way": name,

@@ -23,19 +23,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import samestep.torch.distributed as torch_distributed
 import torch
 import torch.distributed as dist
+from options import APP
 from samestep import NonRetryableError, env, log, rundir
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.stop import Stopped, StopRequest
 from samestep.torch.distributed import all_gather, broadcast, choose_device
 
-APP = "collectives_lab"
 RENDEZVOUS_SECONDS = 60.0  # Python starts slowly on a busy machine; --timeout applies after the rendezvous
 REPORT_SECONDS = 10.0  # for one line on a busy machine; torchrun kills a rank 30 s after TERM
 
@@ -50,6 +50,7 @@ class Session:
     pending: tuple[str, float, float] | None = None  # a collective, its begin by time.monotonic(), and its limit, in s
     failed: bool = False  # a collective has failed, and the main thread reports it
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of those that are done
+    trace: IO[str] | None = None  # with --trace, this rank's file of all events
 
 
 session = Session()
@@ -78,7 +79,10 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
         raise NonRetryableError(f"rank {session.world.rank}: {text}") from error
     finally:
         session.pending = None
-    session.events.append((name, begun, time.monotonic()))
+    ended = time.monotonic()
+    session.events.append((name, begun, ended))
+    if session.trace:
+        session.trace.write(json.dumps({"collective": name, "before": begun, "after": ended}) + "\n")
 
 
 def finish() -> None:
@@ -146,7 +150,7 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
         ConfigError: the environment or --device cannot be right.
         NonRetryableError: the other ranks do not answer.
     """
-    world = session.world = env.detect(os.environ)
+    world = session.world = env.detect()
     session.timeout = options.timeout
     if options.run_dir:  # the launch script decides it
         log.start(options.run_dir, world.rank, options.quiet)
@@ -164,6 +168,10 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
         with collective("broadcast of the run dir"):
             options.run_dir = Path(broadcast(run_dir.encode()).decode())
         log.start(options.run_dir, world.rank, options.quiet)
+    if getattr(options, "trace", False):
+        path = options.run_dir / f"trace-{options.command}-{world.world_size}" / f"rank-{world.rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        session.trace = path.open("w", buffering=1)  # by line: a killed rank leaves all that it had done
     watchdog = Watchdog()  # ends a rank without a launcher; `collective` limits the waiting
     watchdog.start(world, Options(timeout=math.inf))
     watchdog.write_to(options.run_dir / "log")

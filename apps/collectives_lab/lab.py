@@ -20,8 +20,7 @@ from pathlib import Path
 import launchers
 import predict
 import report
-from distributed import APP
-from options import COMMANDS, RANKS, parse
+from options import APP, COMMANDS, RANKS, parse
 from samestep import ConfigError, NonRetryableError, log
 from samestep.checkpoint import write_atomic
 from samestep.options import Options
@@ -74,7 +73,7 @@ def run_predict(torchrun: Sequence[str], n: int, options: Options) -> None:
 
 
 def run(command: str, torchrun: Sequence[str], n: int, arguments: Sequence[str]) -> None:
-    """Run one command, and draw its pictures."""
+    """Run one command."""
     options = parse([command, *arguments])
     if command == "aggregate":
         run_aggregate(torchrun, n, options, arguments)
@@ -84,10 +83,8 @@ def run(command: str, torchrun: Sequence[str], n: int, arguments: Sequence[str])
         run_predict(torchrun, n, options)
     elif command == "report":
         report.write(options.run_dir, markdown=options.markdown)
-        return
     else:
         start_ranks(torchrun, command, n, arguments)
-    report.draw(options.run_dir, command)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Start the same small job by torchrun, multiprocessing.spawn and Process: what each sets, and how each fails.
+"""Start the same small job by torchrun, launch, spawn and Process: what each sets, and how each fails.
 
     bash scripts/run_collectives_lab.sh 2 launchers
 
@@ -12,24 +12,25 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from samestep import NonRetryableError, log
 from samestep.options import Options
-from show import Picture, Table, duration, publish, ranks_of
-from torch.distributed.elastic.utils.distributed import get_free_port
+from show import Picture, Table, duration, publish, ranks_of, size
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 300  # seconds for one job
 WAYS = {  # name: small_job.py's WAY, and a description
     "torchrun": ("rank", "starts processes; gives them their places and an address by the environment"),
+    "torch.distributed.launch": ("rank", "torchrun's deprecated predecessor; also gives each an argument --local-rank"),
     "multiprocessing.spawn": ("spawn", "starts processes; gives each its number as an argument, no more"),
     "Process": ("process", "one process each; no process watches them, and the caller must read exit codes"),
 }
@@ -40,13 +41,18 @@ CLOSE_STEPS = 100  # so many steps weights stay so: training makes rounding grow
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
     """Return the command line that runs the small job."""
     job = [str(HERE / "small_job.py"), WAYS[way][0], *map(str, (n, run_dir, steps, dying))]
-    return torchrun(n, *job) if way == "torchrun" else [sys.executable, *job]
+    if WAYS[way][0] != "rank":
+        return [sys.executable, *job]
+    return torchrun(n, *job, module="torch.distributed.run" if way == "torchrun" else way)
 
 
-def torchrun(n: int, *job: str) -> list[str]:
+def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[str]:
     """Return the command line that starts n ranks of a program on a free port."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={n}"]
-    return [*words, "--master-addr=127.0.0.1", f"--master-port={get_free_port()}", "--max-restarts=0", *job]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    words = [sys.executable, "-m", module, "--nnodes=1", f"--nproc-per-node={n}"]
+    return [*words, "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", *job]
 
 
 def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
@@ -81,6 +87,7 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
         "ranks_done": len(ranks),
         "weights_sha256": sorted({rank["weights_sha256"] for rank in ranks}),
         "sets": {key: value for each in environs[-1:] for key, value in each.items() if key not in environ},
+        "arguments": ranks[-1].get("arguments", []) if ranks else [],
         "left_running": len(marked(mark)),
         "said": errors,
         "traceback_lines": len(lines) - len(errors),
@@ -100,8 +107,8 @@ def marked(mark: str) -> list[int]:
 def compare(n: int, options: Options) -> None:
     """Run the job in each way, whole and with a rank killed; write launchers.json."""
     folder = options.run_dir / "launchers"
-    result: dict[str, Any] = {"facts": {"torch": torch.__version__, "world_size": n}, "ways": {}}
-    for way in WAYS:
+    result: dict[str, Any] = {"facts": {"torch": version("torch"), "world_size": n}, "ways": {}}
+    for way in options.launchers:
         log.info(f"the small job by {way} on {ranks_of(n)}")
         runs = {}
         for name, dying in (("whole", -1), ("killed", n - 1)):
@@ -114,7 +121,7 @@ def compare(n: int, options: Options) -> None:
     if len({sha256 for runs in result["ways"].values() for sha256 in runs["whole"]["weights_sha256"]}) > 1:
         raise NonRetryableError("the same job ended with different weights under different launchers")
     result["data_parallel"] = compare_data_parallel(n, options, folder / "DataParallel")
-    publish(options.run_dir, "launchers", result, tables(result))
+    publish(options.run_dir, "launchers", result, tables(result), pictures)
 
 
 def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, Any]:
@@ -147,20 +154,23 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         whole, killed = runs["whole"], runs["killed"]
         names = sorted(name for name in whole["sets"] if not name.startswith("TORCHELASTIC_"))
         elastic = len(whole["sets"]) - len(names)
-        sets = ", ".join(names) + (f", {elastic} TORCHELASTIC_*" if elastic else "")
+        names += [f"{elastic} TORCHELASTIC_*"] if elastic else []
+        sets = ", ".join([*names, *whole.get("arguments", [])])
         done = f"{whole['ranks_done']} of {n} ranks in {duration(whole['seconds'])}"
         rows.append([way, WAYS[way][1], sets or "nothing", done])
         after = duration(killed["seconds_after_death"]) if killed["seconds_after_death"] else ""
         counts = [str(killed["left_running"]), str(killed["traceback_lines"])]
         errors = [line.removeprefix("error: ") for line in killed["said"] if line.startswith("error: rank ")]
         failures.append([way, str(killed["code"]), after, *counts, *(errors or ["nothing"])[:1]])
-    note = "Variables that a rank found and its launcher did not have."
+    note = "Variables that a rank found and its launcher did not have, and an argument that its launcher added."
     yield Table(f"What each launcher does, {ranks_of(n)}", note, ["launcher", "how", "sets", "the job"], rows)
     note = "Time is from the kill to the launcher's end; lines are those on stderr beside the ranks' own."
     header = ["launcher", "exit code", "after", "left running", "lines", "message of a surviving rank"]
     yield Table("When the last rank is killed halfway", note, header, failures)
     if "data_parallel" in result:  # earlier versions did not write it
         yield data_parallel_table(result["data_parallel"])
+    if n > 1 and (memory := result.get("data_parallel", {}).get("memory")):
+        yield memory_table(memory, n)
 
 
 def data_parallel_table(result: dict[str, Any]) -> Table:
@@ -177,6 +187,17 @@ def data_parallel_table(result: dict[str, Any]) -> Table:
     if result["steps"] > CLOSE_STEPS:
         note += f" Beyond {CLOSE_STEPS} steps rounding has grown: the weights are reported, not checked."
     return Table("DataParallel beside DDP", note, ["how", "processes", "calls", "gradients", "weights"], rows)
+
+
+def memory_table(memory: dict[str, Any], n: int) -> Table:
+    """Return what DataParallel keeps on its output device, and on each other device."""
+    rows = [[what, *map(size, each)] for what, each in memory["computed"].items()]
+    rows.append(["sum", *(size(sum(each)) for each in zip(*memory["computed"].values()))])
+    if memory["measured"]:
+        rows.append(["measured peak", *map(size, memory["measured"][:2])])
+    note = "From torch's source, without activations: DataParallel gathers all outputs on its output device, the first "
+    note += "by default. There it also reduces the gradients, and the optimizer has its state there."
+    return Table(f"DataParallel's memory on {n} devices", note, ["what", "output device", "each other device"], rows)
 
 
 def pictures(results: list[dict[str, Any]]) -> list[Picture]:

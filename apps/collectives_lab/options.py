@@ -12,11 +12,12 @@ from typing import Any, Callable, NamedTuple
 from samestep import ConfigError
 from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
 
+APP = "collectives_lab"
 COMMANDS = {
     "primitives": "check every collective against its definition, and time it over sizes",
     "aggregate": "average gradients by twelve strategies: time, bytes, messages, loss, accuracy",
     "straggler": "slow one rank down, and measure each rank's waits at each collective",
-    "launchers": "start a small job by torchrun, spawn and Process; compare settings and failures",
+    "launchers": "start a small job by torchrun, launch, spawn and Process; compare settings and failures",
     "predict": "fit latency and bandwidth to measurements, and predict 65,536 ranks",
     "report": "write the run dir's results as one self-contained HTML page",
     "all": "run all of these in turn",
@@ -24,12 +25,14 @@ COMMANDS = {
 PRIMITIVES = (
     "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all barrier send_recv isend_irecv"
 ).split()
+POINT_TO_POINT = ("send_recv", "isend_irecv")
 STRATEGIES = (
     *("ddp", "overlap", "module", "per_parameter", "all_reduce", "reduce_broadcast", "gather_scatter", "all_gather"),
     *("ring", "local_1", "local_4", "local_16"),
 )
 SLOWED = ("all_reduce", "overlap", "local_4", "local_16")  # the strategies that straggler compares by default
-PLACES, KINDS = ("start", "aggregation", "backward"), ("constant", "random")  # of straggler's sleeps
+PLACES, KINDS = ("start", "aggregation", "backward", "once"), ("constant", "random")  # of straggler's sleeps
+LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
 RANKS = (1, 2, 4)  # aggregate's numbers of ranks, as far as they are below N; then N
@@ -82,6 +85,9 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         limit = f"maximum seconds of one collective; an error names it after that {DEFAULT}"
         add("--timeout", type=seconds, default=60.0, metavar="T", help=limit)
         add("--quiet", action="store_true", help="print no tables")
+    for name in ("primitives", "aggregate", "straggler"):
+        trace = "write each rank's times before and after each collective, and show who waited for whom"
+        commands[name].add_argument("--trace", action="store_true", help=trace)
     for name in ("primitives", "aggregate", "straggler", "launchers"):
         # `python -m torch.distributed.launch` puts it before a program's own arguments, and sets LOCAL_RANK as well.
         commands[name].add_argument("--local-rank", "--local_rank", type=bounded_int(0), help=argparse.SUPPRESS)
@@ -91,6 +97,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
     add = commands["launchers"].add_argument_group("Small job").add_argument
     add("--steps", type=bounded_int(2), default=20, metavar="S", help=f"number of updates {DEFAULT}")
+    launchers = f"launchers to compare: {', '.join(LAUNCHERS)} (default: all)"
+    add("--launchers", type=_names(LAUNCHERS), default=LAUNCHERS, metavar="A,B", help=launchers)
     add = commands["predict"].add_argument_group("Prediction").add_argument
     compute = f"seconds of computation per simulated step {DEFAULT}"
     add("--compute", type=bounded_float(0.0), default=0.3, metavar="S", help=compute)
@@ -154,8 +162,9 @@ def _add_straggler(parser: argparse.ArgumentParser) -> None:
     visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these call no collective by name
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
-    places = f"places of the sleep (default: {','.join(PLACES)})"
-    add("--where", type=_names(PLACES), default=PLACES, metavar="A,B", help=places)
+    places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only "
+    places += f"(default: {','.join(PLACES[:3])})"
+    add("--where", type=_names(PLACES), default=PLACES[:3], metavar="A,B", help=places)
     kinds = f"kinds of sleeps (default: {','.join(KINDS)})"
     add("--kind", type=_names(KINDS), default=KINDS, metavar="A,B", help=kinds)
     _add_training(parser)
@@ -199,11 +208,24 @@ def _integers(minimum: int) -> Callable[[str], list[int]]:
 
 
 def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ConfigError if there are several machines; the launch script calls this."""
+    """Raise ConfigError for several machines, or options that N ranks cannot have; the launch script calls this."""
+    check_size(options, ranks)
     remedy = "unset it, or start torchrun by hand (see README.md)"
     for name in ("NNODES", "PET_NNODES", "WORLD_SIZE"):
         if os.environ.get(name, "1") not in ("", "1"):
             raise ConfigError(f"{name}={os.environ[name]}, but the lab's bench is one machine: {remedy}")
+
+
+def check_size(options: Options, n: int) -> None:
+    """Raise ConfigError if n ranks cannot have the options of ``primitives`` or ``straggler``."""
+    if options.command == "primitives":
+        if n < 2 and (options.only in POINT_TO_POINT or options.fault):
+            fault = " --fault" if options.fault else ""
+            raise ConfigError(f"--only {options.only}{fault} needs 2 ranks, N is 1: use N=2")
+        if options.fault_rank is not None and options.fault_rank >= n:
+            raise ConfigError(f"--fault-rank {options.fault_rank} is not below N={n}")
+    elif options.command == "straggler" and options.slow_rank is not None and options.slow_rank >= n:
+        raise ConfigError(f"--slow-rank {options.slow_rank} is not below N={n}")
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:

@@ -204,7 +204,7 @@ def predict(options: Options) -> None:
             "rows": simulate(options.compute, options.compute / 20, communicate, options.seed),
         },
     }
-    publish(options.run_dir, "predict", result, tables(result))
+    publish(options.run_dir, "predict", result, tables(result), pictures)
 
 
 def _can_fit(timings: list[dict[str, Any]]) -> bool:

@@ -38,13 +38,14 @@ from distributed import (
     session,
     slowest_seconds,
 )
-from options import parse, timed_calls
-from samestep import ConfigError, NonRetryableError, env, log
+from options import check_size, parse, timed_calls
+from samestep import NonRetryableError, env, log
 from samestep.options import Options
 from samestep.torch.distributed import backend
 from show import SHOWN_RANKS, Picture, Table, duration, new_figure, picture, publish, ranks_of, size
 from strategies import exchange, neighbors
 from torch import Tensor
+from waits import publish_waits
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 LAYOUTS = {"contiguous": 5, "strided": 5, "empty": 0}  # numbers in a checked row
@@ -438,13 +439,10 @@ def main() -> None:
     """Run the command ``primitives`` on this rank."""
     options = parse(["primitives", *sys.argv[1:]])
     world, device = rendezvous(options)
+    check_size(options, world.world_size)
     selected = [options.only] if options.only else list(PRIMITIVES)
     names = [name for name in selected if PRIMITIVES[name].least_ranks <= world.world_size]
-    if not names or (options.fault and world.world_size < 2):
-        raise ConfigError(f"--only {options.only}{' --fault' if options.fault else ''} needs 2 ranks, N is 1: use N=2")
     if options.fault:
-        if options.fault_rank is not None and options.fault_rank >= world.world_size:
-            raise ConfigError(f"--fault-rank {options.fault_rank} is not below N={world.world_size}")
         return demonstrate_fault(options, world, device)
 
     result: dict[str, Any] = {"facts": run_metadata(world, device)}
@@ -455,7 +453,8 @@ def main() -> None:
     wrong = [case for case in [*result["checks"], *result["operator_checks"]] if case["wrong"]]
     result["timings"] = list(timings(names, options, device))
     if world.rank == 0:
-        publish(options.run_dir, f"primitives-{world.world_size}", result, tables(result))
+        publish(options.run_dir, f"primitives-{world.world_size}", result, tables(result), pictures)
+        publish_waits(options, result["facts"])
     if wrong:
         raise NonRetryableError(f"{len(wrong)} checks of primitives failed, the first: {wrong[0]}")
 

@@ -6,37 +6,32 @@ bash scripts/run_collectives_lab.sh 2 report --run-dir=RUN [--markdown]
 from __future__ import annotations
 
 import html
+import importlib
 from pathlib import Path
 from typing import Any
 
-import aggregate
-import launchers
-import predict
-import primitives
-import straggler
 from samestep import ConfigError, log
 from samestep.checkpoint import write_atomic
 from show import results
 
-SECTIONS = {  # command: its module, and how its section begins
+SECTIONS = {  # command: how its section begins
     "primitives": (
-        primitives,
         "What each collective does, checked on every rank against its definition, and how long it takes: from the last "
-        "rank's entry to the last rank's exit, medians.",
+        "rank's entry to the last rank's exit, medians."
     ),
     "aggregate": (
-        aggregate,
         "The same training with every way to average gradients. Bytes sent by hand are counted at every send; the "
-        "library's are read off the loopback interface.",
+        "library's are read off the loopback interface."
     ),
     "straggler": (
-        straggler,
         "What one slow rank costs all. Everything is measured: each rank notes when it enters and leaves each "
-        "collective; inside, it waits until the last rank has entered.",
+        "collective; inside, it waits until the last rank has entered."
     ),
-    "launchers": (launchers, "One small job, started in every way that PyTorch offers on one machine."),
-    "predict": (predict, "What latency and bandwidth, as fitted here, mean elsewhere: formulas, no measurements."),
+    "launchers": "One small job, started in every way that PyTorch offers on one machine.",
+    "predict": "What latency and bandwidth, as fitted here, mean elsewhere: formulas, no measurements.",
+    "trace": "The times before and after each collective, which each rank wrote.",
 }
+MODULES = {"trace": "waits"}  # the others have their command's name
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
@@ -51,13 +46,6 @@ summary { cursor: pointer; color: #06c; } nav a { margin-right: 1rem; }
 """
 
 
-def draw(run_dir: Path, command: str) -> None:
-    """Write a command's pictures as SVG files into the run dir."""
-    found = results(run_dir, command)
-    for picture in SECTIONS[command][0].pictures(found) if found else []:
-        write_atomic(run_dir / f"{picture.name}.svg", picture.svg.encode())
-
-
 def write(run_dir: Path, markdown: bool) -> None:
     """Write ``report.html``, and with ``markdown`` its tables except the long ones to ``report.md`` and the console.
 
@@ -66,10 +54,11 @@ def write(run_dir: Path, markdown: bool) -> None:
     """
     parts, links, texts = [], [], []
     machine: dict[str, Any] = {}
-    for command, (module, introduction) in SECTIONS.items():
+    for command, introduction in SECTIONS.items():
         found = results(run_dir, command)
         if not found:
             continue
+        module = importlib.import_module(MODULES.get(command, command))  # torch takes seconds: only if it is needed
         machine = machine or found[0]["facts"]
         links.append(f'<a href="#{command}">{command}</a>')
         parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(introduction)}</p>')

@@ -6,7 +6,7 @@ import html
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,12 +101,23 @@ def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in [*files, *run_dir.glob(f"{command}.json")]]
 
 
-def publish(run_dir: Path, name: str, result: Any, tables: Iterable[Table]) -> None:
-    """Write ``<run-dir>/<name>.json``, and print its tables except the long ones. Only rank 0 calls this."""
+def publish(
+    run_dir: Path,
+    name: str,
+    result: Any,
+    tables: Iterable[Table],
+    pictures: Callable[[list[dict[str, Any]]], Iterable[Picture]],
+) -> None:
+    """Write ``<run-dir>/<name>.json``, print its tables except the long ones, and draw the command's pictures.
+
+    ``pictures`` gets all of the command's results in the run dir. Only rank 0 calls this.
+    """
     write_json(run_dir, name, result)
     for table in tables:
         if not table.long:
             log.info(table.text())
+    for each in pictures(results(run_dir, name.partition("-")[0])):
+        write_atomic(run_dir / f"{each.name}.svg", each.svg.encode())
 
 
 def size(count: float) -> str:

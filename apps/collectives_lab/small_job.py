@@ -2,7 +2,8 @@
 
     small_job.py WAY N RUN_DIR STEPS DYING     WAY: rank, spawn or process; DYING: a rank, or -1
 
-`rank` is one rank of a job that torchrun has started. The others start N ranks themselves, as a user of
+`rank` is one rank of a job that torchrun or torch.distributed.launch has started. The latter puts --local-rank before
+the arguments. The others start N ranks themselves, as a user of
 torch.multiprocessing would. Rank DYING sends itself SIGKILL halfway.
 """
 
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -26,9 +28,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from training import Trainer
 
 
-def rank_main(run_dir: Path, steps: int, dying: int) -> None:
+def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = ()) -> None:
     """Train by all_reduce on this rank, whose place is in the environment; write ``rank-<r>.json``."""
-    options = parse(["aggregate", f"--run-dir={run_dir}", "--timeout=20", "--quiet", "--dtype=float64"])
+    options = parse(["aggregate", *arguments, f"--run-dir={run_dir}", "--timeout=20", "--quiet", "--dtype=float64"])
     begun = time.monotonic()
     world, device = rendezvous(options)
     rendezvous_seconds = time.monotonic() - begun
@@ -42,6 +44,7 @@ def rank_main(run_dir: Path, steps: int, dying: int) -> None:
         trainer.update(trainer.batch())
     sha256 = weights_sha256({name: each.cpu().numpy() for name, each in trainer.model.state_dict().items()})
     result = {"rank": world.rank, "meeting_seconds": rendezvous_seconds, "weights_sha256": sha256}
+    result["arguments"] = list(arguments)
     write_json(run_dir, f"rank-{world.rank}", result)
 
 
@@ -55,17 +58,17 @@ def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -
 
 def main() -> None:
     """Run this rank, or start all ranks and wait for them."""
-    way, run_dir = sys.argv[1], Path(sys.argv[3])
-    n, steps, dying = (int(sys.argv[i]) for i in (2, 4, 5))
+    *arguments, way = sys.argv[1:-4]
+    n, run_dir, steps, dying = int(sys.argv[-4]), Path(sys.argv[-3]), int(sys.argv[-2]), int(sys.argv[-1])
     if way == "rank":
         write_json(run_dir, f"environ-{os.environ['RANK']}", dict(os.environ))
-        return rank_main(run_dir, steps, dying)
-    arguments = (n, get_free_port(), run_dir, steps, dying)
+        return rank_main(run_dir, steps, dying, arguments)
+    job = (n, get_free_port(), run_dir, steps, dying)
     if way == "spawn":  # starts n processes, watches all, and stops the others when one fails
-        mp.spawn(child, args=arguments, nprocs=n)  # type: ignore[attr-defined, no-untyped-call]
+        mp.spawn(child, args=job, nprocs=n)  # type: ignore[attr-defined, no-untyped-call]
         return
     context = mp.get_context("spawn")
-    ranks = [context.Process(target=child, args=(rank, *arguments)) for rank in range(n)]
+    ranks = [context.Process(target=child, args=(rank, *job)) for rank in range(n)]
     for each in ranks:
         each.start()
     for each in ranks:

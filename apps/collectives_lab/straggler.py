@@ -3,9 +3,10 @@
     bash scripts/run_collectives_lab.sh 2 straggler
     torchrun --standalone --nproc-per-node=4 apps/collectives_lab/straggler.py --delays=0,10
 
-mnist_ddp's model trains in blocks of 16 steps while one rank sleeps, or every rank. A rank sleeps at the start of a
-block, before each aggregation, or in the middle of each backward pass. The time is constant, or random with the same
-mean (exponential). The conditions take turns, so that other work on the machine affects all of them.
+mnist_ddp's model trains in blocks of 16 steps while one rank sleeps, or every rank. A rank sleeps once in the
+training, at the start of each block, before each aggregation, or in the middle of each backward pass. The time is
+constant, or random with the same mean (exponential). The conditions take turns, so that other work on the machine
+affects all of them.
 
 Nothing is computed from the configured delay. Each rank notes when it entered and left each collective, and each sleep;
 all read one clock. In a collective a rank waits until the last rank has entered it; the rest is communication.
@@ -27,13 +28,14 @@ from data import load
 from distributed import collective, finish, gather_json, rendezvous, run_metadata, session
 from model import Net
 from numpy.typing import NDArray
-from options import PLACES, parse
+from options import PLACES, check_size, parse
 from samestep import ConfigError, log
 from samestep.options import Options
 from show import SHOWN_RANKS, Picture, Table, new_figure, picture, publish, ranks_of
 from strategies import STRATEGIES, Strategy
 from torch import nn
 from training import Trainer
+from waits import publish_waits
 
 BLOCK = 16  # steps: a multiple of every local SGD's here
 DRAWN = 4  # steps of a timeline in the picture
@@ -45,7 +47,7 @@ class Condition:
     """Hold who sleeps where, and how long: milliseconds each time, or on average if ``kind`` is random."""
 
     strategy: str
-    where: str = "aggregation"  # or "start", once a block; or "backward"
+    where: str = "aggregation"  # or "once" (in the first block), "start" (once a block), "backward"
     kind: str = "constant"  # or "random"
     who: str = "one rank"  # or "every rank"
     milliseconds: int = 0
@@ -54,19 +56,25 @@ class Condition:
         if not self.milliseconds:
             return f"{self.strategy}, nobody sleeps"
         kind = "" if self.kind == "constant" else f" {self.kind}"
-        return f"{self.strategy}, {self.who} sleeps{kind} {self.milliseconds} ms in {self.where}"
+        where = self.where if self.where == "once" else f"in {self.where}"
+        return f"{self.strategy}, {self.who} sleeps{kind} {self.milliseconds} ms {where}"
 
 
 def conditions(options: Options) -> list[Condition]:
-    """Return all delays under the first strategy, and under each strategy one delay in every way that was chosen."""
+    """Return all delays under the first strategy, and under each strategy one delay in every way that was chosen.
+
+    All delays come before each aggregation and in each backward pass, or in the only place that was chosen.
+    """
     positive = [delay for delay in options.delays if delay]
     usual = min(positive, key=lambda delay: abs(delay - 10), default=0)
     first, *_ = names = options.strategies
-    made = [Condition(first, where, milliseconds=d) for where in ("aggregation", "backward") for d in positive]
+    places = options.where if len(options.where) == 1 else ("aggregation", "backward")
+    made = [Condition(first, where, milliseconds=d) for where in places for d in positive]
     for strategy in names:
         made.append(Condition(strategy))
-        made += [Condition(strategy, where, milliseconds=usual) for where in PLACES]
-        made += [Condition(strategy, "backward", "random", who, usual) for who in ("one rank", "every rank")]
+        if usual:
+            made += [Condition(strategy, where, milliseconds=usual) for where in PLACES]
+            made += [Condition(strategy, "backward", "random", who, usual) for who in ("one rank", "every rank")]
     chosen = {c for c in made if not c.milliseconds or (c.where in options.where and c.kind in options.kind)}
     return sorted(chosen, key=lambda c: (names.index(c.strategy), made.index(c)))
 
@@ -117,6 +125,7 @@ def train_block(trainer: Trainer, delayed: Delayed) -> dict[str, Any]:
         dist.barrier()
     session.events.clear()
     begun = time.monotonic()
+    delayed.sleep("once")
     delayed.sleep("start")
     steps = []
     for _ in range(BLOCK):
@@ -157,9 +166,8 @@ def main() -> None:
     world, device = rendezvous(options)
     if world.node_count != 1:
         raise ConfigError("straggler compares clocks: run it on one machine")
+    check_size(options, world.world_size)
     slow_rank = world.world_size - 1 if options.slow_rank is None else options.slow_rank
-    if slow_rank >= world.world_size:
-        raise ConfigError(f"--slow-rank {slow_rank} is not below N={world.world_size}")
     training, _ = load("mnist-5k", Path("data"), device)
     delayed = {name: Delayed(STRATEGIES[name]()) for name in options.strategies}
     trainers = {name: Trainer(strategy, options, training, world) for name, strategy in delayed.items()}
@@ -172,7 +180,8 @@ def main() -> None:
     bar = log.progress((rounds + 1) * len(tried), 0)
     for i in range(-1, rounds):  # one round to warm up
         for index, condition in enumerate(tried):
-            name, sleeps = condition.strategy, condition.who == "every rank" or world.rank == slow_rank
+            name, slow = condition.strategy, condition.who == "every rank" or world.rank == slow_rank
+            sleeps = slow and (i == 0 if condition.where == "once" else i >= 0)
             delayed[name].begin(condition, sleeps, [1000 * i + index + 2000, world.rank])
             gathered = gather_json(train_block(trainers[name], delayed[name]))
             if i >= 0:
@@ -180,7 +189,7 @@ def main() -> None:
                 timelines.setdefault(str(condition), gathered)  # of the first round
             bar.update()
     bar.close()
-    result = {
+    result: dict[str, Any] = {
         "facts": run_metadata(world, device),
         "slow_rank": slow_rank,
         "block": BLOCK,
@@ -188,7 +197,8 @@ def main() -> None:
         "timelines": timelines,
     }
     if world.rank == 0:
-        publish(options.run_dir, f"straggler-{world.world_size}", result, tables(result))
+        publish(options.run_dir, f"straggler-{world.world_size}", result, tables(result), pictures)
+        publish_waits(options, result["facts"])
 
 
 # --- as tables and pictures ----------------------------------------------------------------------------------------
@@ -197,7 +207,8 @@ def main() -> None:
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
     """Return (slept, cost) in milliseconds per step: one rank's sleep, and its cost to ``rank``."""
     base = next(c for c in result["conditions"] if c["strategy"] == condition["strategy"] and c["milliseconds"] == 0)
-    slept = statistics.median(max(each["slept"] for each in block["ranks"]) for block in condition["blocks"])
+    average = statistics.mean if condition["where"] == "once" else statistics.median
+    slept = average([max(each["slept"] for each in block["ranks"]) for block in condition["blocks"]])
     cost = step_seconds(condition, condition, rank) - step_seconds(base, condition, rank)
     return slept * 1000 / result["block"], cost * 1000
 
@@ -207,11 +218,12 @@ def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> f
 
     By default, this is the median over the strategy's cycles (one step each, or several for local SGD). If delays are
     random, it is the mean, because their median means little. If the sleep comes once a block, it is the median over
-    blocks.
+    blocks; if it comes once in the training, the mean.
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
-    if like["where"] == "start":
-        return statistics.median(float(block["seconds"]) / len(block["step_seconds"]) for block in blocks)
+    if like["where"] in ("once", "start"):
+        average = statistics.mean if like["where"] == "once" else statistics.median
+        return average([float(block["seconds"]) / len(block["step_seconds"]) for block in blocks])
     every = int(like["strategy"].partition("local_")[2] or 1)
     steps = [float(seconds) for block in blocks for seconds in block["step_seconds"]]
     cycles = [statistics.mean(steps[i : i + every]) for i in range(0, len(steps), every)]
@@ -250,7 +262,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     steps = result["block"] * len(result["conditions"][0]["blocks"])
     yield Table(
         f"Train time of {steps} steps, {ranks_of(p)}",
-        f"Of the slowest rank. A sleep at the start comes once in {result['block']} steps.",
+        f"Of the slowest rank. A sleep in start comes once in {result['block']} steps, a sleep once in all steps.",
         ["strategy", "who sleeps", "where", "sleep", "train time"],
         times,
     )

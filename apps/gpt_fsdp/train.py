@@ -13,7 +13,6 @@ backward passes, and tensor parallelism reduces what the parts of a block comput
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import cast
@@ -175,7 +174,7 @@ def train(run: ShardedRun, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = ShardedRun(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog())
+    run = ShardedRun(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog())
     device = distributed.choose_device(options.device, run.world)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)

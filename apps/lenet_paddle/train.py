@@ -20,7 +20,6 @@ Every rank runs this file. Comments mark each line in which ranks communicate:
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -192,7 +191,7 @@ def train(run: Run, options: Options, device: str) -> None:
 
 def main() -> None:
     """Run this rank, or start the ranks of ``--launcher spawn``."""
-    options, world = parse(sys.argv[1:]), env.detect(os.environ)
+    options, world = parse(sys.argv[1:]), env.detect()
     if options.launcher == "spawn" and world.launcher == "none":
         spawn(main, options)  # this process is not a rank, so it has no Run
         return

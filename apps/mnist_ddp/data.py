@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from samestep.data import datasets
-from samestep.sharding import GlobalBatches
 from torch import Tensor
 
 
@@ -25,14 +24,6 @@ class Split:
         chosen = torch.from_numpy(indices).to(self.images.device)
         images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
         return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
-
-    def through(self, source: str, batches: GlobalBatches, steps: range) -> Split:
-        """Return the training set whose batches of ``steps`` come from --input ``source``."""
-        if source == "memory":
-            return self
-        from loader import load_by_torchvision  # needs torchvision
-
-        return load_by_torchvision(self, batches, steps)
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:

@@ -18,31 +18,30 @@ from samestep import ConfigError
 from samestep.data.datasets import MEAN, STD
 from samestep.sharding import GlobalBatches
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
-
-try:
-    try:
-        from torchvision import datasets, transforms
-    except RuntimeError:  # operator torchvision::nms does not exist
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        from torchvision import datasets, transforms
-except ModuleNotFoundError as error:
-    raise ConfigError(f"--input torchvision: {error}: `python -m pip install {TORCHVISION}` beside torch") from None
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 
-class MNIST(datasets.MNIST):  # type: ignore[misc]  # mypy runs without torchvision
-    """torchvision's MNIST of arrays that are already read: images uint8 [n, 28, 28] and labels int64 [n].
+def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
+    """Return torchvision's MNIST with the images and labels of ``split``.
 
     Its own constructor looks for four uncompressed files in one place. `samestep.data.datasets` also finds .gz files
-    and other places, verifies what it finds, and has mnist-5k.
+    and other places, verifies what it finds, and has mnist-5k. Raises ConfigError without torchvision.
     """
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
-        datasets.VisionDataset.__init__(self, transform=transform)
-        self.data, self.targets = images, labels
+    try:
+        try:
+            from torchvision import datasets, transforms
+        except RuntimeError:  # operator torchvision::nms does not exist
+            library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            from torchvision import datasets, transforms
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--input torchvision: {error}: `python -m pip install {TORCHVISION}` beside torch") from None
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
+    found: Dataset[tuple[Tensor, int]] = datasets.MNIST.__new__(datasets.MNIST)
+    datasets.VisionDataset.__init__(found, transform=transform)
+    found.data, found.targets = split.images.squeeze(1).cpu(), split.labels.cpu()  # type: ignore[attr-defined]
+    return found
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -78,8 +77,12 @@ class LoaderSplit(Split):
         return images.to(self.labels.device), labels.to(self.labels.device)
 
 
-def load_by_torchvision(training: Split, batches: GlobalBatches, steps: range) -> LoaderSplit:
-    """Return ``training`` with a DataLoader for ``steps``. It loads in this process, as it does in most tutorials."""
-    dataset = MNIST(training.images.squeeze(1).cpu(), training.labels.cpu())
-    loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(dataset, batch_sampler=GlobalBatchSampler(batches, steps))
+def choose_input(source: str, training: Split, batches: GlobalBatches, steps: range) -> Split:
+    """Return the training set whose batches of ``steps`` come from --input ``source``.
+
+    The DataLoader loads in this process, as it does in most tutorials.
+    """
+    if source == "memory":
+        return training
+    loader = DataLoader(mnist(training), batch_sampler=GlobalBatchSampler(batches, steps))
     return LoaderSplit(training.images, training.labels, iter(loader))

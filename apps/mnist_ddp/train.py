@@ -10,7 +10,6 @@ Every rank runs this file. The comment "collective" marks each call in which a r
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import Split, load
+from loader import choose_input
 from model import build_model
 from options import parse
 from samestep import env, log
@@ -73,7 +73,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     tree = reduction.gradient_tree(ddp, batches)  # with --virtual-ranks, instead of DDP's own reduction
     reduction.time_phases(model, optimizer, run.timer)
     scale = 1 if tree else world_size  # DDP divides by world_size
-    train_set = train_set.through(options.input, batches, range(run.first_step, run.last_step))
+    train_set = choose_input(options.input, train_set, batches, range(run.first_step, run.last_step))
     running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         optimizer.zero_grad()
@@ -109,7 +109,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout, options.backend)  # collective

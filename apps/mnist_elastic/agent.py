@@ -18,7 +18,7 @@ CONNECT_SECONDS = 60.0  # in which the launcher must listen
 
 
 def start(program: Sequence[str], place: str, **values: Any) -> subprocess.Popen[bytes]:
-    """Start a rank of the launcher at ``place`` with ``values``, which are its rank, its name and the number of ranks."""
+    """Start a rank of the launcher at ``place``; ``values`` are its rank, its name and the number of ranks."""
     environ = {name: value for name, value in os.environ.items() if name != "SAMESTEP_MACHINES"}
     environ |= {f"SAMESTEP_{name.upper()}": str(value) for name, value in {"members": place, **values}.items()}
     return subprocess.Popen([sys.executable, *program], env=environ, stdin=subprocess.DEVNULL)

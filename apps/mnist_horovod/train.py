@@ -3,14 +3,12 @@
     bash scripts/run_mnist_horovod.sh 4                   # does all the set-up, restarts after a failure
     horovodrun --gloo -np 4 python apps/mnist_horovod/train.py
     mpirun -np 4 python apps/mnist_horovod/train.py       # a Horovod built with MPI
-    python apps/mnist_horovod/train.py                    # one process
 
 Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -111,7 +109,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout, options.transport)  # collective

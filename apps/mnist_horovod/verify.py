@@ -139,7 +139,7 @@ def shown(batch: list[int]) -> str:
 
 def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
     """Return what one rank finds: an all-reduce, a broadcast, and a step of the app's training on its data."""
-    world = env.detect(os.environ)
+    world = env.detect()
     Watchdog().start(world, Options(timeout=TIMEOUT))  # ends this rank with its launcher
     device = distributed.choose_device(requested_device, world)
     distributed.rendezvous(world, device, TIMEOUT, transport)

@@ -12,7 +12,6 @@ and a sum of the lengths for either loader. At each step, rank 0 would announce 
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -164,7 +163,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(os.environ), Watchdog(), datasets.resolve)
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective

@@ -6,6 +6,10 @@ The launch script calls it. Each rank gets its device's DEVICE_ID, RANK_ID and R
 its own folder, ``<run-dir>/device<device_id>`` (``<run-dir>/server<k>/device<device_id>`` if the table has several
 servers), with its env.log, its train.log, and the files of Ascend's compiler. The first failure ends the other ranks.
 
+With ``--device=cpu``, this is a rehearsal: the same ranks, folders and logs, but the ranks compute on CPU. They find
+each other through MindSpore's scheduler, as msrun's ranks do. The first server runs it, with its logs in ``scheduler``.
+For several servers, set MASTER_ADDR and MASTER_PORT.
+
 The exit code is the first failed rank's (128 + the signal that killed it). It is 2 after a mistake in the call or in
 the table, reported in one line, and 130 or 143 after INT or TERM.
 """
@@ -16,6 +20,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,15 +38,36 @@ STOP_SECONDS = 10.0  # from TERM to KILL
 POLL_SECONDS = 0.1  # between checks whether a rank has ended
 
 
-def environment(placement: Placement, device: Device, folder: Path) -> dict[str, str]:
-    """Return the environment of a device's rank: this process's, and the table's entries."""
+def environment(placement: Placement, device: Device, folder: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a device's rank: this process's, the table's entries, and ``more``."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PLACED)}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
     if environ.get("PYTHONPATH"):  # the rank runs in another folder
         environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, environ["PYTHONPATH"].split(os.pathsep)))
     environ |= {"RANK_TABLE_FILE": str(placement.table), "ASCEND_WORK_PATH": str(folder)}
     numbers = {"RANK_ID": device.rank, "RANK_SIZE": placement.world_size, "DEVICE_ID": device.device_id}
-    return environ | {name: str(number) for name, number in numbers.items()}
+    rank = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(device.rank)} if more else {}
+    return environ | {name: str(number) for name, number in numbers.items()} | {**more, **rank}
+
+
+def rehearsal(placement: Placement) -> dict[str, str]:
+    """Return the variables by which ranks on CPU, and their scheduler, find each other.
+
+    Raises:
+        ConfigError: the table has several servers, and nobody said where the scheduler listens.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if placement.node_count > 1 and not (address and port):
+        raise ConfigError("a rehearsal on several servers needs MASTER_ADDR and MASTER_PORT: set both to the first's")
+    if not port:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+    return {
+        "MS_WORKER_NUM": str(placement.world_size),
+        "MS_SCHED_HOST": address or "127.0.0.1",
+        "MS_SCHED_PORT": port,
+    }
 
 
 def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
@@ -66,17 +92,22 @@ def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> s
         )
 
 
-def run(placement: Placement, command: Sequence[str], run_dir: Path) -> int:
-    """Start the ranks of this machine; return the exit code when all have ended."""
+def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mapping[str, str]) -> int:
+    """Start the ranks of this machine; return the exit code when all have ended. ``more`` is `rehearsal`'s."""
     stopped: list[int] = []  # signals; checked between starts, so that no rank is started and then forgotten
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
             signal.signal(number, lambda number, frame: stopped.append(number))
     running: list[tuple[Device, subprocess.Popen[bytes]]] = []
+    scheduler: list[subprocess.Popen[bytes]] = []  # it ends by itself after the last rank
     try:
+        if more and placement.node_rank == 0:
+            folder = run_dir / "scheduler"
+            environ = environment(placement, placement.devices[0], folder, more)
+            scheduler.append(start(command, {**environ, "MS_ROLE": "MS_SCHED"}, folder))
         for device in placement.devices:
             folder = placement.folder(run_dir, device)
-            running.append((device, start(command, environment(placement, device, folder), folder)))
+            running.append((device, start(command, environment(placement, device, folder, more), folder)))
         while running and not stopped:
             time.sleep(POLL_SECONDS)
             for device, process in [each for each in running if each[1].poll() is not None]:
@@ -90,6 +121,7 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path) -> int:
                     return code
     finally:
         _end([process for _, process in running])
+        _end(scheduler)
     return 128 + stopped[0] if stopped else 0
 
 
@@ -129,7 +161,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError("RANK_TABLE_FILE is not set: name a rank table, or start the ranks with msrun")
         placement = find_placement(variable, os.environ, int(argv[0]))
         run_dir, arguments = absolute_paths(argv[2:])
-        return run(placement, [sys.executable, os.path.abspath(argv[1]), *arguments], run_dir)
+        more = rehearsal(placement) if build_parser().parse(arguments).device == "cpu" else {}
+        return run(placement, [sys.executable, os.path.abspath(argv[1]), *arguments], run_dir, more)
     except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
         if "SAMESTEP_LAUNCHER" in os.environ:  # the launch script must not try again: no rank was started

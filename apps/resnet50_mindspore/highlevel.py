@@ -9,6 +9,7 @@ from typing import Any
 
 import mindspore as ms
 import mindspore.dataset as ds
+from auto_parallel import record_layouts, stand_alone
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LossMonitor, Model
 from samestep.run import Run
@@ -34,10 +35,15 @@ class RunCallback(Callback):  # type: ignore[misc]
     def on_train_step_end(self, run_context: Any) -> None:
         self.current.close()
         self.run.timer.mark(COMMUNICATION)  # with all else that the compiled graph does: nothing measures it
-        loss = run_context.original_args().net_outputs
-        for _ in range(self.loop):
-            self.after_update(self.step, loss)
-            self.step += 1
+        arguments = run_context.original_args()
+        loss = arguments.net_outputs
+        if self.step == self.run.first_step:
+            record_layouts(arguments.train_network)
+        cuts = self.run.options.parallel != "data"
+        with stand_alone() if cuts else contextlib.nullcontext():  # what follows is whole on each rank
+            for _ in range(self.loop):
+                self.after_update(self.step, loss)
+                self.step += 1
         self.current.enter_context(self.run.timer.phase(INPUT))
 
 
@@ -50,7 +56,7 @@ def fit(
 
     Args:
         run: gives the steps and the options.
-        forward: computes the loss of a batch's images, labels and sample weights.
+        forward: computes the loss of a batch's images, labels and sample weights; or `auto_parallel.cut` of that.
         optimizer: updates the model in ``forward``.
         shards: this rank's batches, one per step from the run's first to its last.
         after_update: called after each update.
@@ -59,7 +65,7 @@ def fit(
     Raises:
         RetryableError, NonRetryableError: a loss is NaN or infinite, as `Run.log_metrics` raises.
     """
-    if run.world.world_size > 1:  # Model then averages the gradients over ranks
+    if run.world.world_size > 1 and run.options.parallel == "data":  # Model then averages the gradients over ranks
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
     model, options, loop = Model(forward, optimizer=optimizer), run.options, run.options.sink_size if sinks else 1
     callbacks = [RunCallback(run, after_update, loop)]

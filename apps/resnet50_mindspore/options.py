@@ -14,6 +14,7 @@ from samestep.options import Options, Parser, add_common, add_virtual_ranks, bou
 LAUNCHER = {"equal_ranks": True}
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
+FEATURES = {18: 512, 50: 2048}  # inputs of the last layer
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
 # --image-size in pixels, --first-step-timeout in seconds: Ascend's compiler takes many minutes.
 DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
@@ -51,10 +52,13 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--drop-remainder", action="store_true", default=None, help=text)  # None: as in checkpoints without this option
     text = f"API: the app's own loop (functional), or mindspore.train.Model (highlevel) {default}"
     add("--api", choices=("functional", "highlevel"), default="functional", help=text)
-    text = f"steps per loop on the device; must divide an epoch and every interval {default}"
+    text = "steps per loop on the device (dataset_sink_mode); must divide an epoch and every interval; the CPU cannot "
+    text += f"sink data: MindSpore reads each batch from memory there {default}"
     add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
-    text = f"parallelism: of the batch (data), or of operators by MindSpore (auto, experimental, Ascend only) {default}"
-    add("--parallel", choices=("data", "auto"), default="data", help=text)
+    text = "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as MindSpore's "
+    text += "search cuts the operators (auto: AUTO_PARALLEL); semi-auto and auto are experimental and need Ascend, and "
+    text += f"the app refuses them on CPU {default}"
+    add("--parallel", choices=("data", "semi-auto", "auto"), default="data", help=text)
     add = parser.group("Fault tolerance").add_argument
     text = "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)"
     add("--first-step-timeout", type=seconds, metavar="T", help=text)
@@ -66,15 +70,17 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = build_parser(prog, usage).parse(argv)
     if options.device == "auto":
         options.device = "ascend" if ASCEND_DRIVER.exists() else "cpu"
+        if options.device == "cpu" and (name := table_variable(os.environ)):
+            table = f"{name}={os.environ[name]}"
+            raise ConfigError(f"{table} is for Ascend: unset it, or rehearse its job on CPU with --device cpu")
     elif options.device == "ascend" and not ASCEND_DRIVER.exists():
         raise ConfigError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
-    if options.parallel == "auto" and options.device == "cpu":
-        raise ConfigError("--parallel auto needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
-    # MindSpore's AutoParallel does not support sinking in an app's own loop, and nobody tried Model with it.
-    if options.parallel == "auto" and (options.api == "highlevel" or options.sink_size > 1):
-        raise ConfigError("--parallel auto takes --api functional and --sink-size 1 alone: drop the other options")
-    if options.device == "cpu" and (name := table_variable(os.environ)):
-        raise ConfigError(f"{name}={os.environ[name]} is for Ascend: unset it to train on CPU")
+    parallel = f"--parallel {options.parallel}"
+    if options.parallel != "data" and options.device == "cpu":
+        raise ConfigError(f"{parallel} needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
+    if options.parallel != "data" and options.api == "functional" and options.sink_size > 1:
+        # MindSpore's AutoParallel does not support sinking in an app's own loop.
+        raise ConfigError(f"{parallel} sinks with MindSpore's Model alone: add --api highlevel, or drop --sink-size")
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
         raise ConfigError("MS_COMPILER_CACHE_ENABLE=1: the cache leaves the running statistics as they are: unset it")
     image_size, first_step_timeout = DEFAULTS[options.device]
@@ -120,8 +126,11 @@ def check_ranks(options: Options, ranks: int) -> None:
 
     The last layers have a pixel for each 32 x 32 of an image. Batch normalization divides by the number of values - 1.
     """
-    if options.parallel == "auto" and ranks == 1:
-        raise ConfigError("--parallel auto has nothing to cut for 1 rank: use --parallel data, or more ranks")
+    if options.parallel != "data" and ranks == 1:
+        raise ConfigError(f"--parallel {options.parallel} cannot cut for 1 rank: use --parallel data, or more ranks")
+    features = FEATURES[options.depth]
+    if options.parallel == "semi-auto" and features % ranks:
+        raise ConfigError(f"--parallel semi-auto cannot cut {features} features into {ranks}: choose a divisor as N")
     size, pixels = options.global_batch_size, options.image_size
     if size <= ranks and pixels <= 32 and not (options.freeze_bn or options.evaluate_only):
         raise ConfigError(

@@ -104,15 +104,19 @@ def main() -> None:
     add = parser.add_argument
     add("--ranks", type=bounded_int(2), nargs="+", default=[2, 3, 8], metavar="N", help="world sizes beside 1")
     add("--global-batch-size", type=bounded_int(1), default=128, metavar="B", help="(default: %(default)s)")
+    files = len(CIFAR_FILES) - 1
+    add("--files", type=bounded_int(1, files), default=files, metavar="F", help="files of 10,000 images (default: all)")
     options = parser.parse_args()
-    size, total = options.global_batch_size, sum(CIFAR_RECORDS["cifar10"][:-1])
+    size, total = options.global_batch_size, sum(CIFAR_RECORDS["cifar10"][: options.files])
     if size > total:
         parser.error(f"--global-batch-size {size}: choose at most {total}, all of the training set")
 
     with tempfile.TemporaryDirectory() as data_dir:
         folder = Path(data_dir, "cifar10")
         write_numbered(folder)
-        samples = numbers(datasets.load("cifar10", Path(data_dir)).train_images)
+        samples = numbers(datasets.load("cifar10", Path(data_dir)).train_images)[:total]
+        for name in CIFAR_FILES[options.files : -1]:
+            (folder / name).unlink()
 
         print(f"{len(samples):,} samples, a global batch of {size:,}\n{HEAD}")
         baselines: dict[str, list[Epoch]] = {}

@@ -16,7 +16,6 @@ collective, where a rank waits for the others:
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ import distributed
 import mindspore as ms
 import numpy as np
 import weights
-from data import Split, load, rows_per_rank, train_loops
+from data import Split, load, train_loops
 from highlevel import fit
 from mindspore import Tensor, nn
 from model import Forward, ResNet, build_loss, build_model
@@ -68,11 +67,14 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
         return loss
 
 
-def evaluate(run: Run, model: ResNet, test_set: Split) -> dict[str, Any]:
+def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[str, Any]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once.
 
-    The evaluated model has the running statistics averaged over ranks; each rank then gets its own back.
+    The evaluated model has the running statistics averaged over ranks; each rank then gets its own back. It is the
+    trained model, or a second one with its whole weights if MindSpore may have cut those.
     """
+    if model is not trained:
+        weights.load_model(model, weights.model_arrays(trained))  # collective
     own = weights.buffers(model)
     weights.load_buffers(model, weights.averaged_buffers(model)[0])  # collective
     model.set_train(False)
@@ -112,6 +114,8 @@ def train(run: Run, options: Options) -> None:
     metadata = distributed.run_metadata(options.device)
     run.start(batches, len(test_set.labels), f"ResNet-{options.depth}", options.device, metadata)
     forward = Forward(model, build_loss(options.loss))
+    cuts = options.parallel != "data"
+    evaluated = build_model(options.depth, options.freeze_bn, options.seed) if cuts else model
 
     def after_update(step: int, loss: Tensor) -> None:
         """Take the actions that follow the update ``step``, in which this rank's mean of weight * loss was ``loss``."""
@@ -130,31 +134,35 @@ def train(run: Run, options: Options) -> None:
             actions = run.apply_global_stats(StepStats.from_vector(sums.tolist()))
         if actions.log:
             forward.total.set_data(Tensor(0.0, ms.float32))
-            run.log_metrics(evaluate(run, model, test_set) if actions.evaluate else {})  # collective
+            run.log_metrics(evaluate(run, model, evaluated, test_set) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save(distributed, weights.groups(model, optimizer))  # collective: average, compare; rank 0 writes
 
     steps = range(run.first_step, run.last_step)
     shards = train_set.training(batches, steps, options.image_size)
-    sinks = options.device == "ascend" and options.parallel == "data"
+    sinks = options.device == "ascend"
     if options.api == "highlevel" and steps:
-        fit(run, forward, optimizer, shards, after_update, sinks)  # collective
+        network = auto_parallel.cut(forward, model, options.parallel, world.world_size) if cuts else forward
+        fit(run, network, optimizer, shards, after_update, sinks)  # collective
     elif steps:
-        train_step: nn.Cell = TrainStep(forward, optimizer, options.parallel == "data", world.world_size)
-        if options.parallel == "auto":
-            train_step = auto_parallel.cut(train_step, rows_per_rank(batches), options.image_size)
-        for first, loss in zip(steps[:: options.sink_size], train_loops(run, train_step, shards, sinks)):  # collective
+        train_step: nn.Cell = TrainStep(forward, optimizer, not cuts, world.world_size)
+        if cuts:
+            train_step = auto_parallel.cut(train_step, model, options.parallel, world.world_size)
+        loops = train_loops(run, train_step, shards, sinks and not cuts)  # with cuts, Model alone can sink
+        for first, loss in zip(steps[:: options.sink_size], loops):  # collective
+            if first == run.first_step:
+                auto_parallel.record_layouts(train_step)
             for step in range(first, first + options.sink_size):
                 after_update(step, loss)  # collective, if an action follows
 
-    metrics = run.eval_metrics or evaluate(run, model, test_set)  # collective
-    weights.load_buffers(model, weights.averaged_buffers(model)[0])  # collective
-    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas; rank 0 writes
+    metrics = run.eval_metrics or evaluate(run, model, evaluated, test_set)  # collective
+    arrays, _ = weights.averaged(model)  # collective
+    run.finish(distributed, arrays, metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    world = env.detect(os.environ)
+    world = env.detect()
     if world.role == "scheduler":
         distributed.serve(options)  # does not return
     check_ranks(options, world.world_size)

@@ -5,12 +5,19 @@ The arrays have torchvision's names. The layouts are the same in both frameworks
 
 Each rank has its own running statistics ("buffers"), from its own images. Checkpoints and evaluations have their
 average over ranks. A rank then continues with its own, so the result does not depend on the number of checkpoints.
+
+If MindSpore has cut parameters over ranks (auto_parallel.py), the functions that return arrays are collective, and the
+arrays are whole. Only a model that is not cut can load them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import mindspore as ms
 import numpy as np
+from auto_parallel import whole
 from distributed import all_gather
 from mindspore import Tensor, nn
 from model import ResNet
@@ -28,12 +35,8 @@ def groups(model: ResNet, optimizer: nn.Momentum) -> Groups:
 
     "model" has the averaged buffers, "buffers" has each rank's own [world_size, k].
     """
-    average, each = averaged_buffers(model)  # collective
-    return {
-        "model": model_arrays(model) | _split(model, average),
-        "optimizer": optimizer_arrays(optimizer),
-        "buffers": {"each": each},
-    }
+    arrays, each = averaged(model)  # collective
+    return {"model": arrays, "optimizer": optimizer_arrays(optimizer), "buffers": {"each": each}}
 
 
 def load(model: ResNet, optimizer: nn.Momentum, world: World, groups: Groups) -> None:
@@ -78,6 +81,12 @@ def buffers(model: ResNet) -> NDArray[np.float32]:
     return np.concatenate([array.ravel() for array in _arrays(_statistics(model)).values()])
 
 
+def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
+    """Return `model_arrays` with the running statistics averaged over ranks, and each rank's own [world_size, k]."""
+    arrays, (average, each) = model_arrays(model), averaged_buffers(model)  # collective
+    return arrays | _split({name: arrays[name] for name in _statistics(model)}, average), each
+
+
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the running statistics averaged over ranks [k], and each rank's own [world_size, k]."""
     each = all_gather(buffers(model))  # collective
@@ -86,19 +95,17 @@ def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.flo
 
 def load_buffers(model: ResNet, row: NDArray[np.float32]) -> None:
     """Load what `buffers` returned. Raises ValueError if its length does not fit."""
-    arrays, statistics = _split(model, row), _statistics(model)
-    for name, parameter in statistics.items():
+    arrays = _split(_statistics(model), row)
+    for name, parameter in _statistics(model).items():
         parameter.set_data(Tensor(arrays[name]))
 
 
-def _split(model: ResNet, row: NDArray[np.float32]) -> Arrays:
-    """Return a row [k] of `buffers` as arrays, by name. Raises ValueError if its length does not fit."""
-    statistics = _statistics(model)
-    ends = np.cumsum([parameter.size for parameter in statistics.values()])
+def _split(like: Mapping[str, ms.Parameter | NDArray[Any]], row: NDArray[np.float32]) -> Arrays:
+    """Return a row [k] of `buffers` as arrays of these shapes. Raises ValueError if its length does not fit."""
+    ends = np.cumsum([each.size for each in like.values()])
     if row.shape != (ends[-1],):
         raise ValueError(f"the running statistics have shape {list(row.shape)}, not {[int(ends[-1])]}")
-    parts = np.split(row, ends[:-1])
-    return {name: part.reshape(parameter.shape) for (name, parameter), part in zip(statistics.items(), parts)}
+    return {name: part.reshape(like[name].shape) for name, part in zip(like, np.split(row, ends[:-1]))}
 
 
 def _parameters(model: ResNet) -> dict[str, ms.Parameter]:
@@ -122,7 +129,7 @@ def _torch_name(name: str) -> str:
 
 
 def _arrays(parameters: dict[str, ms.Parameter]) -> Arrays:
-    return {name: np.array(parameter.asnumpy()) for name, parameter in parameters.items()}
+    return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
 def _load(parameters: dict[str, ms.Parameter], arrays: Arrays, expected: Arrays) -> None:

@@ -15,6 +15,7 @@ An empty variable counts as unset. This module uses the standard library only.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import socket
@@ -127,8 +128,8 @@ _LAUNCHERS = (
 # fmt: on
 
 
-def detect(environ: Mapping[str, str]) -> World:
-    """Return the World that ``environ`` describes. Read nothing else.
+def detect(environ: Mapping[str, str] = os.environ) -> World:
+    """Return the World that ``environ`` describes, by default the environment of this process. Read nothing else.
 
     Raises:
         EnvError: variables are incomplete, malformed or contradictory.

@@ -106,6 +106,7 @@ def main() -> None:
             mock.patch.object(module, "rendezvous", return_value=place),  # a process joins the others once
             mock.patch.object(module, "time", clock),
             mock.patch.object(distributed, "time", clock),
+            mock.patch.object(module, "pictures", return_value=[]),  # they read no clock, and take seconds
             Busy(stream),
         ):
             module.main()

@@ -10,7 +10,7 @@ PATHS = [
         "gloo",
         "torch.distributed.launch, with --local-rank",
         "run",
-        "tests/collectives_lab/test_collectives_lab.py::test_torch_distributed_launch_may_pass_local_rank",
+        "tests/collectives_lab/test_collectives_lab.py::test_every_launcher_does_the_same_job_and_reports_a_death",
     ),
     (
         "cpu",
@@ -35,5 +35,11 @@ PATHS = [
         "read",
         "torch/distributed/distributed_c10d.py of torch 2.13.0",
     ),
-    ("cuda", "none", "DataParallel on several GPUs", "read", "torch/nn/parallel/data_parallel.py of torch 2.13.0"),
+    (
+        "cuda",
+        "none",
+        "DataParallel on several GPUs, and its memory",
+        "read",
+        "torch/nn/parallel/data_parallel.py of torch 2.13.0",
+    ),
 ]

@@ -67,3 +67,16 @@ def test_the_commands_of_the_page_have_known_parameters() -> None:
         # Options within quotes are the program's.
         names = {word[2:].partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
         assert names <= PARAMETERS | ON_THE_COMMAND_LINE_ALONE, command
+
+
+def test_each_placeholder_has_a_row_that_says_where_it_comes_from() -> None:
+    """No other test compares the words to replace with the page's table."""
+    page = (DLC / "README.md").read_text()
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    texts = [blocks, *(path.read_text() for path in DLC.glob("*.params"))]
+    words = set(re.findall(r"\b[A-Z]{2,}(?:_ID)?\b(?!=)", "".join(texts)))
+    table = re.search(r"^\| word \|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert table
+    rows = re.findall(r"^\| `([A-Z_]+)` \| [^|]+ \| [^|]+ \|$", table[1], re.MULTILINE)
+    assert {"WORKSPACE_ID", "DATA_ID", "CODE_ID", "IMAGE"} <= words
+    assert sorted(words) == sorted(rows)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from data import Split
+from loader import choose_input
 from model import build_model
 from options import parse
 from samestep import ConfigError
@@ -74,10 +75,10 @@ for options in (parse(["--model=net"]), parse(["--model=lenet", "--optimizer=ada
     told[options.model] = [str(images.device), str(labels.device), str(loss_sum.device), *state, evaluated]
 sys.modules["torchvision"] = None  # as if it were not installed
 try:
-    split.through("torchvision", batches, range(2))
+    choose_input("torchvision", split, batches, range(2))
 except ConfigError as problem:
     told["torchvision"] = str(problem)
-told["memory"] = split.through("memory", batches, range(2)) is split
+told["memory"] = choose_input("memory", split, batches, range(2)) is split
 print(json.dumps(told))
 """
 

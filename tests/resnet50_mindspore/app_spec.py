@@ -42,5 +42,6 @@ SPEC = App(
     patience=40,
     kills=5,
     virtual_ranks=None,
-    skipped_marks=("core_only", "launcher", "stall", "slow"),  # each start compiles for 13 s
+    # Each start compiles for 13 s. The own test of a rehearsal shows "curves" at one rank and two.
+    skipped_marks=("core_only", "curves", "launcher", "stall", "slow"),
 )

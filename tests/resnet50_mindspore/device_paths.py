@@ -14,7 +14,10 @@ PATHS = [
         *("cpu", "mccl", "ResNet-50 at 32 and 224 pixels: torchvision's logits, and its step (soak)", "run"),
         "tests/resnet50_mindspore/test_depth_50.py::test_it_is_torchvisions_resnet50",
     ),
-    ("cpu", "mccl", "one process, no launcher", "run", f"{OWN}::test_one_process_by_plain_python"),
+    (
+        *("cpu", "mccl", "one process, no launcher", "run"),
+        f"{EACH}::test_a_rehearsal_on_cpu_takes_the_steps_of_one_process",
+    ),
     ("ascend", "HCCL", "which device: the driver's file decides", "simulated", f"{OWN}::test_ascends_driver_decides"),
     (
         *("ascend", "HCCL", "each rank its card, rendezvous by msrun and by rank table", "simulated"),
@@ -33,13 +36,16 @@ PATHS = [
         "tests/resnet50_mindspore/test_rank_table.py::test_what_make_writes_check_accepts",
     ),
     (
-        *(
-            "ascend",
-            "HCCL",
-            "--parallel auto: how AutoParallel is called, and that cut weights are refused",
-            "simulated",
-        ),
-        f"{OWN}::test_weights_that_mindspore_would_cut_are_refused_before_the_first_step",
+        *("cpu", "mccl", "a rehearsal: one process a device with a rank table, and a restart", "run"),
+        f"{EACH}::test_a_rehearsal_on_cpu_takes_the_steps_of_one_process",
+    ),
+    (
+        *("ascend", "HCCL", "--parallel semi-auto and auto: how AutoParallel is called", "simulated"),
+        f"{OWN}::test_how_the_step_is_cut",
+    ),
+    (
+        *("ascend", "HCCL", "--parallel semi-auto and auto: cut weights are gathered", "simulated"),
+        f"{OWN}::test_weights_that_mindspore_has_cut_are_gathered",
     ),
     (
         *("ascend", "HCCL", "time limits of MindSpore and HCCL behind --first-step-timeout", "simulated"),
@@ -51,7 +57,7 @@ PATHS = [
     ("ascend", "HCCL", "--api highlevel with sinking", "read", "mindspore/train/model.py of MindSpore 2.10.0"),
     ("ascend", "HCCL", "a training step, data sinking", "read", "mindspore/train/data_sink.py of MindSpore 2.10.0"),
     (
-        *("ascend", "HCCL", "--parallel auto: a training step", "read"),
+        *("ascend", "HCCL", "--parallel semi-auto and auto: a training step", "read"),
         "mindspore/parallel/auto_parallel.py of MindSpore 2.10.0",
     ),
     (

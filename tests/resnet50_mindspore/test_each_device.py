@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, Harness, Job, Outcome
+from harness import ROOT, Harness, Job, Outcome, losses, python_path, relative_difference
 from samestep import env
 
 APP = ROOT / "apps" / "resnet50_mindspore"
@@ -144,18 +144,22 @@ def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: di
         assert (world.rank, world.world_size, world.launcher) == (int(rank), ranks, "rank table")
 
 
-@pytest.mark.parametrize("form", ["group", "1.0"])
 @pytest.mark.parametrize(
-    ("servers", "this", "environ"),
+    ("servers", "this", "environ", "form"),
     [
-        ({"10.*.*.*": FOUR}, "10.*.*.*", {}),  # HCCL compares server_ids alone
-        ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}),
-        ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.1", {"NODE_RANK": "0"}),  # both are this machine's
-        ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.2", {"NNODES": "2", "NODE_RANK": "1"}),
-        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}),  # the first by its ranks
-        ({ELSEWHERE: {0: 0, 1: 1}, "127.0.0.1": {5: 3, 6: 2}}, "127.0.0.1", {}),
-        ({HOST: {5: 3, 6: 2}, ELSEWHERE: {0: 0, 1: 1}}, HOST, {}),
-        ({"rack-1": {5: 0}, "rack-2": {6: 1}}, "rack-2", {"NODE_RANK": "1"}),
+        ({"10.*.*.*": FOUR}, "10.*.*.*", {}, "group"),  # HCCL compares server_ids alone
+        ({"127.0.0.1": UPPER}, "127.0.0.1", {"NNODES": "1", "NODE_RANK": "0"}, "1.0"),
+        (
+            {"127.0.0.1": FIRST, "127.0.0.2": SECOND},
+            "127.0.0.1",
+            {"NODE_RANK": "0"},
+            "group",
+        ),  # both are this machine's
+        ({"127.0.0.1": FIRST, "127.0.0.2": SECOND}, "127.0.0.2", {"NNODES": "2", "NODE_RANK": "1"}, "1.0"),
+        ({"127.0.0.1": SECOND, "127.0.0.2": FIRST}, "127.0.0.2", {"NODE_RANK": "0"}, "group"),  # the first by its ranks
+        ({ELSEWHERE: {0: 0, 1: 1}, "127.0.0.1": {5: 3, 6: 2}}, "127.0.0.1", {}, "1.0"),
+        ({HOST: {5: 3, 6: 2}, ELSEWHERE: {0: 0, 1: 1}}, HOST, {}, "group"),
+        ({"rack-1": {5: 0}, "rack-2": {6: 1}}, "rack-2", {"NODE_RANK": "1"}, "1.0"),
     ],
     ids=["devices 0-3", "4-7", "machine 0", "machine 1", "by ranks", "address", "name", "neither"],
 )
@@ -383,6 +387,98 @@ def test_a_job_that_is_ended_leaves_nothing(
     assert job.finish(limit=60).code == code
 
 
+# --- ranks that train ----------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_has_what_msrun_sets(harness: Harness) -> None:
+    """The variables of each rank on CPU, and who starts MindSpore's scheduler if a table has two servers."""
+    table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 0}, "127.0.0.2": {3: 1}})
+    given = {"RANK_TABLE_FILE": str(table), "MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"}
+    refused(
+        start(harness, APP, RANK, 1, "--device=cpu", **given).finish(),
+        "a rehearsal on several servers needs MASTER_ADDR and MASTER_PORT: set both to the first's",
+    )
+    assert not (harness.folder / "run").exists()
+    common = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "29400"}
+    for device, rank in ((6, "0"), (3, "1")):
+        given |= {"MASTER_PORT": "29400", "NODE_RANK": rank}
+        outcome = start(harness, APP, RANK, 1, "--device=cpu", **given).finish()
+        assert (outcome.code, outcome.stderr) == (0, ""), outcome
+        environ = record_of(harness.folder / "run" / f"server{rank}" / f"device{device}")["environ"]
+        variables = {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": str(device)}
+        assert {name: environ[name] for name in variables} == variables
+    environ = record_of(harness.folder / "run" / "scheduler")["environ"]
+    assert {name: environ[name] for name in common} == common
+    assert (environ["MS_ROLE"], environ["NODE_RANK"]) == ("MS_SCHED", "0")
+
+
+# The second rank dies as it starts. When it starts again, its training and its evaluation compile for longer.
+SECOND_RANK = """
+import os, pathlib, signal, time
+if os.environ.get("RANK_ID") == "1":
+    if not (died := pathlib.Path("died")).exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    import mindspore as ms
+    compile = ms.nn.Cell.compile
+    def slow(cell, *batch, **others):
+        if not cell.compile_cache:
+            time.sleep(20 if "Step" in type(cell).__name__ else 10)
+        compile(cell, *batch, **others)
+    ms.nn.Cell.compile = slow
+"""
+
+
+def test_a_rehearsal_on_cpu_takes_the_steps_of_one_process(harness: Harness) -> None:
+    """In the matrix this alone starts ranks by each_device.py that train, and ``python train.py`` for the other run.
+
+    It alone compares the losses of two ranks and one, with `Model` and shards of 2 and 1 samples. It alone has a rank
+    that compiles for 20 s, to which --first-step-timeout applies, not --timeout.
+    """
+    options = [*harness.app.exact, *harness.app.variants[1], "--global-batch-size=3", "--max-steps=4"]
+    alone = [sys.executable, str(APP / "train.py"), f"--run-dir={harness.folder / 'alone'}", *options]
+    reference = harness.checked(harness.start_command(alone, harness.folder / "alone").finish(), 1)
+    assert reference["launcher"] == "none"
+
+    table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 1, 2: 0}})
+    (harness.folder / "python").mkdir()
+    (harness.folder / "python" / "sitecustomize.py").write_text(SECOND_RANK)
+    environ: dict[str, Any] = {"RANK_TABLE_FILE": str(table), "PYTHONPATH": python_path(harness.folder / "python")}
+    job = harness.start(2, *options, "--timeout=8", "--first-step-timeout=120", **environ)
+    check_rehearsal(harness.checked(job.finish(), 2), table)
+    assert relative_difference(losses(harness.folder / "alone"), losses(job.run_dir)) < harness.app.tolerance
+    assert "epoch: 1 step: 4, loss is" in (job.run_dir / "log" / "rank-0.log").read_text()
+
+
+@pytest.mark.soak  # in the matrix the rank dies before its first step
+def test_a_rehearsal_on_cpu_survives_a_killed_rank(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """It resumes from a checkpoint and ends with the weights of msrun's ranks."""
+    table = write(harness.folder / "rank_table.json", "1.0", {"127.0.0.1": {6: 1, 2: 0}})
+    job = harness.start(2, *harness.app.small, RANK_TABLE_FILE=str(table))
+    job.wait_for_step(3)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    result = harness.checked(job.finish(), 2)
+    check_rehearsal(result, table)
+    assert result["resumed_from_step"] in (2, 4, 6)
+    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+
+
+def check_rehearsal(result: dict[str, Any], table: Path) -> None:
+    """Check the one restart, and the logs of the two devices and of MindSpore's scheduler."""
+    run_dir = Path(result["run_dir"])
+    assert result["restarts"] == 1
+    ended = f"rank 1 (device 6) ended with code 137: see {run_dir}/device6/train.log\n"
+    assert (run_dir / "log" / "launcher.log").read_text().count(ended) == 1
+    assert {path.name for path in run_dir.glob("*/*.log") if path.parent.name != "log"} == {"env.log", "train.log"}
+    assert {path.parent.name for path in run_dir.glob("*/train.log")} == {"device2", "device6", "scheduler"}
+    for device, rank in ((2, 0), (6, 1)):
+        lines = (run_dir / f"device{device}" / "env.log").read_text().splitlines()
+        wanted = {f"DEVICE_ID={device}", f"RANK_ID={rank}", "RANK_SIZE=2", f"RANK_TABLE_FILE={table}"}
+        assert {*lines} >= {*wanted, f"MS_NODE_ID={rank}", "MS_ROLE=MS_WORKER"}
+
+
 # --- through the launch script -------------------------------------------------------------------------------------
 
 
@@ -441,8 +537,6 @@ def test_the_launch_script_refuses_what_contradicts_the_table_first(harness: Har
     ):
         outcome = launch(harness, project, n, **{"RANK_TABLE_FILE": "rank_table.json", "PYTHON": "", **environ})
         refused(outcome, words)
-    outcome = launch(harness, project, 4, "--device=cpu", MINDSPORE_HCCL_CONFIG_PATH="rank_table.json", PYTHON="")
-    refused(outcome, "MINDSPORE_HCCL_CONFIG_PATH=rank_table.json is for Ascend: unset it")
     assert not (harness.folder / "run").exists()
     assert not (project.parents[1] / ".venvs").exists()
     dry = launch(harness, project, 4, "--dry-run", RANK_TABLE_FILE="rank_table.json").stdout
