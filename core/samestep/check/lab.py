@@ -235,6 +235,8 @@ class Lab:
 
     def middle(self, job: Job) -> None:
         """Wait until a job has come to the step of its fault."""
+        if not self.total:
+            raise NotSeen("neither a step nor a loss: give an --adapter, or a --loss-pattern")
         goal, pattern = self.goal(), self.options.loss_pattern
         job.wait(lambda: job.code is not None or job.progress(pattern) >= goal, self.patience())
         if job.code is not None or job.progress(pattern) < goal:

@@ -269,5 +269,9 @@ def _watch_optimizers(module: ModuleType) -> None:
     module.register_optimizer_step_post_hook(after)
 
 
-def _weights(optimizer: Any) -> float:
-    return _norm(parameter for group in optimizer.param_groups for parameter in group["params"])
+def _weights(optimizer: Any) -> float | None:
+    """Return a norm of the weights; None if this rank holds shards of them, which depend on the number of ranks."""
+    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(hasattr(each, "to_local") or type(each).__name__ == "FlatParameter" for each in weights[:_MOST_TENSORS]):
+        return None
+    return _norm(weights)
