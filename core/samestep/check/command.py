@@ -47,7 +47,7 @@ def add_options(commands: Any) -> None:
     add = commands.add_parser(
         "check", help=summary, description=summary, epilog=details + rows, usage=usage
     ).add_argument
-    add("--faults", default="all", metavar="ROWS", help="quick, all, or rows separated by commas (default: all)")
+    add("--faults", default="all", metavar="ROWS", help="rows separated by commas, also quick and all (default: all)")
     add("--resume-command", metavar="CMD", help="command that resumes the script (default: COMMAND again)")
     add("--require", metavar="ROWS", help="rows that must pass for exit code 0 (default: no row may fail)")
     add("--html", type=Path, metavar="FILE", help="write the table as a page")
@@ -83,10 +83,11 @@ def run(options: Options, command: Sequence[str]) -> int:
 
 def parse_rows(option: str, text: str) -> list[str]:
     """Return the rows that an option names."""
-    names = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}.get(text, text.split(","))
+    groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
+    names = [name for word in text.split(",") for name in groups.get(word, [word])]
     if unknown := [name for name in names if name not in ROWS]:
         raise ConfigError(f"{option}: there is no row {unknown[0]!r}: choose quick, all, or of {', '.join(ROWS)}")
-    return names
+    return [*dict.fromkeys(names)]
 
 
 def check(
