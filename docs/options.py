@@ -4,7 +4,7 @@
     .tox/core/bin/python docs/options.py --check    # compares, writes nothing
 
 The options of `samestep.options.add_common` come first, once, with a table of the values that differ between apps. Each
-app follows with its own, then `samestep run` and the programs that show runs.
+app follows with its own, then the commands of `samestep` and the programs that show runs.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def page(parsers: Mapping[str, Parser]) -> str:
             *(row(each, star=each.dest in RESUME_MUTABLE.union(parser.resume_mutable)) for each in own),
             "",
         ]
-    run = cli.build_parser().commands()["run"]
-    lines += ["## samestep run", "", text(run.description), "", *table(run), ""]
+    for name, each in cli.build_parser().commands().items():
+        lines += [f"## samestep {name}", "", text(each.description), "", *table(each), ""]
     for name, module in PROGRAMS.items():
         parser = captured(module)
         lines += [f"## python -m samestep.{name}", "", text(str(parser.description).split("\n\n")[0]), ""]

@@ -22,6 +22,7 @@ from commands import Command
 from harness import APPS, options_of
 from repository import Ended, clone, ran
 from samestep import ConfigError
+from samestep.check.command import parse_rows
 from samestep.checkpoint import save_weights
 from samestep.launch import cli
 
@@ -181,10 +182,13 @@ def parsed(repository: Path, text: str) -> Iterator[str]:
 
 def samestep(repository: Path, text: str) -> Iterator[str]:
     words = shlex.split(text)[1:]
-    if words == ["run"]:  # names the command
+    if words in (["run"], ["check"]):  # names the command
         return
     try:
-        options = cli.build_parser().parse(words)
+        options = cli.build_parser().parse(words[: [*words, "--"].index("--")])
+        if options.command == "check":
+            parse_rows("--faults", options.faults)
+            return
     except ConfigError as error:
         yield str(error)
         return
@@ -308,6 +312,7 @@ def test_commands_are_found_where_they_stand() -> None:
         ("torchrun apps/mnist_ddp/train.py --epoch 3", "--epoch"),
         ("samestep run -n 0 docs/own_loop_run.py", "--nproc"),
         ("samestep run -n 2 docs/no_such.py", "there is no docs/no_such.py"),
+        ("samestep check --faults no-such -- torchrun train.py", "there is no row 'no-such'"),
         ("bash scripts/new_app.sh my_app --from no_such", "no_such is no app"),
     ],
 )

@@ -41,7 +41,7 @@ def test_there_are_five_pages_and_each_has_a_chinese_one() -> None:
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", *COMING_FROM])
+@pytest.mark.parametrize("page", ["README.md", "docs/check_your_own.md", *COMING_FROM])
 def test_a_chinese_page_has_the_commands_and_the_headings_of_the_english_one(page: str) -> None:
     english, chinese = pair(page)
     assert commands.FENCE.findall(chinese) == commands.FENCE.findall(english)
@@ -65,7 +65,7 @@ def test_the_tables_of_the_readme_have_the_same_first_columns() -> None:
     assert len(commands.FENCE.findall(pair("README.md")[0])) >= 5
 
 
-@pytest.mark.parametrize("page", ["README.md", *COMING_FROM])
+@pytest.mark.parametrize("page", ["README.md", "docs/check_your_own.md", *COMING_FROM])
 def test_the_pages_link_to_the_same_places_and_to_each_other(page: str) -> None:
     english, chinese = pair(page)
     name = (ROOT / page).name

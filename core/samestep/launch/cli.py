@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
+from samestep.check import command
 from samestep.launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
@@ -45,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    options = build_parser().parse(argv)
     check_arguments(argv)
+    if argv[:1] == ["check"]:
+        split = [*argv, "--"].index("--")  # the words after it are the checked command
+        return command.run(build_parser().parse(argv[:split]), argv[split + 1 :])
+    options = build_parser().parse(argv)
     check_run_dir(options.run_dir)
     status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
@@ -66,7 +70,9 @@ def build_parser() -> Parser:
     parser = Parser(prog="samestep", description="Run distributed-training programs.")
     parser.add_argument("--version", action="version", version=f"samestep {__version__}")
     summary, _, details = str(__doc__).partition("\n\n")
-    run = parser.add_subparsers(dest="command", metavar="COMMAND", required=True).add_parser(
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    command.add_options(commands)
+    run = commands.add_parser(
         "run",
         help=summary,
         description=summary,

@@ -1,0 +1,1 @@
+"""Check how a training script that this project did not write survives faults: the command ``samestep check``."""

@@ -1,0 +1,183 @@
+"""Run a script of yours in copies of its folder, under faults, and report what it survives.
+
+examples:
+  samestep check -- torchrun --nproc-per-node=2 train.py
+  samestep check --faults quick --html check.html -- torchrun --nproc-per-node=2 train.py
+  samestep check --resume-command "torchrun --nproc-per-node=2 train.py --resume" \\
+      -- torchrun --nproc-per-node=2 train.py
+
+Each run starts in a fresh copy of the current folder. The command must train
+at least two short epochs and save checkpoints. If its batch size is a rank's,
+write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep import ConfigError
+from samestep.check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
+from samestep.check.rows import QUICK, ROWS
+from samestep.options import Options, bounded_float, bounded_int, seconds
+from samestep.untrusted import printable
+
+VERDICTS = {Failed: "failed", CannotTell: "cannot tell", NotSeen: "not seen"}
+
+
+class Result(NamedTuple):
+    """Hold the verdict of a row, and its line."""
+
+    row: str
+    verdict: str
+    seen: str
+    took: float  # seconds
+
+
+def add_options(commands: Any) -> None:
+    """Add the command ``check`` to the parser's commands."""
+    summary, _, details = str(__doc__).partition("\n\n")
+    rows = "".join(f"  {name:19}{row.title}\n" for name, row in ROWS.items())
+    usage = "samestep check [options] -- COMMAND [ARGS...]"
+    add = commands.add_parser(
+        "check", help=summary, description=summary, epilog=details + rows, usage=usage
+    ).add_argument
+    add("--faults", default="all", metavar="ROWS", help="rows separated by commas, also quick and all (default: all)")
+    add("--resume-command", metavar="CMD", help="command that resumes the script (default: COMMAND again)")
+    add("--require", metavar="ROWS", help="rows that must pass for exit code 0 (default: no row may fail)")
+    add("--html", type=Path, metavar="FILE", help="write the table as a page")
+    add("--junit", type=Path, metavar="FILE", help="write the table as JUnit XML")
+    add("--keep", type=Path, metavar="DIR", help="new folder for the copies and their output (default: keep none)")
+    add("--adapter", type=Path, metavar="FILE", help="Python file that records steps without a DataLoader")
+    add("--loss-pattern", default=LOSS, metavar="RE", help="regular expression of a loss (default: loss and a number)")
+    add("--checkpoint", default=CHECKPOINT, metavar="RE", help="regular expression of checkpoints (default: .pt etc.)")
+    add("--other-n", type=bounded_int(1), metavar="N", help="other number of ranks (default: one more)")
+    add("--link", type=Path, action="append", metavar="DIR", help="subfolder to link, not to copy")
+    add("--allow-write", type=Path, action="append", metavar="DIR", help="folder to write to, such as a cache")
+    add("--copy-limit", type=bounded_float(0), default=200.0, metavar="MB", help="size limit of copies (default: 200)")
+    add("--row-limit", type=seconds, default=120.0, metavar="T", help="seconds per row (default: 120)")
+    add("--total-limit", type=seconds, default=900.0, metavar="T", help="seconds for all rows (default: 900)")
+
+
+def run(options: Options, command: Sequence[str]) -> int:
+    """Run the command ``samestep check`` and return the exit code."""
+    if not command:
+        raise ConfigError("COMMAND is missing: write it after --")
+    required = parse_rows("--require", options.require) if options.require else None
+    names = list(dict.fromkeys([*parse_rows("--faults", options.faults), *(required or [])]))
+    results = check(options, command, names, _progress)
+    print(table(results))
+    if options.html:
+        options.html.write_text(page(results, command))
+    if options.junit:
+        options.junit.write_text(junit(results))
+    if required is None:
+        return int(any(each.verdict == "failed" for each in results))
+    return int(any(each.verdict != "passed" for each in results if each.row in required))
+
+
+def parse_rows(option: str, text: str) -> list[str]:
+    """Return the rows that an option names."""
+    groups = {"all": [*ROWS], "quick": [*ROWS][:QUICK]}
+    names = [name for word in text.split(",") for name in groups.get(word, [word])]
+    if unknown := [name for name in names if name not in ROWS]:
+        raise ConfigError(f"{option}: there is no row {unknown[0]!r}: choose quick, all, or of {', '.join(ROWS)}")
+    return [*dict.fromkeys(names)]
+
+
+def check(
+    options: Options, command: Sequence[str], rows: Iterable[str], progress: Callable[[str], None] = lambda name: None
+) -> list[Result]:
+    """Run the script of the current folder undisturbed, then decide the rows.
+
+    Raises:
+        ConfigError: the undisturbed script fails, or writes outside of its folder.
+    """
+    with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+        if options.keep:
+            options.keep.mkdir()
+        lab, results = Lab(options, command, Path(options.keep or temporary).resolve()), []
+        progress("undisturbed")
+        try:
+            assert lab.reference  # noqa: S101
+        except Verdict as problem:
+            raise ConfigError(f"the undisturbed script: {problem}: give a short command that works") from None
+        for name in rows:
+            progress(name)
+            begun = time.monotonic()
+            lab.row_end = begun + options.row_limit
+            try:
+                if begun > lab.begun + options.total_limit:
+                    raise CannotTell("the time is over: raise --total-limit")
+                verdict, seen = "passed", ROWS[name].decide(lab)
+            except Verdict as raised:
+                verdict, seen = VERDICTS[type(raised)], str(raised)
+            results.append(Result(name, verdict, printable(seen), time.monotonic() - begun))
+    progress("")
+    return results
+
+
+def _progress(name: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{name and f'checking: {name}'}", end="", file=sys.stderr, flush=True)
+
+
+def table(results: Iterable[Result]) -> str:
+    """Return the results as lines; a failed row also has its usual cause and the page that mends it."""
+    lines = []
+    for each in results:
+        lines.append(f"{each.row:19} {each.verdict:12} {each.seen}")
+        if each.verdict == "failed":
+            row = ROWS[each.row]
+            lines.append(f"{'':32} usual cause: {row.cause}; see {row.page}")
+    return "\n".join(lines)
+
+
+def _escape(text: str) -> str:
+    text = printable(text).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace(">", "&gt;").replace('"', "&quot;")
+
+
+def page(results: Sequence[Result], command: Sequence[str]) -> str:
+    """Return the results as HTML, in the style of the report; the page loads nothing."""
+    style = Path(__file__).parents[1].joinpath("observe", "page", "report.css").read_text()
+    counts = ", ".join(f"{sum(each.verdict == v for each in results)} {v}" for v in ("passed", *VERDICTS.values()))
+    rows = ""
+    for each in results:
+        row, failed = ROWS[each.row], each.verdict == "failed"
+        kind = {"passed": ' class="match"', "failed": ' class="differs"'}.get(each.verdict, "")
+        mend = f"{row.cause}; see {row.page}" if failed else ""
+        cells = f"<td{kind}>{each.verdict}</td><td>{_escape(each.seen)}</td><td>{_escape(mend)}</td>"
+        rows += f'<tr><th scope="row">{_escape(row.title)}</th>{cells}<td>{each.took:.0f} s</td></tr>\n'
+    failures = any(each.verdict == "failed" for each in results)
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("row", "verdict", "seen", "usual cause", "took"))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>samestep check</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>
+<header><h1 class="{"differs" if failures else "match"}">{counts}</h1>
+<p class="note"><code>{_escape(shlex.join(command))}</code></p></header>
+<main><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
+{rows}</tbody></table></div></main></body></html>
+"""
+
+
+def junit(results: Sequence[Result]) -> str:
+    """Return the results as JUnit XML: a row that cannot tell or was not seen is skipped."""
+    lines = []
+    for each in results:
+        tag = {"passed": "system-out", "failed": "failure"}.get(each.verdict, "skipped")
+        text = _escape(f"{each.verdict}: {each.seen}")
+        inner = f"<{tag}>{text}</{tag}>" if tag == "system-out" else f'<{tag} message="{text}"/>'
+        lines.append(
+            f'<testcase classname="samestep.check" name="{each.row}" time="{each.took:.1f}">{inner}</testcase>'
+        )
+    failed = sum(each.verdict == "failed" for each in results)
+    skipped = sum(each.verdict in ("cannot tell", "not seen") for each in results)
+    head = f'<testsuite name="samestep check" tests="{len(results)}" failures="{failed}" skipped="{skipped}">'
+    return "\n".join(['<?xml version="1.0" encoding="utf-8"?>', head, *lines, "</testsuite>", ""])

@@ -1,0 +1,39 @@
+"""The fixture ``samestep_check`` for pytest: it runs ``samestep check`` on a script of the repository under test."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from samestep import ConfigError
+from samestep.options import Parser
+
+
+@pytest.fixture
+def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that fails the test if a row of a check fails.
+
+    Call it as ``samestep_check("torchrun --nproc-per-node=2 train.py", "--faults=quick")``, with a command and options
+    of ``samestep check``. The keyword ``folder`` names the script's folder, by default pytest's root.
+    """
+
+    def run(command: str | Sequence[str], *arguments: str, folder: str | Path | None = None) -> None:
+        from samestep.check import command as program
+
+        monkeypatch.chdir(folder or pytestconfig.rootpath)
+        parser = Parser(prog="samestep")
+        program.add_options(parser.add_subparsers(dest="command"))
+        words = shlex.split(command) if isinstance(command, str) else [*command]
+        try:
+            options = parser.parse(["check", *arguments])
+            results = program.check(options, words, program.parse_rows("--faults", options.faults))
+        except ConfigError as error:
+            pytest.fail(f"samestep check: {error}", pytrace=False)
+        if any(each.verdict == "failed" for each in results):
+            pytest.fail(f"samestep check:\n{program.table(results)}", pytrace=False)
+        print(program.table(results))
+
+    return run

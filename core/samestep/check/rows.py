@@ -1,0 +1,377 @@
+"""The rows of a check: each injects a fault or asks a question, and returns in words what it saw.
+
+A row that passes returns; the other verdicts are exceptions. Rows share the runs that `Lab` keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep.check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
+
+NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
+QUICK = 12  # first rows
+ADAPTER = "give an --adapter that records them"
+
+
+class Row(NamedTuple):
+    """A row: its title, the function that decides it, the usual cause of a failure, and the page that mends it."""
+
+    title: str
+    decide: Callable[[Lab], str]
+    cause: str
+    page: str
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(name: str, title: str, cause: str, page: str) -> Callable[[Callable[[Lab], str]], Callable[[Lab], str]]:
+    """Add a function to ROWS."""
+
+    def add(decide: Callable[[Lab], str]) -> Callable[[Lab], str]:
+        ROWS[name] = Row(title, decide, cause, f"docs/{page}.md")
+        return decide
+
+    return add
+
+
+def restarted(lab: Lab, run: Faulted) -> None:
+    """Raise Failed if the script did not restart to its end."""
+    if run.again_code is None:
+        raise Failed("the restart does not end")
+    if run.again_code:
+        raise Failed(f"the restart fails: exit {run.again_code}: {run.again_words}")
+    if lab.steps and not run.again and run.done < len(lab.steps):
+        raise Failed("the restart takes no step")
+
+
+def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
+    """Return the step at which a restart resumed. Raise Failed if its samples differ from the undisturbed run."""
+    restarted(lab, run)
+    samples, again = lab.samples(), [step.indices for step in run.again]
+    for at in saved:
+        if again == samples[at:]:
+            return at
+    at = max(0, len(samples) - len(again))
+    if again == samples[at:] and not saved:
+        if at == 0:
+            raise Failed(f"starts over at step 0 of {len(samples)}; {run.done} steps lost")
+        return at
+    before = samples[: saved[0] if saved else at]
+    wanted = Counter(i for step in samples for i in step)
+    trained = Counter(i for step in [*before, *again] for i in step or ())
+    repeated, lost = (trained - wanted).total(), (wanted - trained).total()
+    where = f"saved at step {saved[0]}, resumes at step {at}" if saved else f"resumes at step {at}"
+    raise Failed(f"{where}: {repeated} samples repeated, {lost} lost")
+
+
+def saved_at(run: Faulted) -> list[int]:
+    """Return the steps of the checkpoints that a restart may resume, the newest first."""
+    saves = [save for save in run.records.saves() if save.time < run.struck + run.took]
+    late = [save for save in saves[:-1] if saves[-1].time > run.struck - 0.5]  # the newest may not be whole
+    return list(dict.fromkeys(save.step for save in [*saves[-1:], *reversed(late)]))[:2]
+
+
+@row("rank-killed", "A rank is killed", "no checkpoint, or a restart that does not find it", "recovery")
+def rank_killed(lab: Lab) -> str:
+    run = lab.killed
+    if run.code is None:
+        raise Failed(f"the job has not ended {run.took:.0f} s after")
+    if run.code == 0 and len(run.attempts) < 2:
+        raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps")
+    restarted(lab, run)
+    if run.code == 0:
+        return "resumes by itself"
+    return f"the job ends after {run.took:.1f} s, exit {run.code}; the restart trains to the end"
+
+
+@row("term", "TERM to the job", "no handler that saves, or a launcher that does not pass it", "signals")
+def term(lab: Lab) -> str:
+    run = lab.terminated
+    if run.code is None:
+        raise Failed(f"does not end in {run.took:.0f} s")
+    if len(lab.steps) and run.done >= len(lab.steps):
+        raise Failed(f"ignores TERM and trains to the end; exit {run.code}")
+    if run.code == 0:
+        raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps: a scheduler takes it as done")
+    words = f"ends after {run.took:.1f} s, exit {run.code}"
+    at = resumed_at(lab, run, saved_at(run))
+    if at < run.done:
+        raise Failed(f"{words}; {run.done - at} of {run.done} steps lost")
+    return f"{words}; no step lost"
+
+
+@row("resume-position", "Samples after a resume", "the position in the epoch is not saved", "own_loop")
+def resume_position(lab: Lab) -> str:
+    at = resumed_at(lab, lab.killed, saved_at(lab.killed))
+    return f"resumes at step {at} of {len(lab.steps)}, sample for sample"
+
+
+@row("resume-optimizer", "Learning rate and optimizer after a resume",
+     "the optimizer's or the scheduler's state_dict is not saved", "own_loop")  # fmt: skip
+def resume_optimizer(lab: Lab) -> str:
+    run, bound = lab.killed, lab.bound()
+    restarted(lab, run)
+    if not run.again or run.again[0].state is None:
+        raise NotSeen("no optimizer of torch")
+    at = len(lab.steps) - len(run.again)
+    if not 0 < at < len(lab.steps):
+        raise Failed("starts over at step 0: nothing is restored")
+    wanted, found = lab.steps[at], run.again[0]
+    if found.lr != wanted.lr:
+        raise Failed(f"learning rate {found.lr[0]:g} at step {at + 1}, {wanted.lr[0]:g} undisturbed")
+    if wanted.state and found.state[0] < wanted.state[0]:
+        raise Failed(f"the optimizer has {found.state[0]:g} tensors of state, {wanted.state[0]:g} undisturbed")
+    for name, a, b in (
+        ("weights", found.weights_before, wanted.weights_before),
+        ("optimizer's state", found.state[1], (wanted.state or [0, 0])[1]),
+    ):
+        if relative(a, b) > bound:
+            raise Failed(f"the {name} differ by {relative(a, b):.0e} at step {at + 1}")
+    rates = [k for k, (a, b) in enumerate(zip(run.again, lab.steps[at:]), at + 1) if a.lr != b.lr]
+    if rates:
+        raise Failed(f"learning rate differs from step {rates[0]} on")
+    return f"learning rate {found.lr[0]:g}, {found.state[0]:g} tensors of state, as undisturbed"
+
+
+@row("odd-batch", "A batch that N does not divide", "DistributedSampler pads, or DDP averages over ranks", "same_step")
+def odd_batch(lab: Lab) -> str:
+    samples, bound = lab.samples(), lab.bound()
+    odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
+    epochs: dict[int, Counter[int]] = {}
+    for step, indices in zip(lab.steps, samples):
+        epochs.setdefault(step.epoch, Counter()).update(indices)
+    repeated = max((count.total() - len(count) for count in epochs.values()), default=0)
+    if repeated:
+        raise Failed(f"{repeated} samples are repeated in an epoch, to fill the last batch")
+    if not odd:
+        last = {sum(step.shards) for step in lab.steps}
+        raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sorted(last)))}: use other sizes")
+    single = lab.single.steps()
+    if [step.indices for step in single] != samples:
+        raise CannotTell("other samples at 1 rank")
+    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
+        raise CannotTell("steps draw random numbers, so that weights at 1 rank differ")
+    k, shards = odd[0], " and ".join(map(str, lab.steps[odd[0]].shards))
+    pairs = [(each.weights_before, each.weights) for each in (lab.steps[k], single[k])]
+    if None in pairs[0]:
+        raise NotSeen("the weights")
+    (before, after), (alone_before, alone_after) = pairs
+    if relative(before, alone_before) <= bound < relative(after, alone_after):
+        raise Failed(f"step {k + 1} has shards of {shards}: its mean is not the mean over samples")
+    return f"step {k + 1} has shards of {shards}, and no sample is repeated"
+
+
+@row("epoch-order", "Order of two epochs", "sampler.set_epoch(epoch) is not called", "concepts")
+def epoch_order(lab: Lab) -> str:
+    first = next(iter(lab.reference.ranks().values()), None)
+    if first is None or any(step.indices is None for step in lab.steps):
+        raise NotSeen(f"the examples of steps: {ADAPTER}")
+    epochs: dict[int, list[int]] = {}
+    for step, shard in zip(lab.steps, first[0].steps):
+        epochs.setdefault(step.epoch, []).extend(shard["indices"])
+    if len(epochs) < 2:
+        raise NotSeen("fewer than two epochs")
+    one, two, *_ = epochs.values()
+    if one == sorted(one):
+        raise CannotTell("the examples come in stored order")
+    if one == two:
+        raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:5]))}...")
+    return f"{len(epochs)} epochs in {len(set(map(str, epochs.values())))} orders"
+
+
+@row("evaluation", "An evaluation that N does not divide", "DistributedSampler pads the evaluation set", "same_step")
+def evaluation(lab: Lab) -> str:
+    records, n = lab.reference, lab.n
+    found = records.evaluations()
+    if not found:
+        raise NotSeen("no evaluation by a DataLoader, or by an adapter")
+    if found[-1].size % n == 0:
+        n = lab.other
+        if found[-1].size % n == 0:
+            raise CannotTell(f"{lab.n} and {n} ranks divide {found[-1].size} examples: choose --other-n")
+        found = lab.at_other.evaluations()
+    counts, size = found[-1]
+    often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
+    more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
+    if more or missing:
+        raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
+    return f"at {n} ranks each of {size} examples counts {'once' if often == 1 else f'{often} times'}"
+
+
+@row("one-rank", "N = 1 against N", "random numbers by rank, or means over ranks", "same_step")
+def same_at_one(lab: Lab) -> str:
+    samples = lab.samples()
+    single = lab.single.steps()
+    alone = [step.indices or [] for step in single]
+    if len(single) != len(samples) or len(alone[0]) != len(samples[0]):
+        sizes = f"a step has {len(alone[0]) if alone else 0} samples at 1 rank, {len(samples[0])} at {lab.n}"
+        raise CannotTell(f"{sizes}: write a rank's batch as {{{len(samples[0])}/n}}")
+    other = next((k for k, (a, b) in enumerate(zip(alone, samples)) if a != b), None)
+    if other is not None:
+        raise Failed(f"step {other + 1} has other samples at 1 rank than at {lab.n}")
+    words = f"same samples in all {len(samples)} steps"
+    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
+        return f"{words}; weights not compared, as steps draw random numbers"
+    bound = lab.bound()
+    for name in ("weights", "loss"):
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(single, lab.steps)]
+        gaps = [relative(a, b) for a, b in pairs if a is not None and b is not None]
+        if gaps and max(gaps) > bound:
+            first = next(k for k, gap in enumerate(gaps, 1) if gap > bound)
+            raise Failed(f"{words}, but the {name} differ by {gaps[first - 1]:.0e} from step {first} on")
+        if gaps:
+            return f"{words}, {name} within {max(gaps):.0e}"
+    return f"{words}; weights and losses not seen"
+
+
+@row("exit-codes", "Exit codes", "an error that is caught, or sys.exit(0)", "exit_codes")
+def exit_codes(lab: Lab) -> str:
+    kill, stop = lab.killed, lab.terminated
+    words = f"undisturbed 0, a killed rank {kill.code}, TERM {stop.code}"
+    if (kill.code == 0 and len(kill.attempts) < 2) or (stop.code == 0 and stop.done < len(lab.steps)):
+        raise Failed(f"{words}: 0 although it is not done")
+    return words.replace("None", "no end")
+
+
+@row("leftovers", "Processes left", "ranks that do not notice the launcher's end", "signals")
+def leftovers(lab: Lab) -> str:
+    for run in (lab.killed, lab.terminated):
+        if run.code is None:
+            raise Failed(f"the job has not ended {run.took:.0f} s after a fault")
+    if lab.left:
+        raise Failed(f"{lab.left} processes outlive their launcher by 5 s")
+    return "no process outlives its launcher by 5 s"
+
+
+@row("recovery-time", "Seconds to recover", "no restart to the end", "recovery")
+def recovery_time(lab: Lab) -> str:
+    restarted(lab, lab.killed)
+    if not lab.killed.again:
+        raise NotSeen(f"no optimizer step: {ADAPTER}")
+    first = lab.killed.again[0].time - lab.killed.struck
+    return f"{first:.1f} s from the kill to the next step, {lab.killed.took:.1f} s of them until the job ended"
+
+
+@row("lost-work", "Steps lost or repeated", "checkpoints are rare, or not found", "recovery")
+def lost_work(lab: Lab) -> str:
+    words = []
+    for name, run in (("killed rank", lab.killed), ("TERM", lab.terminated)):
+        restarted(lab, run)
+        if not lab.steps:
+            raise NotSeen(f"no optimizer step: {ADAPTER}")
+        at = len(lab.steps) - len(run.again) if run.code else run.done
+        words.append(f"{name}: {max(0, run.done - at)} of {run.done} steps repeated")
+        if at <= 0:
+            raise Failed(f"{name}: all {run.done} steps lost")
+    return "; ".join(words)
+
+
+@row("launcher-killed", "The launcher is killed", "ranks do not notice that their parent died", "signals")
+def launcher_killed(lab: Lab) -> str:
+    with lab.job(lab.copy(), pause=lab.pause(3 * NOTICE)) as job:
+        lab.middle(job)
+        struck = time.time()
+        job.process.kill()
+        gone = job.wait(lambda: not job.left(), min(PATIENCE, lab.patience()))
+        after = [step for step in job.read().steps() if step.time > struck + NOTICE]
+        if not gone:
+            raise Failed(f"{len(job.left())} processes left {time.time() - struck:.0f} s after")
+        if after:
+            raise Failed(f"the ranks train for {after[-1].time - struck:.1f} s without their launcher")
+        return f"all ranks end within {time.time() - struck:.1f} s"
+
+
+@row("stalled", "A rank is stopped (SIGSTOP)", "the timeout of collectives is 30 minutes", "hangs")
+def stalled(lab: Lab) -> str:
+    with lab.job(lab.copy(), pause=lab.pause()) as job:
+        lab.middle(job)
+        struck = time.time()
+        os.kill(lab.victim(job), signal.SIGSTOP)
+        if not job.ended(min(PATIENCE, lab.patience())):
+            raise Failed(f"hangs: no end in {time.time() - struck:.0f} s")
+        return f"the job ends after {time.time() - struck:.0f} s, exit {job.code}"
+
+
+@row("save-killed", "Killed while saving", "the checkpoint is written in place, not renamed", "recovery")
+def save_killed(lab: Lab) -> str:
+    saves = lab.reference.opens()
+    kind = "open" if any(save.kind == "open" for save in saves) else "rename"
+    saves = [save for save in saves if save.kind == kind]
+    later = [k for k, save in enumerate(saves, 1) if save.step > saves[0].step]
+    if not later:
+        raise NotSeen(f"{'one checkpoint only' if saves else 'no checkpoint'} is written where Python sees it")
+    run = lab.faulted(None, kill_at=kind, kill_save=later[0])
+    complete = [save.step for save in run.records.saves() if save.step < saves[later[0] - 1].step]
+    at = resumed_at(lab, run, complete[::-1] or [0])
+    return f"killed at the {kind} of the checkpoint of step {saves[later[0] - 1].step}; resumes at step {at}"
+
+
+@row("checkpoint-damaged", "The newest checkpoint is damaged", "no checksum is stored", "recovery")
+def checkpoint_damaged(lab: Lab) -> str:
+    first, names = lab.killed, list[str]()
+    restarted(lab, first)  # without damage
+
+    def harm(work: Path) -> None:
+        files: list[Path] = []
+        for save in sorted(first.records.saves(), key=lambda save: save.time):
+            path = Path(save.path)
+            files = [each for each in [path, *path.rglob("*")] if each.is_file()] or files
+        if not files:
+            raise NotSeen("no checkpoint is written where Python sees it")
+        names.append(damage(max(files, key=lambda path: path.stat().st_size)))
+
+    run = lab.again(first, lab.n, harm)
+    if run.again_code:
+        return f"a byte of {names[0]}: refused, exit {run.again_code}: {run.again_words}"
+    restarted(lab, run)
+    at = len(lab.steps) - len(run.again)
+    if at <= 0:
+        raise Failed(f"a byte of {names[0]}: starts over at step 0")
+    if at >= len(lab.steps) - len(first.again):
+        raise Failed(f"a byte of {names[0]}: loaded without a word")
+    return f"a byte of {names[0]}: resumes an older one, at step {at}"
+
+
+def damage(path: Path) -> str:
+    """Flip a byte in the middle of a file, or of the largest member of a zip, such as torch.save writes."""
+    content = bytearray(path.read_bytes())
+    place = len(content) // 2
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            data = [each for each in archive.infolist() if "/data/" in each.filename] or archive.infolist()
+        entry = max(data, key=lambda each: each.compress_size)
+        names = entry.header_offset + 26  # the lengths of its name and of its extra field
+        sizes = (int.from_bytes(content[i : i + 2], "little") for i in (names, names + 2))
+        place = entry.header_offset + 30 + sum(sizes) + entry.compress_size // 2
+    content[place] ^= 0x40
+    path.write_bytes(content)
+    return path.name
+
+
+@row("other-n", "Resume at another N", "the state is saved by rank", "running")
+def other_n(lab: Lab) -> str:
+    lab.command(lab.other, again=True)
+    at = resumed_at(lab, lab.again(lab.killed, lab.other), saved_at(lab.killed))
+    return f"at {lab.other} ranks: resumes at step {at}, with the same samples"
+
+
+@row("two-jobs", "Two jobs at once", "a fixed port", "troubleshooting")
+def two_jobs(lab: Lab) -> str:
+    pause = lab.pause(2 * lab.took)  # the first trains while the second starts
+    with lab.job(lab.copy(), pause=pause) as first:
+        first.wait(lambda: first.code is not None or first.progress(lab.options.loss_pattern), lab.patience())
+        with lab.job(lab.copy()) as second:
+            ended = [job.ended(lab.patience()) for job in (second, first)]
+            for name, job, done in zip(("second", "first"), (second, first), ended):
+                if not done or job.code:
+                    raise Failed(f"the {name} job {f'exit {job.code}' if done else 'hangs'}: {job.last_words()}")
+    return "both end with exit 0"

@@ -1,0 +1,135 @@
+"""``samestep check`` on a script without a framework, whose ranks record their steps: program/plain.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+PLAIN = Path(__file__).with_name("program") / "plain.py"
+MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
+Done = tuple[subprocess.CompletedProcess[str], dict[str, str]]
+Replaced = tuple[tuple[str, str], ...]
+PADDED = (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),)
+
+
+def program(folder: Path, script: Path, replaced: Replaced = ()) -> Path:
+    """Copy a script into a new folder, with other texts in it."""
+    text = script.read_text()
+    for before, after in replaced:
+        assert before in text
+        text = text.replace(before, after)
+    folder.mkdir()
+    (folder / script.name).write_text(text)
+    return folder
+
+
+def check(folder: Path, *words: str, **environ: str) -> Done:
+    """Run a check in a folder; return its result, and the verdict of each row."""
+    junit = folder.parent / "junit.xml"
+    command = [sys.executable, "-c", MAIN, "check", f"--junit={junit}", *words]
+    environ = {**os.environ, **environ}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=1200, check=False)
+    verdicts = {}
+    for case in ElementTree.parse(junit).getroot() if junit.exists() else []:  # noqa: S314  # made here
+        verdicts[case.attrib["name"]] = (case[0].text or case[0].attrib["message"]).partition(":")[0]
+    return done, verdicts
+
+
+def plain(folder: Path, rows: str, *words: str, **environ: str) -> Done:
+    return check(folder, f"--faults={rows}", *words, "--", sys.executable, "plain.py", "-n", "2", **environ)
+
+
+def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -> None:
+    """The only test of all rows in the matrix; no other shows the page, or that nothing is left of a check."""
+    folder, page = program(tmp_path / "sound", PLAIN), tmp_path / "page.html"
+    (tmp_path / "temporary").mkdir()
+    done, verdicts = plain(folder, "all", f"--html={page}", TMPDIR=str(tmp_path / "temporary"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    not_seen = {name for name, verdict in verdicts.items() if verdict == "not seen"}
+    assert not_seen == {"resume-optimizer", "odd-batch"}, done.stdout  # it has no weights
+    assert len(verdicts) == 18
+    assert {*verdicts.values()} == {"passed", "not seen"}, done.stdout
+    assert "<td>no optimizer of torch</td>" in page.read_text()
+    assert [*folder.iterdir()] == [folder / "plain.py"]
+    assert not [*(tmp_path / "temporary").iterdir()]
+
+
+def test_a_failed_row_has_its_cause_and_its_page(tmp_path: Path) -> None:
+    """The only test of --require, of the exit codes, and of the words under a failed row."""
+    folder = program(tmp_path / "unsound", PLAIN, PADDED)
+    done, verdicts = plain(folder, "evaluation")
+    assert (done.returncode, verdicts) == (1, {"evaluation": "failed"})
+    assert "usual cause: DistributedSampler pads the evaluation set; see docs/same_step.md" in done.stdout
+    done, verdicts = plain(folder, "evaluation", "--require=epoch-order")
+    assert (done.returncode, verdicts["epoch-order"]) == (0, "passed")
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bool) -> None:
+    """No other test shows that a check protects the user's files, its own folder's too."""
+    outside = tmp_path / "unsound" / "precious"
+    folder = program(
+        tmp_path / "unsound",
+        PLAIN,
+        (("def train() -> None:\n", f"open({str(outside)!r}, 'w')\n\n\ndef train() -> None:\n"),),
+    )
+    done, verdicts = plain(folder, "evaluation", *([f"--allow-write={outside}"] if allowed else []))
+    assert outside.exists() == allowed
+    assert done.returncode == (0 if allowed else 2), done.stderr
+    assert allowed == (verdicts == {"evaluation": "passed"})
+    assert allowed or done.stderr.startswith(f"error: the script writes to {outside}, outside of its folder: add")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--faults=no", "--", "true"], "--faults: there is no row 'no': choose quick, all, or of rank-killed,"),
+        (["--copy-limit=0.001", "--", "true"], "the folder is larger than 0.001 MB: link data by --link"),
+        (["--", "false"], "the undisturbed script: at 2 ranks: exit 1"),
+        (["--", "no-such-program"], "cannot run no-such-program"),
+        ([], "COMMAND is missing: write it after --"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    """No other test calls the command wrongly."""
+    done, _ = check(program(tmp_path / "sound", PLAIN), *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_sitecustomize_of_the_user_also_runs(tmp_path: Path) -> None:
+    """No other test has a module that the check's own shadows."""
+    folder = program(
+        tmp_path / "sound", PLAIN, (("def train() -> None:\n", "def train() -> None:\n    assert sys.chained\n"),)
+    )
+    (folder / "modules").mkdir()
+    (folder / "modules" / "sitecustomize.py").write_text("import sys\nsys.chained = True\n")
+    path = os.pathsep.join([str(folder / "modules"), os.environ.get("PYTHONPATH", "")])
+    done, verdicts = plain(folder, "evaluation", PYTHONPATH=path)
+    assert verdicts == {"evaluation": "passed"}, done.stderr
+
+
+def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
+    """No other test uses the pytest plugin."""
+    folder = program(tmp_path / "unsound", PLAIN, PADDED)
+    command = f"{sys.executable} plain.py -n 2"
+    (folder / "test_it.py").write_text(
+        f"def test_good(samestep_check): samestep_check({command!r}, '--faults=epoch-order')\n"
+        f"def test_bad(samestep_check): samestep_check({command!r}, '--faults=evaluation')\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "samestep.check.plugin", "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "evaluation          failed       at 2 ranks" in done.stdout
+
+
+def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
+    """No other test compares the page with the file."""
+    page = Path(__file__).parents[2] / "docs" / "check_your_own.md"
+    assert f"```python\n{PLAIN.with_name('adapter.py').read_text()}```" in page.read_text()
