@@ -81,13 +81,12 @@ def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("rows", ["quick", "all"])
 def test_no_row_of_the_sound_script_fails(tmp_path: Path, rows: str, table: list[str]) -> None:
-    """No other test runs all rows on a script of torch's, and bounds their time."""
+    """No other test runs all rows on a script of torch's, and measures their time."""
     begun = time.monotonic()
     done, verdicts = torchrun(program(tmp_path / "sound", TRAIN), rows)
-    took = time.monotonic() - begun
-    table.append(f"check: {rows} rows | 2 | none | {len(verdicts)} | {[*verdicts.values()].count('passed')}")
+    took = f"{time.monotonic() - begun:.0f} s"
+    table.append(f"check: {rows} rows | 2 | none; {took} | {len(verdicts)} | {[*verdicts.values()].count('passed')}")
     assert {*verdicts.values()} == {"passed"}, done.stdout + done.stderr
-    assert took < {"quick": 90, "all": 480}[rows]
 
 
 @pytest.mark.soak

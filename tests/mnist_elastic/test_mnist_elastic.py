@@ -27,6 +27,12 @@ def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
     return {rank: beat for rank, beat in sorted(found.items()) if rank and beat.get("pid") in environments()}
 
 
+def waits_for(harness: Harness, members: int) -> dict[str, str]:
+    """Return an environment in which the steps of fewer members take longer, so that the others come back in time."""
+    path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
+    return {"PYTHONPATH": path, "SAMESTEP_COMPLETE": str(members)}
+
+
 def kill(job: Job, chance: random.Random) -> str:
     """Kill a rank, as soon as one lives, and return where it was."""
     rank, beat = chance.choice([*job.wait_for(lambda: heartbeats(job)).items()])
@@ -44,12 +50,13 @@ def check_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
 def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    kills, epochs, runs = (20, 200, 5) if soak else (4, 20, 1)
+    kills, epochs, runs = (20, 200, 5) if soak else (4, 5, 1)
     options = (*RUN, f"--epochs={epochs}")
     reference = undisturbed(1, *options)
     for number in range(runs):
         chance, where = random.Random(number), []
-        job = harness.start(4, *options, run_dir=harness.folder / str(number))
+        environ = {} if soak else waits_for(harness, 4)
+        job = harness.start(4, *options, run_dir=harness.folder / str(number), **environ)
         job.wait_for_step(10)
         first = {rank: beat["pid"] for rank, beat in heartbeats(job).items()}
         assert len(first) == 4
@@ -77,9 +84,10 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
 def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    options = (*RUN, "--epochs=20")
+    """In no other test do ranks join while the steps of the others take long."""
+    options = (*RUN, "--epochs=5")
     reference = undisturbed(1, *options)
-    job = harness.start(1, *options, run_dir=harness.folder / "run")
+    job = harness.start(1, *options, run_dir=harness.folder / "run", **waits_for(harness, 4))
     job.wait_for_step(5)
     join = [sys.executable, "-I", str(ROOT / "apps/mnist_elastic/join.py"), str(job.run_dir), "3"]
     done = bare(harness, join)
@@ -103,9 +111,9 @@ def members(job: Job) -> str:
 def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    options = (*RUN, "--epochs=20")
+    options = (*RUN, "--epochs=5")
     reference = undisturbed(1, *options)
-    job = harness.start(3, *options, "--timeout=16", run_dir=harness.folder / "run")
+    job = harness.start(3, *options, "--timeout=16", run_dir=harness.folder / "run", **waits_for(harness, 3))
     job.wait_for_step(20)
     stopped = heartbeats(job)[2]["pid"]
     os.kill(stopped, signal.SIGSTOP)
@@ -122,8 +130,8 @@ def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
 def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    options = (*RUN, "--epochs=20", "--max-steps=400")
-    reference = undisturbed(3, *options)
+    options = (*RUN, "--epochs=20", "--max-steps=300")
+    reference = undisturbed(1, *options)
     job = harness.start(3, *options)
     job.wait_for_step(60)
     job.process.terminate()
@@ -162,14 +170,13 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
     faults: list[tuple[str, int | None, int]],
     restarts: int,
 ) -> None:
-    options = (*RUN, "--epochs=20", "--max-steps=400")
-    reference = undisturbed(3, *options)
+    options = (*RUN, "--epochs=20", "--max-steps=160")
+    reference = undisturbed(1, *options)
     values: list[dict[str, Any]] = []
     for number, (at, rank, sent) in enumerate(faults):
         values.append({"at": at, "step": 20, "signal": sent, "done": str(harness.folder / f"done-{number}")})
         values[-1] |= {"rank": rank} if rank else {}
-    path = os.pathsep.join([str(FAULTS), harness.environ()["PYTHONPATH"]])
-    job = harness.start(3, *options, SAMESTEP_FAULTS=json.dumps(values), PYTHONPATH=path)
+    job = harness.start(3, *options, SAMESTEP_FAULTS=json.dumps(values), **waits_for(harness, 3))
     if signal.SIGSTOP in (sent for _, _, sent in faults):
         job.wait_for(lambda: Path(values[-1]["done"]).exists())
         stopped = job.alive(2)["pid"]
