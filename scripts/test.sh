@@ -3,10 +3,10 @@
 # Run the tests of a change since origin's main branch or a REVISION:  bash scripts/test.sh --changed [REVISION]
 set -euo pipefail
 CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
-packages="tox==4.67.13 tox-uv==1.37.1 uv==0.13.9"
+packages=(tox==4.67.13 tox-uv==1.37.1 uv==0.13.9)
 venv=.venvs/tox
 
-if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$packages" ]; then
+if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "${packages[*]}" ]; then
   for python in python3.11 python3; do
     if "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
       break
@@ -17,11 +17,11 @@ if [ "$(cat "$venv/samestep-stamp" 2>/dev/null)" != "$packages" ]; then
     echo "error: the tests need Python 3.11 with the venv module (Debian: apt-get install python3.11-venv)" >&2
     exit 2
   fi
-  echo "making $venv with $packages"
+  echo "making $venv with ${packages[*]}"
   rm -rf "$venv"
   "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $packages
-  echo "$packages" >"$venv/samestep-stamp"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}"
+  echo "${packages[*]}" >"$venv/samestep-stamp"
 fi
 # uv installs the environments, and does not read pip's configuration.
 settings=$("$venv/bin/python" -m pip config list)

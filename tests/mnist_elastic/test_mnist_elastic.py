@@ -176,7 +176,8 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
     for number, (at, rank, sent) in enumerate(faults):
         values.append({"at": at, "step": 20, "signal": sent, "done": str(harness.folder / f"done-{number}")})
         values[-1] |= {"rank": rank} if rank else {}
-    job = harness.start(3, *options, SAMESTEP_FAULTS=json.dumps(values), **waits_for(harness, 3))
+    environ = {"SAMESTEP_FAULTS": json.dumps(values), **waits_for(harness, 3)}
+    job = harness.start(3, *options, run_dir=harness.folder / "run", **environ)
     if signal.SIGSTOP in (sent for _, _, sent in faults):
         job.wait_for(lambda: Path(values[-1]["done"]).exists())
         stopped = job.alive(2)["pid"]
