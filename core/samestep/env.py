@@ -286,8 +286,7 @@ def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | Non
         raise EnvError(f"{_show(env, causes[0])} needs {' and '.join(unset)}: set both, or unset {causes[0]}")
     rank, size = _number(env, rank_name), _number(env, size_name, low=1)
     if rank is not None and size is not None and rank >= size:
-        shown = f"{_show(env, rank_name)} is not below {_show(env, size_name)}"
-        raise EnvError(f"{shown}: count ranks from 0")
+        raise EnvError(f"{_show(env, rank_name)} is not below {_show(env, size_name)}: count ranks from 0")
     return rank, size
 
 
