@@ -59,6 +59,7 @@ APP = Path(__file__).resolve().parent.name
 MAX_FAILURES = 3  # of one rank in a row, without an update in between
 START_SECONDS = 60.0  # in which a rank must at least load the checkpoint
 END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
+JOIN_MS = 5000  # that it waits for ranks that live but do not ask, because they are still in a step
 SILENT_MS = 700  # without a heartbeat after which the lighthouse counts a rank as gone
 
 
@@ -217,9 +218,7 @@ class Job:
         """Run the lighthouse, the store and the ranks until the last step is recorded. Raises as `Run.save`."""
         self._listen()
         address = self._place[0]
-        # A living rank that does not ask for a group is in a step: however long it takes, a group has this rank too.
-        join_ms = round(1000 * give_up_after(self._options.timeout))
-        times = {"join_timeout_ms": join_ms, "heartbeat_timeout_ms": SILENT_MS, "quorum_tick_ms": 20}
+        times = {"join_timeout_ms": JOIN_MS, "heartbeat_timeout_ms": SILENT_MS, "quorum_tick_ms": 20}
         lighthouse = LighthouseServer(bind=f"{address}:0", min_replicas=self._options.min_ranks, **times)
         listener = socket.create_server((address, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=60)
