@@ -59,7 +59,7 @@ APP = Path(__file__).resolve().parent.name
 MAX_FAILURES = 3  # of one rank in a row, without an update in between
 START_SECONDS = 60.0  # in which a rank must at least load the checkpoint
 END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
-JOIN_MS = 5000  # that it waits for ranks that live but do not ask, because they are still in a step
+JOIN_MS = 4000  # that it waits for ranks that live but do not ask, because they are still in a step
 SILENT_MS = 700  # without a heartbeat after which the lighthouse counts a rank as gone
 
 

@@ -12,6 +12,7 @@ has not, they regroup, and copy the state of the rank that is ahead.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import threading
@@ -267,7 +268,10 @@ class Members:
         Raises Failed if a member is lost meanwhile.
         """
         if dist.is_initialized():
-            dist.destroy_process_group()  # closes the connections, so that the other members notice
+            dist.destroy_process_group()
+            # The group closes its connections once nothing refers to it, so that other members notice. The traceback of
+            # a failed collective does, in a cycle.
+            gc.collect()
         self.regroup_due = True
         self.launcher.send(kind="regroup", failed=self._failed_step)
         self._failed_step, groups = None, self._arrays()
