@@ -1,6 +1,6 @@
 """Let MindSpore cut the operators of the step over ranks: ``--parallel semi-auto`` and ``auto``, experimental.
 
-Semi-automatic parallelization cuts the batch, and the weights of the last layer as `cut` says. In automatic
+Semi-automatic parallelization cuts the batch and the weights of the last layer, which `cut` selects. In automatic
 parallelization (AUTO_PARALLEL), a search with a cost model cuts all operators.
 
 If MindSpore cuts a weight, each rank holds a part of it. Checkpoints, comparisons and evaluations need whole weights,

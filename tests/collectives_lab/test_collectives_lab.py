@@ -165,7 +165,7 @@ def ends(jobs: list[Job]) -> list[Outcome]:
     return [job.finish() for job in jobs]
 
 
-# Of each fault the matrix takes primitives that fail in different ways: in a collective, in a send, by comparison.
+# The quick tests use primitives that fail in different ways: in a collective, in a send, by comparison.
 FAULTS = {
     "killed": ["all_reduce", "send_recv"],
     "stopped": ["broadcast", "isend_irecv"],

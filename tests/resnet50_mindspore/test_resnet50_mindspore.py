@@ -221,7 +221,7 @@ def test_the_models_are_torchvisions(told_of_models: Any) -> None:
 def test_the_losses_are_equal_and_the_cpu_sinks_no_data(told_of_models: Any) -> None:
     """The losses: also where an exponential is too large or too small for float32, and their gradients.
 
-    With dataset_sink_mode=True, as --help says, Model on CPU takes each of 2 x 4 steps with a batch from memory.
+    Model on CPU reads a batch from memory at each of 2 x 4 steps, although dataset_sink_mode=True, as --help says.
     """
     output = told_of_models["LOSSES"]
     assert output["sinks"] == [False] * 8
@@ -377,7 +377,7 @@ for name, *layout in (
     parameters[name].set_data(part, slice_shape=True)
 step.parameter_layout_dict = layouts
 auto_parallel.record_layouts(step)
-def all_gather(row):  # of 8 ranks, of which this one is number 5
+def all_gather(row):  # as rank 5 of 8
     for each in parts.values():
         rows = [part.asnumpy().ravel() for _, part in each]
         if np.array_equal(rows[5], row):

@@ -13,6 +13,7 @@ write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
 
 from __future__ import annotations
 
+import html
 import shlex
 import sys
 import tempfile
@@ -139,8 +140,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _escape(text: str) -> str:
-    text = printable(text).replace("&", "&amp;").replace("<", "&lt;")
-    return text.replace(">", "&gt;").replace('"', "&quot;")
+    return html.escape(printable(text))
 
 
 def page(results: Sequence[Result], command: Sequence[str]) -> str:

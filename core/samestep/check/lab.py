@@ -130,7 +130,7 @@ class Lab:
             raise NotSeen("the command has no --nproc-per-node, --num-processes, -np, -n or {n} to change")
         for i, value in places:
             command[i] = command[i].removesuffix(value) + str(n)
-        command = [re.sub(r"\{(\d+)/n\}", lambda match: str(int(match[1]) // (n or 1)), word) for word in command]
+        command = [re.sub(r"\{(\d+)/n\}", lambda match: str(int(match[1]) // n), word) for word in command]
         return [word.replace("{n}", str(n)) for word in command]
 
     def copy(self, source: Path | None = None) -> Path:
