@@ -154,6 +154,8 @@ class Members:
         self._failed_step: int | None = None
         address, port = launcher.store
         self._store = TCPStore(address, port, timeout=timedelta(seconds=CONNECT_SECONDS))
+        gc.collect()
+        gc.freeze()  # nothing that lives by now is searched again when garbage is collected
         self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
         heartbeats.heartbeat(launcher.name)  # a first group waits for the ranks that have sent one
         threading.Thread(target=self._send_heartbeats, args=(heartbeats,), daemon=True).start()
@@ -271,7 +273,7 @@ class Members:
             dist.destroy_process_group()
             # The group closes its connections once nothing refers to it, so that other members notice. The traceback of
             # a failed collective does, in a cycle.
-            gc.collect()
+            gc.collect()  # without what __init__ has frozen, in milliseconds: heartbeats must not wait for it
         self.regroup_due = True
         self.launcher.send(kind="regroup", failed=self._failed_step)
         self._failed_step, groups = None, self._arrays()
