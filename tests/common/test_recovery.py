@@ -298,48 +298,47 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """A rank, its launcher and the script are killed, a signal stops it, and its newest checkpoint is damaged.
+    """A checkpoint is damaged, a rank, its launcher and the script are killed, and a signal stops the run.
 
-    The soak has each fault alone and often. Here one run goes through all of them, because a start takes long.
+    The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its steps
+    are slow, so that each fault comes in time on a busy machine, too.
     """
-    skipped = harness.app.skipped_marks
-    # The last fault must come in time on a busy machine, too; for apps without "kills" ``small`` is long enough.
-    longer = [] if {"kills", "slow"} & set(skipped) else ["--epochs=6"]
-    n = 2
-    reference, chance = undisturbed(n, *longer), random.Random(n)
-    fraction = reference["steps"] / 8
-    run_dir = harness.folder / "run"
+    n, skipped = 2, harness.app.skipped_marks
+    reference, chance = undisturbed(n), random.Random(n)
+    slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
+    environ = faulty({"slow": slow, "seconds": 0.1, "every_start": True})
+    checkpoints = harness.folder / "run" / "checkpoints"
 
-    job = harness.start(n, *harness.app.small, *longer)
-    job.wait_for_step(int(fraction))
+    job = harness.start(n, *harness.app.small, **environ)
+    newest = job.wait_for(lambda: sorted(checkpoints.glob("step-*"))[1:])[-1]
+    flip(sorted(newest.glob("model*.safetensors"))[0])
     os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
-    job.wait_for_step(int(3 * fraction))
+    job.wait_for((checkpoints / f"damaged-{newest.name}").is_dir)
+    restarts = 1
+    if "launcher" not in skipped:
+        job.wait_for_step(reference["steps"] // 2)
+        os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
+        restarts = 2
+    job.wait_for_step(3 * reference["steps"] // 4)
     stop = Stop(signal.SIGTERM, "the script") if "core_only" in skipped else Stop(signal.SIGUSR1, "a rank")
     stop.send(job, chance)
-    saved = check_stopped(harness, job, stop, restarts=1)
-    assert saved > fraction
+    saved = check_stopped(harness, job, stop, restarts)
+    assert saved >= 3 * reference["steps"] // 4
 
-    flip(sorted((run_dir / "checkpoints" / f"step-{saved:08d}").glob("model*.safetensors"))[0])
-    job = harness.start(n, *harness.app.small, *longer)
-    job.wait_for((run_dir / "checkpoints" / f"damaged-step-{saved:08d}").is_dir)
-    job.wait_for_step(max(saved + 1, int(4 * fraction)))
-    if "launcher" not in skipped:
-        os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
-        job.wait_for_step(int(6 * fraction))
+    job = harness.start(n, *harness.app.small, **environ)
     if "core_only" not in skipped:
+        job.wait_for_step(saved + 1)
         job.process.kill()
         job.finish()
-        job = harness.start(n, *harness.app.small, *longer)  # at once: old ranks may still be there
-    check_same_end(harness, job.finish(), n, reference)
-    if "core_only" not in skipped:  # once more: it only reports
-        finished = check_same_end(harness, harness.run(n, *harness.app.small, *longer), n, reference)
-        assert finished["resumed_from_step"] == finished["steps"]
+        job = harness.start(n, *harness.app.small)  # at once: old ranks may still be there
+    result = check_same_end(harness, job.finish(), n, reference)
+    assert result["resumed_from_step"] >= saved
 
 
 # --- resuming as another job ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.core_only
+@pytest.mark.soak  # in the matrix mnist_ddp resumes on 3 ranks what 2 began, and has the losses of a plain loop
 def test_resume_at_other_numbers_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:

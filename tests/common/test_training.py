@@ -131,16 +131,15 @@ def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str,
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-# In the matrix one app shows the first; others do by being compared with it, or show the second, of their own variants.
-@pytest.mark.parametrize(
-    "which", [pytest.param(0, marks=pytest.mark.core_only), pytest.param(1, marks=pytest.mark.curves)]
-)
+# In the matrix apps are compared with a plain loop or with each other.
+@pytest.mark.soak
+@pytest.mark.parametrize("which", [0, 1])
 def test_losses_are_the_same_at_any_number_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, which: int
 ) -> None:
     batch = Shape.of(undisturbed(2)).odd_batch(harness.app.parts[which])
     for i, variant in enumerate(harness.app.variants):
-        # In the matrix the first variant takes all of its steps with one batch size, the last some with the other.
+        # Without --soak the first variant takes all of its steps with one batch size, the last some with the other.
         if not soak and i != which * (len(harness.app.variants) - 1):
             continue
         steps = harness.app.exact_steps[0 if soak or i == 0 else 1]

@@ -37,5 +37,5 @@ SPEC = App(
     diverges=("--lr=1e30", "--warmup-steps=0"),
     compared=False,
     virtual_ranks=None,
-    skipped_marks=("core_only", "best", "curves", "kills", "launcher", "stall", "torchrun", "stragglers"),
+    skipped_marks=("core_only", "best", "kills", "launcher", "stall", "torchrun", "stragglers"),
 )

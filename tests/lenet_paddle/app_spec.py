@@ -8,7 +8,6 @@ from mnist_spec import MNIST
 
 SPEC = replace(
     MNIST,
-    small=(*MNIST.small, "--epochs=6"),
     exact=("--dataset=mnist-5k", "--dtype=float64", "--log-every=1", "--epochs=100"),
     variants=[("--optimizer=sgd",), ("--optimizer=adam",), ("--api=fleet",), ("--api=highlevel",)],
     resume_invariants=[
@@ -19,5 +18,5 @@ SPEC = replace(
     ],
     defaults=("--epochs=10",),
     launcher="paddle.distributed.launch",
-    skipped_marks=("core_only", "best", "curves", "kills", "stragglers"),
+    skipped_marks=("core_only", "best", "kills", "stragglers"),
 )

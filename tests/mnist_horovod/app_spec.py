@@ -9,7 +9,6 @@ from mnist_spec import MNIST
 # Other tests compare its losses with the other torch programs' and show that core's watchdog finds a stalled rank.
 SPEC = replace(
     MNIST,
-    small=(*MNIST.small, "--epochs=6"),
     launcher="horovodrun",
-    skipped_marks=("core_only", "best", "curves", "kills", "stall", "stragglers"),
+    skipped_marks=("core_only", "best", "kills", "stall", "stragglers"),
 )

@@ -9,6 +9,5 @@ from mnist_spec import MNIST
 # Other tests compare its losses with the other torch programs' and show that core's watchdog finds a stalled rank.
 SPEC = replace(
     MNIST,
-    small=(*MNIST.small, "--epochs=6"),
-    skipped_marks=("core_only", "curves", "kills", "launcher", "stall", "stragglers"),
+    skipped_marks=("core_only", "kills", "launcher", "stall", "stragglers"),
 )

@@ -17,7 +17,8 @@ These end nothing:
   file's name gets "-<rank>" at its end.
 * ``tell``: this file gets the address and the number of values of each parameter (torch alone).
 
-A fault disturbs only the first start of a job. It changes when the program ends, and replaces none of its code.
+A fault disturbs only the first start of a job, unless it has ``every_start``. It changes when the program ends, and
+replaces none of its code.
 """
 
 from __future__ import annotations
@@ -159,5 +160,5 @@ def _arm() -> None:
 # The rank itself, not the launcher that has train.py among its arguments.
 _is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
 _first_start = all(os.environ.get(name, "0") == "0" for name in ("SAMESTEP_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
-if _fault and _is_rank and _first_start:
+if _fault and _is_rank and (_first_start or "every_start" in _fault):
     _arm()
