@@ -22,7 +22,9 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["in the repository", "alone"])
+@pytest.mark.parametrize(
+    "alone", [pytest.param(False, id="in the repository"), pytest.param(True, id="alone", marks=pytest.mark.soak)]
+)
 def test_the_changes_of_the_page_are_as_large_as_it_says(tmp_path: Path, alone: bool) -> None:
     root = clone(tmp_path / "samestep")
     wheel = tmp_path / "samestep-0.2.0-py3-none-any.whl"

@@ -85,6 +85,7 @@ def test_a_taken_port_is_named(harness: Harness) -> None:
     assert f"MASTER_PORT={port} is in use" in outcome.stderr
 
 
+@pytest.mark.weights
 def test_weights_that_do_not_fit_are_refused(harness: Harness) -> None:
     weights = harness.folder / "other.safetensors"
     weights.write_bytes(safetensors.numpy.save({"conv9.weight": np.zeros((2, 2), np.float32)}))
@@ -116,7 +117,7 @@ def test_help_teaches(harness: Harness) -> None:
     assert all(name in outcome.stdout for name in ("NNODES", "PYTHON", "OMP_NUM_THREADS", "exit codes"))
 
 
-@pytest.mark.core_only
+@pytest.mark.soak  # in the matrix tests/core shows it, with threads
 def test_all_ranks_agree_on_a_loss_that_is_not_a_number(harness: Harness) -> None:
     """It is one more start until they know that no flipped bit made it so."""
     options = [*harness.app.small, *harness.app.diverges, "--log-every=1", "--max-restarts=1"]

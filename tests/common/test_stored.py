@@ -30,6 +30,7 @@ def restore(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.stored_run
+@pytest.mark.weights
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_run_of_version_0_1_resumes_with_the_same_losses(harness: Harness, n: int) -> None:
     folder = ROOT / "tests" / harness.app.name / "stored" / "version-0.1"

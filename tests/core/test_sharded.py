@@ -356,13 +356,13 @@ def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str
     assert reference["weights_sha256"] in ends[0][1]
 
 
-def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy) -> None:
-    """Each rank is killed before each of its operations on checkpoints' files. The files are whole; a run resumes."""
+def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy, soak: bool) -> None:
+    """Ranks are killed before each of their operations on checkpoints' files. The files are whole; a run resumes."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]
     template = toy.run_dir.rename(toy.run_dir.with_name("template"))
     shutil.rmtree(template / "checkpoints" / "step-00000004")
     found: dict[int, list[int]] = {}
-    for rank in range(3):
+    for rank in range(3 if soak else 2):  # rank 2 does what rank 1 does
         for count in itertools.count(1):
             shutil.rmtree(toy.run_dir, ignore_errors=True)
             shutil.copytree(template, toy.run_dir)
@@ -376,7 +376,7 @@ def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy) 
             found.setdefault(rank, []).append(newest.step)
             if count == 3:  # the rest of the life of one
                 assert toy.done(2, "--max-steps=4")["weights_sha256"] == reference
-    assert [found[1], found[2]] == [[2, 2, 2]] * 2  # the folder and two files
+    assert all(found[rank] == [2, 2, 2] for rank in [*found][1:])  # the folder and two files
     assert found[0][:6] == [2, 2, 2, 2, 2, 4]  # and the manifest and the name, before an old one is deleted
     assert {*found[0][5:]} == {4}
 

@@ -18,7 +18,8 @@ from processes import environments, listening
 from samestep import checkpoint
 
 FAULTS = Path(__file__).parent / "faults"
-RUN = ("--dataset=mnist-5k", "--global-batch-size=100", "--checkpoint-every=50", "--log-every=1")
+RUN = ("--dataset=mnist-5k", "--global-batch-size=100", "--checkpoint-every=50", "--log-every=1", "--virtual-ranks=4")
+SHORT = (*RUN, "--epochs=20", "--max-steps=160")  # of most tests, which share the undisturbed run
 
 
 def heartbeats(job: Job) -> dict[int, dict[str, Any]]:
@@ -50,8 +51,7 @@ def check_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
 def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
-    kills, epochs, runs = (20, 200, 5) if soak else (4, 5, 1)
-    options = (*RUN, f"--epochs={epochs}")
+    kills, options, runs = (20, (*RUN, "--epochs=200"), 5) if soak else (4, SHORT, 1)
     reference = undisturbed(1, *options)
     for number in range(runs):
         chance, where = random.Random(number), []
@@ -85,9 +85,8 @@ def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
     """In no other test do ranks join while the steps of the others take long."""
-    options = (*RUN, "--epochs=5")
-    reference = undisturbed(1, *options)
-    job = harness.start(1, *options, run_dir=harness.folder / "run", **waits_for(harness, 4))
+    reference = undisturbed(1, *SHORT)
+    job = harness.start(1, *SHORT, run_dir=harness.folder / "run", **waits_for(harness, 4))
     job.wait_for_step(5)
     join = [sys.executable, "-I", str(ROOT / "apps/mnist_elastic/join.py"), str(job.run_dir), "3"]
     done = bare(harness, join)
@@ -111,9 +110,8 @@ def members(job: Job) -> str:
 def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    options = (*RUN, "--epochs=5")
-    reference = undisturbed(1, *options)
-    job = harness.start(3, *options, "--timeout=16", run_dir=harness.folder / "run", **waits_for(harness, 3))
+    reference = undisturbed(1, *SHORT)
+    job = harness.start(3, *SHORT, "--timeout=16", run_dir=harness.folder / "run", **waits_for(harness, 3))
     job.wait_for_step(20)
     stopped = heartbeats(job)[2]["pid"]
     os.kill(stopped, signal.SIGSTOP)
@@ -130,17 +128,16 @@ def test_a_rank_that_is_stopped_is_replaced_and_all_that_are_killed_go_on(
 def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    options = (*RUN, "--epochs=20", "--max-steps=300")
-    reference = undisturbed(1, *options)
-    job = harness.start(3, *options)
-    job.wait_for_step(60)
+    reference = undisturbed(1, *SHORT)
+    job = harness.start(3, *SHORT)
+    job.wait_for_step(40)
     job.process.terminate()
     outcome = job.finish()
     assert outcome.code == 128 + signal.SIGTERM
     saved = checkpoint.folders(job.run_dir)[0]
     assert int(saved.name[5:]) == last_step(job.run_dir)
-    job = harness.start(2, *options)
-    job.wait_for_step(last_step(job.run_dir) + 60)
+    job = harness.start(2, *SHORT)
+    job.wait_for_step(last_step(job.run_dir) + 20)
     os.kill(job.alive(0)["pid"], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
     assert result["weights_sha256"] == reference["weights_sha256"]
@@ -170,14 +167,13 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
     faults: list[tuple[str, int | None, int]],
     restarts: int,
 ) -> None:
-    options = (*RUN, "--epochs=20", "--max-steps=160")
-    reference = undisturbed(1, *options)
+    reference = undisturbed(1, *SHORT)
     values: list[dict[str, Any]] = []
     for number, (at, rank, sent) in enumerate(faults):
         values.append({"at": at, "step": 20, "signal": sent, "done": str(harness.folder / f"done-{number}")})
         values[-1] |= {"rank": rank} if rank else {}
     environ = {"SAMESTEP_FAULTS": json.dumps(values), **waits_for(harness, 3)}
-    job = harness.start(3, *options, run_dir=harness.folder / "run", **environ)
+    job = harness.start(3, *SHORT, run_dir=harness.folder / "run", **environ)
     if signal.SIGSTOP in (sent for _, _, sent in faults):
         job.wait_for(lambda: Path(values[-1]["done"]).exists())
         stopped = job.alive(2)["pid"]

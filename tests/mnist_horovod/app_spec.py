@@ -10,5 +10,5 @@ from mnist_spec import MNIST
 SPEC = replace(
     MNIST,
     launcher="horovodrun",
-    skipped_marks=("core_only", "best", "kills", "stall", "stragglers"),
+    skipped_marks=("core_only", "best", "kills", "stall", "stragglers", "weights"),
 )

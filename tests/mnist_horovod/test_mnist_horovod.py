@@ -41,19 +41,26 @@ def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: 
     assert "--compression" in outcome.errors[0]
 
 
-def test_a_distributed_optimizer_takes_the_same_steps(harness: Harness, soak: bool) -> None:
-    """Horovod's DistributedOptimizer, resumed at another number of ranks, beside the group of gradients of one rank."""
-    steps = 50 if soak else 12
-    for kind in ("adam", "sgd") if soak else ("adam",):
-        options = [*harness.app.exact, f"--optimizer={kind}", "--global-batch-size=127"]
-        harness.train(1, *options, f"--max-steps={steps}", run_dir=harness.folder / kind)
-        expected = losses(harness.folder / kind)
-        assert len(expected) == steps
-        for first, then in ((3, 2), (2, 3), (1, 1)) if soak else ((3, 2),):
-            run_dir = harness.folder / f"{kind}-{first}"
-            for n, last in ((first, steps // 2), (then, steps)):
-                harness.train(n, *options, "--gradients=optimizer", f"--max-steps={last}", run_dir=run_dir)
-            assert relative_difference(expected, losses(run_dir)) < 1e-9, (kind, first)
+def test_a_distributed_optimizer_takes_the_same_steps(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """Horovod's DistributedOptimizer at 3 ranks has the losses of the group of gradients of 2, but for rounding."""
+    expected = losses(Path(undisturbed(2)["run_dir"]))[:8]
+    harness.train(3, *harness.app.small, "--gradients=optimizer", "--max-steps=8")
+    assert relative_difference(expected, losses(harness.folder / "run")) < 1e-5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_distributed_optimizer_takes_the_steps_of_one_rank(harness: Harness, kind: str) -> None:
+    """In float64, resumed at another number of ranks."""
+    options = [*harness.app.exact, f"--optimizer={kind}", "--global-batch-size=127"]
+    harness.train(1, *options, "--max-steps=50", run_dir=harness.folder / "alone")
+    for first, then in ((3, 2), (2, 3), (1, 1)):
+        run_dir = harness.folder / str(first)
+        for n, last in ((first, 25), (then, 50)):
+            harness.train(n, *options, "--gradients=optimizer", f"--max-steps={last}", run_dir=run_dir)
+        assert relative_difference(losses(harness.folder / "alone"), losses(run_dir)) < 1e-9, (first, then)
 
 
 def test_a_distributed_optimizer_has_no_virtual_ranks() -> None:

@@ -62,8 +62,8 @@ def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness
     The CSV logger begins a new version at each start.
     """
     options = ["--dataset=mnist-5k", "--global-batch-size=250", "--log-every=7"]  # 16 steps an epoch
-    cut = harness.train(2, *options, "--max-steps=20")
-    whole = harness.train(2, *options, "--max-steps=32")
+    cut = harness.train(1, *options, "--max-steps=20")
+    whole = harness.train(1, *options, "--max-steps=32")
     lines = metrics(harness.folder / "run")
     tested = {line["step"]: "test_loss" in line for line in lines}
     assert tested == {7: False, 14: False, 16: True, 20: False, 21: False, 28: False, 32: True}
@@ -81,7 +81,13 @@ def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness
     assert curve == [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("options", [[], ["--virtual-ranks=2"]], ids=["automatic", "manual optimization"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="automatic"),
+        pytest.param(["--virtual-ranks=2"], id="manual optimization", marks=pytest.mark.soak),
+    ],
+)
 def test_lightning_counts_on_where_a_run_resumes(harness: Harness, options: list[str]) -> None:
     """Its epochs and steps are the run's, also from the middle of an epoch on."""
     file = harness.folder / "probe.jsonl"
