@@ -7,7 +7,7 @@ The interpreter needs what the apps pin (other versions are a warning) and no pa
 files. Each row ends with `passed`, `failed` with the reason, or `not run` with the reason; only `passed` is a pass.
 
 - losses: The first losses on the device equal the CPU's (gloo).
-- recovery: SIGKILL to the rank in mid-run, a restart, SIGTERM, a resume, and the weights of an undisturbed run to the bit.
+- recovery: SIGKILL to the rank, a restart, SIGTERM, a resume, and the weights of an undisturbed run to the bit.
 - speed: Samples per second of mnist_ddp, of its own step on batches that stay on the device, of the textbook loop.
 - accuracy: Seconds until mnist_ddp has 99% of MNIST's test set.
 """

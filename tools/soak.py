@@ -12,6 +12,7 @@ import argparse
 import configparser
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,14 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def elsewhere() -> list[str]:
+    """Return a line for each slow test whose mark says where the matrix shows the same."""
+    pattern = re.compile(r"^@pytest\.mark\.soak +# in the matrix (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = [(path.relative_to(ROOT), match) for path in paths for match in pattern.finditer(path.read_text())]
+    return [f"| [{match[2]}](../{path}) | {match[1]} |" for path, match in found]
+
+
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of docs/soak.md."""
     lines = [HEAD, "| environment | passed | failed | minutes | cores | date |", "|---|---|---|---|---|---|"]
@@ -72,6 +81,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     tables = [line for name in environments() for line in results.get(name, {}).get("table", ())]
     if tables:
         lines += ["", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *tables]
+    lines += ["", "## What left the matrix", "", "| slow test | where the matrix shows it |", "|---|---|", *elsewhere()]
     return "\n".join(lines) + "\n"
 
 

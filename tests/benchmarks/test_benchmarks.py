@@ -58,7 +58,7 @@ def test_a_contestant_that_is_not_there_is_told(harness: Harness) -> None:
 
 
 @pytest.mark.core_only
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/mnist_ddp/test_gradient_tree.py sums in the fixed order
 def test_hooks_that_add_up_in_rank_order_have_ddps_gradients_and_bits_of_no_bucket(harness: Harness) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     outcome = bare(harness, [*launcher, str(ROOT / "benchmarks" / "ddp_step.py"), "--check"])

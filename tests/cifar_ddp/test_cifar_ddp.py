@@ -72,7 +72,7 @@ def test_everything_on_survives_kills(
     table.append(f"| {harness.app.name} | {n} | {what} | {runs * kills} | {runs * kills} |")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/common kills and stops it without --compile
 def test_a_compiled_step_survives_a_kill_and_a_stop(harness: Harness) -> None:
     """A start that compiles for another first batch makes the same kernels: the same bits as undisturbed."""
     options = [*SMALL, *EVERYTHING, UNEVEN, "--compile", "--checkpoint-every=5"]

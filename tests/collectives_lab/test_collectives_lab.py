@@ -361,7 +361,7 @@ def test_only_what_nothing_defines_may_be_refused_or_go_unchecked(lab: Lab) -> N
     assert found["close"] == ["told", "error", "told", "error", "error"]
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_a_mistake_is_one_line
 def test_what_needs_two_ranks_says_so(lab: Lab) -> None:
     """Also without the launch script, which checks before it starts a rank: a row of the mistakes above."""
     (job,) = lab.bare(1, "primitives", "--only=send_recv")
@@ -465,7 +465,7 @@ def test_to_average_in_a_group_of_rank_0_divides_by_n_twice(lab: Lab, n: int) ->
     assert outcome.code == 0, outcome
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_all_synchronous_strategies_take_the_same_steps_and_send_what_the_formulas_say
 def test_a_group_that_the_batch_does_not_divide_by_takes_the_same_steps(lab: Lab) -> None:
     options = ["--dtype=float64", "--global-batch-size=10", "--max-steps=6", "--rounds=1", "--bytes=1000"]
     lab.measure(3, "aggregate", *options, "--ranks=1,3", "--strategies=ddp,overlap,ring,gather_scatter")
@@ -690,7 +690,7 @@ def test_a_report_on_nothing_is_one_line(lab: Lab) -> None:
     assert "has no results" in outcome.errors[0]
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix each command has a test of its own
 def test_everything_in_turn(lab: Lab) -> None:
     outcome = lab.command(2, "all", "--quick").finish(limit=2 * LIMIT)
     assert outcome.code == 0, outcome

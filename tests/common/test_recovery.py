@@ -43,7 +43,7 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
 # --- kills at random steps -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills one
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_is_killed_at_a_random_step(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, n: int, table: list[str]
@@ -60,7 +60,7 @@ def test_a_rank_is_killed_at_a_random_step(
     table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills the launcher and the script
 @pytest.mark.parametrize("victim", ["the launcher", "the script", "all processes"])
 def test_what_started_the_ranks_is_killed(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str, table: list[str]
@@ -120,7 +120,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/core kills a save before each system call
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
 def test_a_rank_is_killed_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: Moment, table: list[str]
@@ -191,7 +191,7 @@ def check_stopped(harness: Harness, job: Job, stop: Stop, restarts: int = 0) -> 
     return stopped_at(job.run_dir, stop.number)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault sends one, tests/core the others
 def test_signals_at_random_moments(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
@@ -229,7 +229,7 @@ def test_signals_at_random_moments(
     )
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/core sends it in each phase, with threads
 def test_a_signal_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
@@ -246,7 +246,7 @@ def test_a_signal_at_an_exact_moment(
     table.append(f"| {harness.app.name} | 2 | SIGTERM in the first step, an evaluation, a checkpoint | 3 | 3 |")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/launch has a second job
 def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -284,7 +284,7 @@ def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Cal
     assert result["restarts"] == 1
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/launch reserves ports for two jobs
 def test_two_jobs_at_once_do_not_disturb_each_other(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -300,8 +300,8 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """A checkpoint is damaged, a rank, its launcher and the script are killed, and a signal stops the run.
 
-    The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its steps
-    are slow, so that each fault comes in time on a busy machine, too.
+    The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its
+    steps are slow, so that each fault comes in time on a busy machine, too.
     """
     n, skipped = 2, harness.app.skipped_marks
     reference, chance = undisturbed(n), random.Random(n)
@@ -365,7 +365,7 @@ def test_resume_at_other_numbers_of_ranks(
         assert np.array_equal(np.sort(np.concatenate(taken)), np.arange(samples))
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/core refuses each such option
 def test_a_resume_that_would_take_other_steps_is_refused(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -394,7 +394,7 @@ def test_a_resume_may_change_cadence_and_length(harness: Harness, undisturbed: C
     check_same_end(harness, outcome, 2, undisturbed(2))
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/launch refuses it
 def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     run_dir = harness.folder / "run"
     checkpoint.save(run_dir, "another_app", 3, {"model": {"w": np.ones(3)}}, {}, {}, 3)
@@ -404,7 +404,7 @@ def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
     assert "another_app" in outcome.errors[0]
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/launch sets a run aside
 def test_no_resume_starts_anew_and_keeps_the_old_run(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -436,7 +436,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault damages one, tests/core in each way
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, damage: str, table: list[str]

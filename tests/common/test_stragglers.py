@@ -54,7 +54,7 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
         assert line.endswith(f" to step {step}); reported once")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_a_slow_rank_is_named_with_its_phase
 @pytest.mark.slow
 def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bool, table: list[str]) -> None:
     chance, runs = random.Random(harness.app.name), 10 if soak else 1
@@ -69,7 +69,7 @@ def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bo
     table.append(f"| {harness.app.name} | 2, 3 | 200 ms in a phase of a random rank: named in time | {runs} | {runs} |")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/core names nobody, with threads
 @pytest.mark.slow
 def test_nobody_is_named_in_undisturbed_runs(harness: Harness, soak: bool, table: list[str]) -> None:
     runs = 50 if soak else 1

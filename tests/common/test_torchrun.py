@@ -42,7 +42,7 @@ def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Call
     assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix torchrun alone starts it, and the lab starts ranks by it
 def test_torch_distributed_launch_alone_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
@@ -167,7 +167,7 @@ def two_machines(harness: Harness) -> list[Job]:
     return jobs
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix two hosts recover from a pulled cable (tests/multihost)
 def test_two_machines_without_a_shared_disk_stop_together(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

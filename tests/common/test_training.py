@@ -81,7 +81,7 @@ def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict
     assert sum(lines.values()) <= limit
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_only_to_evaluate
 def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     trained = undisturbed(2)
     weights = Path(trained["run_dir"]) / "model.safetensors"
@@ -131,8 +131,7 @@ def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str,
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-# In the matrix apps are compared with a plain loop or with each other.
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix apps are compared with a plain loop or with each other
 @pytest.mark.parametrize("which", [0, 1])
 def test_losses_are_the_same_at_any_number_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, which: int
@@ -156,7 +155,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
             assert relative_difference(curves[1], curves[n]) < harness.app.tolerance, (variant, n)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/conformance compares 1 and 3 ranks, with dropout
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
     """Also with dropout, in float32: rounding is all that differs."""
     curves = []
@@ -168,7 +167,7 @@ def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: b
     assert all(relative_difference(curves[0], other) < harness.app.first_tolerance for other in curves[1:])
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix each test of a job checks its exit code
 def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
     """A process that used collectives may abort while it exits; the job must not fail by that.
 

@@ -49,7 +49,7 @@ def test_three_ranks_are_killed_and_two_end_with_the_bits_of_one(
     check_same_bits(result, reference)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 @pytest.mark.parametrize("variant", [0, 1])
 def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: list[str]) -> None:
     """Two models, optimizers or norms of the app, for at most 320 steps."""
@@ -64,7 +64,7 @@ def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: 
     table.append(f"| {harness.app.name} | {ranks} | none: {event} | {runs} | {runs} |")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_three_ranks_are_killed_and_two_end_with_the_bits_of_one
 def test_a_relay_of_four_three_one_and_two_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:

@@ -50,7 +50,7 @@ def test_the_same_losses(family: dict[str, Harness], soak: bool, variant: list[s
             assert relative_difference(expected, curve(name, n)) < 1e-7, (name, n)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix tests/conformance sends weights from torch to Paddle and MindSpore, and back
 def test_weights_travel(family: dict[str, Harness]) -> None:
     """Trained by each in turn, from the one before; all three count the same correct digits."""
     weights: list[str] = []

@@ -151,7 +151,7 @@ def test_each_app_under_a_name_of_its_own(tmp_path: Path, soak: bool) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_each_app_under_a_name_of_its_own
 def test_a_copy_can_be_copied(tmp_path: Path) -> None:
     """Also one whose name begins with its origin's: neither is taken for the other."""
     root = clone(tmp_path / "samestep")

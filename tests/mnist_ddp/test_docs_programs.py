@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     kill_all(tmp_path)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix docs/own_loop.md runs its commands, which resume
 def test_a_loop_of_ones_own_goes_on_to_the_same_weights(folder: Path) -> None:
     undisturbed = last_line(torchrun(folder, "undisturbed", 80))
     assert re.fullmatch("80 [0-9a-f]{64}", undisturbed)

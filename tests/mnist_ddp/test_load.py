@@ -136,7 +136,7 @@ def nothing_left(harness: Harness) -> Iterator[None]:
         raise
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault
 def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undisturbed_runs(
     harness: Harness, table: list[str]
 ) -> None:

@@ -50,7 +50,7 @@ def test_a_distributed_optimizer_takes_the_same_steps(
     assert relative_difference(expected, losses(harness.folder / "run")) < 1e-5
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_a_distributed_optimizer_takes_the_same_steps, in float32
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_a_distributed_optimizer_takes_the_steps_of_one_rank(harness: Harness, kind: str) -> None:
     """In float64, resumed at another number of ranks."""

@@ -86,7 +86,7 @@ def test_a_killed_rank_changes_nothing(
         assert result["weights_sha256"] == expected["weights_sha256"]
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_a_killed_rank_changes_nothing
 def test_a_killed_rank_ends_mpirun_and_the_next_start_goes_on(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from harness import Harness, losses, recorded, relative_difference
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it
+@pytest.mark.soak  # in the matrix test_the_weights_are_mnist_ddps_to_the_bit
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
     options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
@@ -45,7 +45,7 @@ def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness,
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
 
 
-@pytest.mark.soak  # in the matrix tests/conformance shows it
+@pytest.mark.soak  # in the matrix test_the_weights_are_mnist_ddps_to_the_bit
 def test_weights_move_between_the_apps(harness: Harness, ddp: Harness) -> None:
     for source, target in ((ddp, harness), (harness, ddp)):
         trained = source.train(2, "--dataset=mnist-5k", "--max-steps=20", run_dir=source.folder / "trained")

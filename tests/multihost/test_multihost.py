@@ -218,7 +218,7 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     assert steps == list(range(1, expected["steps"] + 1))
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix a later start resumes after a pulled cable
 def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harness], hosts: list[Host]) -> None:
     """They start again by themselves, and wait for each other."""
     harness = of("mnist_ddp")

@@ -652,7 +652,7 @@ def test_a_killed_worker_ends_the_job(harness: Harness) -> None:
         print(f"a killed worker ended the job after {time.monotonic() - begun:.1f} s")
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix test_what_each_rank_is_given has empty shards
 def test_a_rank_without_samples_takes_part(harness: Harness) -> None:
     options = [*TINY, "--freeze-bn", "--lr=1e-3", "--global-batch-size=2", "--max-steps=4"]
     harness.train(1, *options, run_dir=harness.folder / "1")
@@ -733,7 +733,7 @@ def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> No
     )
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix docs/coming_from/mindspore_ascend.md runs the script, which starts msrun
 def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
     options = [*TINY, "--max-steps=3"]
     by_script = harness.train(2, *options, run_dir=harness.folder / "by-script")

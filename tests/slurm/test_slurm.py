@@ -161,7 +161,7 @@ def test_a_preempted_job_goes_on_where_it_was(
     check_two_nodes(slurm, app, "torchrun" if app == "mnist_ddp" else "openmpi", job, expected)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix a preemption sends the same signal
 def test_a_job_out_of_time_goes_on_where_it_was(slurm: Site, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """Slurm counts minutes, and looks at them once in a minute: the signal comes between 25 and 85 s from the start."""
     expected = undisturbed(2, *LONGER)

@@ -100,7 +100,7 @@ def test_if_the_script_is_killed_its_tracker_process_ends_and_the_next_one_conti
     assert json.loads((Path(result["run_dir"]) / "result.json").read_text()) == result
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # in the matrix a killed run that resumes
 def test_a_stopped_run_that_resumes_at_another_world_size(harness: Harness) -> None:
     job = harness.start(2, *SMALL, f"--track={NAMES}", "--max-steps=40", **PATIENT)
     job.wait_for_step(12)
