@@ -8,9 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "common"))
 
-from harness import APPS, ROOT, App, Harness, app_spec, faulty
+from harness import APPS, ROOT, Harness, app_spec, faulty
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,20 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
-    if config.getoption("numprocesses", None):  # not in the workers, whose tests would each do it, all at once
-        _warm_up(app_spec(config.getoption("--app")))
-
-
-def _warm_up(app: App) -> None:
-    """Take one step, so that Python has compiled what a rank imports, which the test matrix installs without.
-
-    In a new environment a start takes three times as long: the time limits of hangs would be of that. Whether the step
-    succeeds is for the tests to say; core has no framework.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "apps" / app.name / "train.py"), *app.small, "--max-steps=1"]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=300, check=False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import runpy
 import subprocess
@@ -238,10 +237,3 @@ def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
     found = [pattern for pattern in patterns if re.fullmatch(pattern, str(raised.value))]
     # One option's message follows its name: "--epochs: '-1' is not a whole number ... (see --help)".
     assert [pattern for pattern in found if len(pattern) > 15], raised.value
-
-
-def test_the_page_of_slow_tests_is_what_the_marks_say() -> None:
-    """No other test shows that the table of what left the matrix is complete."""
-    soak = runpy.run_path(str(ROOT / "tools" / "soak.py"))
-    results = json.loads(soak["RESULTS"].read_text()) if soak["RESULTS"].exists() else {}
-    assert soak["PAGE"].read_text() == soak["page"](results), "write it by tools/soak.py's page()"

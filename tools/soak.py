@@ -68,7 +68,7 @@ def elsewhere() -> list[str]:
     pattern = re.compile(r"^@pytest\.mark\.soak +# in the matrix (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [(path.relative_to(ROOT), match) for path in paths for match in pattern.finditer(path.read_text())]
-    return [f"| [{match[2]}](../{path}) | {match[1]} |" for path, match in found]
+    return [f"| `{path}`: `{match[2]}` | {match[1]} |" for path, match in found]
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -325,7 +325,7 @@ def test_the_markov_model_is_the_one_counted_by_hand() -> None:
     assert told_by("gpt_fsdp", MARKOV) == pytest.approx(sum(bits) / len(bits), rel=1e-12)
 
 
-@pytest.mark.soak  # in the matrix its losses are those of a plain loop
+@pytest.mark.soak  # in the matrix a plain loop has its losses
 def test_the_defaults_beat_a_markov_model(harness: Harness) -> None:
     """At four ranks."""
     outcome = harness.run(4)

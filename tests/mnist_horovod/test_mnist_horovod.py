@@ -44,7 +44,7 @@ def test_gradients_may_be_sent_in_half_precision(harness: Harness, undisturbed: 
 def test_a_distributed_optimizer_takes_the_same_steps(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """Horovod's DistributedOptimizer at 3 ranks has the losses of the group of gradients of 2, but for rounding."""
+    """Horovod's DistributedOptimizer at 3 ranks has the losses of grouped gradients at 2, up to rounding."""
     expected = losses(Path(undisturbed(2)["run_dir"]))[:8]
     harness.train(3, *harness.app.small, "--gradients=optimizer", "--max-steps=8")
     assert relative_difference(expected, losses(harness.folder / "run")) < 1e-5
