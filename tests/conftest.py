@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
         "virtual_ranks: of apps that have --virtual-ranks",
-        "best, kills, launcher, stall, stragglers, slow, weights: an app may leave it to the soak",
+        "best, faults, kills, launcher, stall, stragglers, slow, weights: an app may leave it to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")

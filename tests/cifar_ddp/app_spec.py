@@ -39,5 +39,5 @@ SPEC = App(
     exact_steps=(50, 6),
     virtual_ranks=4,
     delay=30,  # in each of three micro-batches
-    skipped_marks=("core_only", "best", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
+    skipped_marks=("core_only", "best", "faults", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
 )

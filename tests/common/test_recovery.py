@@ -297,6 +297,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 # --- one run, and one fault after the other ------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """A checkpoint is damaged, a rank, its launcher and the script are killed, and a signal stops the run.
 

@@ -84,7 +84,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
 def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    """In no other test do ranks join while the steps of the others take long."""
+    """In no other test do ranks join while the steps of the others take long; or its addresses are listed."""
     reference = undisturbed(1, *SHORT)
     job = harness.start(1, *SHORT, run_dir=harness.folder / "run", **waits_for(harness, 4))
     job.wait_for_step(5)
@@ -92,6 +92,8 @@ def test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits(
     done = bare(harness, join)
     assert (done.code, done.stdout) == (0, "rank 2 starts\nrank 3 starts\nrank 4 starts\n")
     job.wait_for(lambda: "ranks [1, 2, 3, 4]" in members(job))
+    pids = [job.alive(0)["pid"], *(beat["pid"] for beat in heartbeats(job).values())]
+    assert listening(pids) == {"0100007F"}  # 127.0.0.1
     for rank in (1, 3):
         os.kill(heartbeats(job)[rank]["pid"], signal.SIGTERM)
     result = harness.checked(job.finish(), 1)
@@ -187,15 +189,6 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
     assert result["restarts"] == restarts
     kills = sum(sent == signal.SIGKILL for _, _, sent in faults)
     assert restarts or result["rejoins"] == kills
-
-
-def test_what_it_listens_on_is_on_the_loopback_interface_alone(harness: Harness) -> None:
-    job = harness.start(2, *RUN, "--epochs=2")
-    job.wait_for_step(10)
-    pids = [job.alive(0)["pid"], *(beat["pid"] for beat in heartbeats(job).values())]
-    addresses = listening(pids)
-    harness.checked(job.finish(), 2)
-    assert addresses == {"0100007F"}  # 127.0.0.1
 
 
 @pytest.mark.parametrize(
