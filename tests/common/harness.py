@@ -57,8 +57,8 @@ class App:
     launcher: str = "torchrun"  # The program that its launch script starts.
     compared: bool = True  # Its ranks hold the same weights, and compare them.
     # Marks of cases that the matrix leaves out for this app. ``core_only``: core alone decides the result, and another
-    # app shows it. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``, ``weights``: an app of
-    # the same framework, or a case of this app's own, shows it. ``slow``: a start takes long.
+    # app shows it. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``, ``weights``:
+    # an app of the same framework, or a case of this app's own, shows it. ``slow``: a start takes long.
     skipped_marks: Sequence[str] = ()
     name: str = ""
 
