@@ -30,11 +30,12 @@ def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, 
     launcher, options, adapter, expected = APPS[app]
     folder = tmp_path / "app"
     shutil.copytree(ROOT / "apps" / app, folder)
-    command = f"-m samestep.launch run -n 2 --launcher {launcher} --run-dir runs/x --max-restarts 0 --timeout 20 train.py"
+    run = f"-n 2 --launcher {launcher} --run-dir runs/x --max-restarts 0 --timeout 20 train.py"
     begun = time.monotonic()
     limits = "--row-limit=240", "--total-limit=1800"
     done, verdicts = check(
-        *(folder, f"--adapter={PLAIN.with_name(adapter)}.py", *limits, "--", sys.executable, *command.split()),
+        *(folder, f"--adapter={PLAIN.with_name(adapter)}.py", *limits, "--"),
+        *(sys.executable, "-m", "samestep.launch", "run", *run.split()),
         *("--epochs=2", "--checkpoint-every=3", *options),
     )
     took = time.monotonic() - begun
