@@ -139,7 +139,7 @@ def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
 def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
     """No other test of the matrix has docs/make_it_survive.md; the soak compares its tables."""
     page = tutorial.PAGE.read_text()
-    for count, table in enumerate(tutorial.walk(tmp_path, page), 1):
+    for count, table in enumerate(tutorial.tables(tmp_path, page), 1):
         compile((tmp_path / "train.py").read_text(), f"the script before table {count}", "exec")
         assert tutorial.rows(table.text), f"table {count} is empty"
     assert page.count("```diff\n") == 9

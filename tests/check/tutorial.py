@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from repository import REPOSITORY, without_git
+from repository import REPOSITORY
+from walk import git
 
 PAGE = REPOSITORY / "docs" / "make_it_survive.md"
 MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
@@ -35,7 +36,7 @@ class Table(NamedTuple):
     whole: bool  # otherwise it has the rows that changed
 
 
-def walk(folder: Path, page: str) -> Iterator[Table]:
+def tables(folder: Path, page: str) -> Iterator[Table]:
     """Yield each table of the page, at a time when the script in ``folder`` is the one that it shows."""
     command, whole = list[str](), True
     for block in BLOCK.finditer(page):
@@ -43,9 +44,7 @@ def walk(folder: Path, page: str) -> Iterator[Table]:
         if kind == "python":
             (folder / "train.py").write_text(text)
         elif kind == "diff":
-            git = {"cwd": folder, "env": without_git(), "input": text}
-            done = subprocess.run(["git", "apply", "-"], **git, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"a diff of the page does not fit: {done.stderr}\n{text}"
+            git(folder, "apply", "-", given=text)
         elif kind == "bash" and text.startswith("samestep check"):
             command, whole = shlex.split(text), True
         elif kind == "text":
@@ -85,7 +84,7 @@ def write(page: str) -> str:
     """Return the page with the tables that its commands print now."""
     written, position, shown = "", 0, dict[str, tuple[str, str]]()
     with tempfile.TemporaryDirectory() as folder:
-        for table in walk(Path(folder), page):
+        for table in tables(Path(folder), page):
             printed = run(Path(folder), table.command)
             print(printed, flush=True)
             new = printed if table.whole else changed(printed, shown)
