@@ -1,6 +1,8 @@
 """Apply the diffs of docs/make_it_survive.md, and run the checks that its tables show. The page is their only source.
 
-python tests/check/tutorial.py        # writes the tables into the page; needs torch, and takes 15 minutes
+    python tests/check/tutorial.py
+
+writes the tables into the page. It needs torch, and takes 15 minutes.
 """
 
 from __future__ import annotations
