@@ -19,15 +19,15 @@ def apply_patches(root: Path, page: Path) -> list[tuple[int, ...]]:
     """Apply the patches of ``page`` in turn to the repository in ``root``; return git's counts of each, as `table`."""
     counted = []
     for patch in re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        _git(root, "add", "--all")
-        _git(root, "apply", "-", given=patch)
-        _git(root, "add", "--all", "--intent-to-add")
-        files = [line.split() for line in _git(root, "diff", "--numstat").splitlines()]
+        git(root, "add", "--all")
+        git(root, "apply", "-", given=patch)
+        git(root, "add", "--all", "--intent-to-add")
+        files = [line.split() for line in git(root, "diff", "--numstat").splitlines()]
         counted.append((len(files), *(sum(int(file[side]) for file in files) for side in (0, 1))))
     return counted
 
 
-def _git(root: Path, *words: str, given: str | None = None) -> str:
+def git(root: Path, *words: str, given: str | None = None) -> str:
     done = subprocess.run(
         ["git", *words], cwd=root, env=without_git(), input=given, capture_output=True, text=True, check=False
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import tutorial
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
@@ -133,3 +134,14 @@ def test_the_page_has_the_adapter_that_the_soak_runs() -> None:
     """No other test compares the page with the file."""
     page = Path(__file__).parents[2] / "docs" / "check_your_own.md"
     assert f"```python\n{PLAIN.with_name('adapter.py').read_text()}```" in page.read_text()
+
+
+def test_the_diffs_of_the_tutorial_apply(tmp_path: Path) -> None:
+    """No other test of the matrix has docs/make_it_survive.md; the soak compares its tables."""
+    page = tutorial.PAGE.read_text()
+    for count, table in enumerate(tutorial.tables(tmp_path, page), 1):
+        compile((tmp_path / "train.py").read_text(), f"the script before table {count}", "exec")
+        assert tutorial.rows(table.text), f"table {count} is empty"
+    assert page.count("```diff\n") == 9
+    assert {verdict for verdict, _ in tutorial.rows(table.text).values()} == {"passed"}
+    assert len(tutorial.rows(table.text)) == 18

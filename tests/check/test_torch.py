@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import tutorial
 from test_command import Done, Replaced, check, program
 
 TRAIN = Path(__file__).with_name("program") / "train.py"
@@ -103,15 +103,12 @@ def test_a_fault_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
 
 
 @pytest.mark.soak
-def test_no_row_of_an_app_fails(tmp_path: Path, table: list[str]) -> None:
-    """No other test has an adapter for a script with an optimizer of torch's, and another launcher than torchrun."""
-    folder = tmp_path / "app"
-    shutil.copytree(TRAIN.parents[3] / "apps" / "mnist_ddp", folder)
-    launcher = "-m samestep.launch run -n 2 --run-dir runs/x --max-restarts 0 --timeout 20 train.py".split()
-    small = "--dataset mnist-5k --epochs 2 --global-batch-size 501 --checkpoint-every 3".split()
-    adapter = f"--adapter={TRAIN.with_name('adapter.py')}"
-    done, verdicts = check(folder, adapter, "--", sys.executable, *launcher, *small)
-    assert done.returncode == 0, done.stdout + done.stderr
-    others = {name: verdict for name, verdict in verdicts.items() if verdict != "passed"}
-    assert others == {"odd-batch": "cannot tell", "evaluation": "not seen"}, done.stdout  # it has dropout
-    table.append(f"check: all rows of mnist_ddp | 2 | none | {len(verdicts)} | {len(verdicts) - len(others)}")
+def test_the_tables_of_the_tutorial(tmp_path: Path, table: list[str]) -> None:
+    """No other test shows that a check sees a script become sound, change by change."""
+    verdicts, count = dict[str, str](), 0
+    for shown in tutorial.tables(tmp_path, tutorial.PAGE.read_text()):
+        found = {name: verdict for name, (verdict, _) in tutorial.rows(tutorial.run(tmp_path, shown.command)).items()}
+        verdicts |= {name: verdict for name, (verdict, _) in tutorial.rows(shown.text).items()}
+        assert found == {name: verdicts[name] for name in found}, f"table {count + 1}"
+        count += 1
+    table.append(f"check: the tables of the tutorial | 2 | none | {count} | {count}")

@@ -76,7 +76,8 @@ def start() -> None:
     sys.meta_path.insert(0, _Finder())
     if adapter := _config.get("adapter"):
         with open(adapter) as file:
-            exec(compile(file.read(), adapter, "exec"), {"__name__": "samestep_adapter"})  # noqa: S102  # the user's file
+            names = {"__name__": "samestep_adapter", "__file__": adapter}
+            exec(compile(file.read(), adapter, "exec"), names)  # noqa: S102  # the user's file
 
 
 def _rank() -> int | None:

@@ -1,0 +1,46 @@
+"""``samestep check`` on five apps of this repository: no false alarm. Each app's environment runs its own case."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_command import PLAIN, check
+
+ROOT = Path(__file__).resolve().parents[2]
+MNIST = "--dataset=mnist-5k", "--global-batch-size=501"
+PADDLE = dict.fromkeys(("resume-optimizer", "odd-batch"), "not seen")  # which need weights and optimizer of torch
+# The launcher's and the app's own options, the adapter, and the rows that do not pass.
+APPS: dict[str, tuple[str, tuple[str, ...], str, dict[str, str]]] = {
+    "mnist_ddp": ("torchrun", MNIST, "adapter", {}),
+    "cifar_ddp": ("torchrun", ("--dataset=synthetic-cifar10", "--global-batch-size=101"), "adapter", {}),
+    "mnist_lightning": ("torchrun", MNIST, "adapter", {}),
+    "mnist_horovod": ("horovodrun", MNIST, "adapter", {}),
+    "lenet_paddle": ("paddle", (*MNIST, "--log-every=1"), "adapter_paddle", PADDLE),
+}
+
+
+@pytest.mark.soak
+def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, table: list[str]) -> None:
+    """No other test checks programs with adapters, or with other launchers than torchrun and Python."""
+    app = request.config.getoption("--app")
+    launcher, options, adapter, expected = APPS[app]
+    folder = tmp_path / "app"
+    shutil.copytree(ROOT / "apps" / app, folder)
+    run = f"-n 2 --launcher {launcher} --run-dir runs/x --max-restarts 0 --timeout 20 train.py"
+    begun = time.monotonic()
+    limits = "--row-limit=240", "--total-limit=1800"
+    done, verdicts = check(
+        *(folder, f"--adapter={PLAIN.with_name(adapter)}.py", *limits, "--"),
+        *(sys.executable, "-m", "samestep.launch", "run", *run.split()),
+        *("--epochs=2", "--checkpoint-every=3", *options),
+    )
+    took = time.monotonic() - begun
+    print(f"{app} {took:.0f} s", done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    others = {name: verdict for name, verdict in verdicts.items() if verdict != "passed"}
+    assert others == expected, done.stdout
+    table.append(f"check: all rows of {app} | 2 | none; {took:.0f} s | {len(verdicts)} | {len(verdicts) - len(others)}")
