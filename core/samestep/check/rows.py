@@ -57,6 +57,7 @@ def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
     """Return the step at which a restart resumed. Raise Failed if its samples differ from the undisturbed run."""
     restarted(lab, run)
     samples, again = lab.samples(), [step.indices for step in run.again]
+    saved = [run.done] if run.in_place else saved
     for at in saved:
         if again == samples[at:]:
             return at
@@ -70,6 +71,7 @@ def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
     trained = Counter(i for step in [*before, *again] for i in step or ())
     repeated, lost = (trained - wanted).total(), (wanted - trained).total()
     where = f"saved at step {saved[0]}, resumes at step {at}" if saved else f"resumes at step {at}"
+    where = f"continues without a restart after step {run.done}" if run.in_place else where
     raise Failed(f"{where}: {repeated} samples repeated, {lost} lost")
 
 
@@ -85,6 +87,8 @@ def rank_killed(lab: Lab) -> str:
     run = lab.killed
     if run.code is None:
         raise Failed(f"the job has not ended {run.took:.0f} s after")
+    if run.in_place:
+        return "the other ranks continue"
     if run.code == 0 and len(run.attempts) < 2:
         raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps")
     restarted(lab, run)
@@ -122,7 +126,7 @@ def resume_optimizer(lab: Lab) -> str:
     restarted(lab, run)
     if not run.again or run.again[0].state is None:
         raise NotSeen("no optimizer of torch")
-    at = len(lab.steps) - len(run.again)
+    at = run.done if run.in_place else len(lab.steps) - len(run.again)
     if not 0 < at < len(lab.steps):
         raise Failed("starts over at step 0: nothing is restored")
     wanted, found = lab.steps[at], run.again[0]
@@ -194,16 +198,16 @@ def evaluation(lab: Lab) -> str:
     found = records.evaluations()
     if not found:
         raise NotSeen("no evaluation by a DataLoader, or by an adapter")
-    if found[-1].size % n == 0:
+    if all(each.size % n == 0 for each in found):
         n = lab.other
-        if found[-1].size % n == 0:
+        if all(each.size % n == 0 for each in found):
             raise CannotTell(f"{lab.n} and {n} ranks divide {found[-1].size} examples: choose --other-n")
         found = lab.at_other.evaluations()
-    counts, size = found[-1]
-    often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
-    more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
-    if more or missing:
-        raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
+    for counts, size in found:
+        often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
+        more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
+        if more or missing:
+            raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
     return f"at {n} ranks each of {size} examples counts {'once' if often == 1 else f'{often} times'}"
 
 
@@ -237,7 +241,9 @@ def same_at_one(lab: Lab) -> str:
 def exit_codes(lab: Lab) -> str:
     kill, stop = lab.killed, lab.terminated
     words = f"undisturbed 0, a killed rank {kill.code}, TERM {stop.code}"
-    if (kill.code == 0 and len(kill.attempts) < 2) or (stop.code == 0 and stop.done < len(lab.steps)):
+    if (kill.code == 0 and len(kill.attempts) < 2 and not kill.in_place) or (
+        stop.code == 0 and stop.done < len(lab.steps)
+    ):
         raise Failed(f"{words}: 0 although it is not done")
     return words.replace("None", "no end")
 
@@ -268,7 +274,7 @@ def lost_work(lab: Lab) -> str:
         restarted(lab, run)
         if not lab.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
-        at = len(lab.steps) - len(run.again) if run.code else run.done
+        at = len(lab.steps) - len(run.again) if run.again and not run.in_place else run.done
         words.append(f"{name}: {max(0, run.done - at)} of {run.done} steps repeated")
         if at <= 0:
             raise Failed(f"{name}: all {run.done} steps lost")
@@ -317,7 +323,7 @@ def save_killed(lab: Lab) -> str:
 
 @row("checkpoint-damaged", "The newest checkpoint is damaged", "no checksum is stored", "recovery")
 def checkpoint_damaged(lab: Lab) -> str:
-    first, names = lab.killed, list[str]()
+    first, names = lab.stopped, list[str]()
     restarted(lab, first)  # without damage
 
     def harm(work: Path) -> None:
@@ -360,7 +366,7 @@ def damage(path: Path) -> str:
 @row("other-n", "Resume at another N", "the state is saved by rank", "running")
 def other_n(lab: Lab) -> str:
     lab.command(lab.other, again=True)
-    at = resumed_at(lab, lab.again(lab.killed, lab.other), saved_at(lab.killed))
+    at = resumed_at(lab, lab.again(lab.stopped, lab.other), saved_at(lab.stopped))
     return f"at {lab.other} ranks: resumes at step {at}, with the same samples"
 
 
