@@ -86,9 +86,9 @@ class Process:
                 loader["end"] = len(self.steps)
             elif each["event"] == "gone":
                 loader["gone"] = True
-            elif each["event"] == "dropped" and self.evaluations and self.evaluations[-1][0]:
-                indices, *sizes = self.evaluations[-1]
-                self.evaluations[-1] = (indices[: -each["count"]], *sizes)
+            elif each["event"] == "dropped" and self.evaluations:
+                counted, size, subset = self.evaluations[-1]
+                self.evaluations[-1] = (counted and counted[: -each["count"]], size, subset)
             elif each["event"] == "evaluated":
                 adapted.append((each["indices"], each["size"], ()))
             elif each["event"] == "save":

@@ -299,7 +299,7 @@ def _watch_optimizers(module: ModuleType) -> None:
 
 def _weights(optimizer: Any) -> float | None:
     """Return a norm of the weights; None if this rank holds shards of them, which depend on the number of ranks."""
-    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weights = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     if any(hasattr(each, "to_local") or type(each).__name__ == "FlatParameter" for each in weights[:_MOST_TENSORS]):
         return None
     return _norm(weights)
