@@ -186,7 +186,7 @@ def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -> None:
-    """No other test has ranks that go on without a killed one, as Horovod Elastic's do."""
+    """No other test has ranks that continue without a killed one, as Horovod Elastic's do."""
     ranks = [[begin(1, 9), *(event for i in range(n) for event in (batch(1, i), STEP))] for n in (4, 2)]
     assert [step.indices for step in records(tmp_path, *ranks).continued(since=4.5)] == [[2], [3]]
     assert not records(tmp_path, *ranks).continued(since=0.5)

@@ -24,7 +24,7 @@ MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by 
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
 CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
-ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"
+ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
 SKIPPED = ".git", ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 NPROC = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
 

@@ -264,7 +264,10 @@ def recovery_time(lab: Lab) -> str:
     if not lab.killed.again:
         raise NotSeen(f"no optimizer step: {ADAPTER}")
     first = lab.killed.again[0].time - lab.killed.struck
-    return f"{first:.1f} s from the kill to the next step, {lab.killed.took:.1f} s of them until the job ended"
+    words = "without a new start of the job"
+    if lab.killed.code != 0:
+        words = f"{lab.killed.took:.1f} s of them until the job ended"
+    return f"{first:.1f} s from the kill to the next step, {words}"
 
 
 @row("lost-work", "Steps lost or repeated", "checkpoints are rare, or not found", "recovery")
@@ -340,10 +343,10 @@ def checkpoint_damaged(lab: Lab) -> str:
         return f"a byte of {names[0]}: refused, exit {run.again_code}: {run.again_words}"
     restarted(lab, run)
     at = len(lab.steps) - len(run.again)
+    if at >= len(lab.steps) - len(first.again):
+        raise Failed(f"a byte of {names[0]}: loaded without a word, as if it were whole")
     if at <= 0:
         raise Failed(f"a byte of {names[0]}: starts over at step 0")
-    if at >= len(lab.steps) - len(first.again):
-        raise Failed(f"a byte of {names[0]}: loaded without a word")
     return f"a byte of {names[0]}: resumes an older one, at step {at}"
 
 

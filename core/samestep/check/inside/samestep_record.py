@@ -28,8 +28,10 @@ from types import ModuleType
 from typing import Any
 
 _config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
-_RANKS = "REPLICA_GROUP_ID", "RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PADDLE_TRAINER_ID", "RANK_ID"
-_RANKS += ("SLURM_PROCID",)  # the first is torchft's, which has a rank 0 in each group
+_RANKS = (
+    "REPLICA_GROUP_ID",  # torchft's, which has a rank 0 in each group
+    *("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PADDLE_TRAINER_ID", "RANK_ID", "SLURM_PROCID"),
+)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _MOST_TENSORS = 16  # whose norms are recorded
 _lock = threading.RLock()
