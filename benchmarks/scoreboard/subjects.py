@@ -24,7 +24,7 @@ exec {HOROVODRUN} -np $1 --min-np 1 --network-interfaces lo --host-discovery-scr
   python pytorch_mnist_elastic.py {HOROVOD} --batch-size=$((480 / $1))
 """
 # One torchrun for each of $1 replica groups, and the lighthouse. It ends with its children.
-TORCHFT = """trap 'kill 0' TERM
+TORCHFT = """trap 'trap - TERM; kill 0' TERM
 probe='import socket; probe = socket.socket(); probe.bind(("127.0.0.1", 0)); print(probe.getsockname()[1])'
 export RUST_BACKTRACE=1 NUM_REPLICA_GROUPS=$1 TORCHFT_LIGHTHOUSE=http://127.0.0.1:$(python -c "$probe")
 torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 --bind ${TORCHFT_LIGHTHOUSE#*//} &
@@ -42,11 +42,13 @@ exit $code
 
 
 def mnist(folder: Path, name: str = "MNIST") -> None:
-    """Write mnist-5k as torchvision's MNIST or FashionMNIST finds it."""
+    """Write mnist-5k as torchvision's MNIST or FashionMNIST finds it, without the last examples, as 2 divides all."""
     raw = folder / "data" / name / "raw"
     raw.mkdir(parents=True)
     for path in (ROOT / "core" / "samestep" / "data" / "mnist-5k").glob("*.gz"):
-        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+        content = bytearray(gzip.decompress(path.read_bytes()))
+        content[4:8] = (int.from_bytes(content[4:8], "big") - 1).to_bytes(4, "big")
+        (raw / path.stem).write_bytes(content[: -784 if "images" in path.name else -1])
 
 
 def jpegs(folder: Path) -> None:
@@ -56,7 +58,7 @@ def jpegs(folder: Path) -> None:
 
     (folder / "images").mkdir()
     digits = load("mnist-5k", folder)
-    for number, (image, label) in enumerate(zip(digits.train_images, digits.train_labels)):
+    for number, (image, label) in enumerate(zip(digits.train_images[:3994], digits.train_labels)):  # 3195 + 799
         Image.fromarray(image).save(folder / "images" / f"digit-{label}_{number}.jpg")
 
 
@@ -93,7 +95,7 @@ CPU = Subject([]).options
 
 SUBJECTS: dict[str, Subject] = {
     "mnist_ddp": Subject(
-        f"{OURS} --global-batch-size 480 --checkpoint-every 3".split(),
+        f"{OURS} --global-batch-size 481 --checkpoint-every 3".split(),
         options=[f"--adapter={ROOT / 'tests' / 'check' / 'program' / 'adapter.py'}"],
     ),
     "pytorch": Subject(f"{TORCHRUN} {PYTORCH}".split(), origin="pytorch"),

@@ -133,7 +133,7 @@ def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
 
 
 Events = list[tuple[str, dict[str, Any]]]
-STEP = ("step", {})
+STEP: tuple[str, dict[str, Any]] = ("step", {})
 
 
 def records(folder: Path, *ranks: Events) -> Records:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.check.job import Step
 from samestep.check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
 
 NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
@@ -82,6 +83,12 @@ def saved_at(run: Faulted) -> list[int]:
     return list(dict.fromkeys(save.step for save in [*saves[-1:], *reversed(late)]))[:2]
 
 
+def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
+    """Return whether steps draw random numbers, and others at one rank than at several."""
+    draw = any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch)
+    return draw and any(a.random != b.random for a, b in zip(single, several))
+
+
 @row("rank-killed", "A rank is killed", "no checkpoint, or a restart that does not find it", "recovery")
 def rank_killed(lab: Lab) -> str:
     run = lab.killed
@@ -148,7 +155,7 @@ def resume_optimizer(lab: Lab) -> str:
 
 @row("odd-batch", "A batch that N does not divide", "DistributedSampler pads, or DDP averages over ranks", "same_step")
 def odd_batch(lab: Lab) -> str:
-    samples, bound = lab.samples(), lab.bound()
+    samples = lab.samples()
     odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
     epochs: dict[int, Counter[int]] = {}
     for step, indices in zip(lab.steps, samples):
@@ -159,10 +166,10 @@ def odd_batch(lab: Lab) -> str:
     if not odd:
         last = {sum(step.shards) for step in lab.steps}
         raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sorted(last)))}: use other sizes")
-    single = lab.single.steps()
+    bound, single = lab.bound(), lab.single.steps()
     if [step.indices for step in single] != samples:
         raise CannotTell("other samples at 1 rank")
-    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
+    if random_by_rank(single, lab.steps):
         raise CannotTell("steps draw random numbers, so that weights at 1 rank differ")
     k, shards = odd[0], " and ".join(map(str, lab.steps[odd[0]].shards))
     pairs = [(each.weights_before, each.weights) for each in (lab.steps[k], single[k])]
@@ -223,7 +230,7 @@ def same_at_one(lab: Lab) -> str:
     if other is not None:
         raise Failed(f"step {other + 1} has other samples at 1 rank than at {lab.n}")
     words = f"same samples in all {len(samples)} steps"
-    if any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch):
+    if random_by_rank(single, lab.steps):
         return f"{words}; weights not compared, as steps draw random numbers"
     bound = lab.bound()
     for name in ("weights", "loss"):
