@@ -157,7 +157,7 @@ def end(loader: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
-    """No other test has a loader that is a batch ahead, as Accelerate's, or next(iter(loader))."""
+    """No other test has a loader that is a batch ahead, as Accelerate's, or next(iter(loader)), or steps before the first batch."""
     epochs: list[Events] = [
         [begin(k, 3), batch(k, 0), batch(k, 1), STEP, batch(k, 2), STEP, end(k), STEP] for k in (1, 2)
     ]
@@ -167,7 +167,7 @@ def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
     assert [step.indices for step in killed] == [[0], [1]]
     accumulated: Events = [begin(1, 3), batch(1, 0), batch(1, 1), STEP, batch(1, 2), STEP, end(1)]
     assert [step.indices for step in records(tmp_path, accumulated).steps()] == [[0, 1], [2]]
-    shown: Events = [begin(1, 2), batch(1, 9), ("gone", {"loader": 1}), begin(2, 2), batch(2, 0), STEP]
+    shown: Events = [STEP, begin(1, 2), batch(1, 9), ("gone", {"loader": 1}), begin(2, 2), batch(2, 0), STEP]
     assert [step.indices for step in records(tmp_path, shown).steps()] == [[0]]
 
 

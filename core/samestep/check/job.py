@@ -73,6 +73,8 @@ class Process:
                 loader.update(size=each["size"], batches=each["batches"], subset=tuple(each["subset"] or ()))
             elif each["event"] == "batch":
                 loader["indices"].append(each["indices"])
+                if not seen:
+                    self.steps.clear()  # without examples: Horovod steps once to create the optimizer's state
                 seen = True
                 if each["trains"]:
                     pending.append((each["loader"], each["indices"]))
