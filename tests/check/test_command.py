@@ -157,7 +157,7 @@ def end(loader: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
-    """No other test has a loader that is a batch ahead, as Accelerate's, or next(iter(loader)), or steps before the first batch."""
+    """No other test has a loader that is ahead, as Accelerate's, next(iter(loader)), or a step without examples."""
     epochs: list[Events] = [
         [begin(k, 3), batch(k, 0), batch(k, 1), STEP, batch(k, 2), STEP, end(k), STEP] for k in (1, 2)
     ]

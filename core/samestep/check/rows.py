@@ -46,12 +46,19 @@ def row(name: str, title: str, cause: str, page: str) -> Callable[[Callable[[Lab
 
 def restarted(lab: Lab, run: Faulted) -> None:
     """Raise Failed if the script did not restart to its end."""
+    if run.again_code is None and run.code == 0:
+        raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps, so nothing restarts it")
     if run.again_code is None:
         raise Failed("the restart does not end")
     if run.again_code:
         raise Failed(f"the restart fails: exit {run.again_code}: {run.again_words}")
     if lab.steps and not run.again and run.done < len(lab.steps):
         raise Failed("the restart takes no step")
+
+
+def once_an_epoch(steps: Sequence[Step]) -> Counter[int]:
+    """Return in how many epochs the steps have each sample."""
+    return Counter(i for _, i in {(step.epoch, i) for step in steps for i in step.indices or ()})
 
 
 def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
@@ -67,10 +74,13 @@ def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
         if at == 0:
             raise Failed(f"starts over at step 0 of {len(samples)}; {run.done} steps lost")
         return at
-    before = samples[: saved[0] if saved else at]
-    wanted = Counter(i for step in samples for i in step)
-    trained = Counter(i for step in [*before, *again] for i in step or ())
+    wanted = once_an_epoch(lab.steps)
+    trained = once_an_epoch(lab.steps[: saved[0] if saved else at])
+    trained.update(i for step in again for i in step or ())
     repeated, lost = (trained - wanted).total(), (wanted - trained).total()
+    ends = [a.epoch != b.epoch for a, b in zip(lab.steps, lab.steps[1:])] + [True]
+    if not (repeated or lost) and all(end or a == b for a, b, end in zip(again, samples[at:], ends[at:])):
+        return at  # other numbers of ranks fill the last batch of an epoch otherwise
     where = f"saved at step {saved[0]}, resumes at step {at}" if saved else f"resumes at step {at}"
     where = f"continues without a restart after step {run.done}" if run.in_place else where
     raise Failed(f"{where}: {repeated} samples repeated, {lost} lost")
