@@ -70,17 +70,16 @@ def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
         if again == samples[at:]:
             return at
     at = max(0, len(samples) - len(again))
-    if again == samples[at:] and not saved:
-        if at == 0:
-            raise Failed(f"starts over at step 0 of {len(samples)}; {run.done} steps lost")
-        return at
     wanted = once_an_epoch(lab.steps)
     trained = once_an_epoch(lab.steps[: saved[0] if saved else at])
     trained.update(i for step in again for i in step or ())
     repeated, lost = (trained - wanted).total(), (wanted - trained).total()
     ends = [a.epoch != b.epoch for a, b in zip(lab.steps, lab.steps[1:])] + [True]
-    if not (repeated or lost) and all(end or a == b for a, b, end in zip(again, samples[at:], ends[at:])):
-        return at  # other numbers of ranks fill the last batch of an epoch otherwise
+    filled = all(end or a == b for a, b, end in zip(again, samples[at:], ends[at:]))  # another N fills it otherwise
+    if (again == samples[at:] and not saved) or (filled and not (repeated or lost)):
+        if at == 0:
+            raise Failed(f"starts over at step 0 of {len(samples)}; {run.done} steps lost")
+        return at
     where = f"saved at step {saved[0]}, resumes at step {at}" if saved else f"resumes at step {at}"
     where = f"continues without a restart after step {run.done}" if run.in_place else where
     raise Failed(f"{where}: {repeated} samples repeated, {lost} lost")
