@@ -113,5 +113,5 @@ def test_no_row_of_an_app_fails(tmp_path: Path, table: list[str]) -> None:
     done, verdicts = check(folder, adapter, "--", sys.executable, *launcher, *small)
     assert done.returncode == 0, done.stdout + done.stderr
     others = {name: verdict for name, verdict in verdicts.items() if verdict != "passed"}
-    assert others == {"odd-batch": "cannot tell", "evaluation": "not seen"}, done.stdout  # it has dropout
+    assert not others, done.stdout
     table.append(f"check: all rows of mnist_ddp | 2 | none | {len(verdicts)} | {len(verdicts) - len(others)}")

@@ -2,18 +2,31 @@
 
 from typing import Any
 
-from samestep_record import after_import, record_batch
+from samestep_record import after_import, record_batch, record_evaluation
 
 
 def watch(sharding: Any) -> None:
-    indices = sharding.GlobalBatches.indices
+    indices, eval_batches = sharding.GlobalBatches.indices, sharding.eval_batches
 
     def recorded(self: Any, step: int, *more: Any) -> Any:
         shard = indices(self, step, *more)
         record_batch(shard)  # before the optimizer's step
         return shard
 
-    sharding.GlobalBatches.indices = recorded
+    class Evaluation(list[Any]):
+        def __init__(self, length: int, *more: Any) -> None:
+            super().__init__(eval_batches(length, *more))
+            self.length, self.used = length, list[int]()
+
+        def __getitem__(self, k: Any) -> Any:
+            self.used.extend(super().__getitem__(k))
+            return super().__getitem__(k)
+
+        def __del__(self) -> None:
+            if self.length > 1:  # not a warm-up
+                record_evaluation(self.used, self.length)
+
+    sharding.GlobalBatches.indices, sharding.eval_batches = recorded, Evaluation
 
 
 after_import("samestep.sharding", watch)
