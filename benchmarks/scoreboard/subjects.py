@@ -105,7 +105,11 @@ SUBJECTS: dict[str, Subject] = {
         ("torch", "accelerate", "timm"),
         "accelerate",
         jpegs,
-        (*CPU, "--link=images", f"--resume-command=sh -c '{ACCELERATE} --resume_from_checkpoint={NEWEST}'"),
+        (
+            *CPU,
+            "--link=images",
+            f"--resume-command=sh -c '{ACCELERATE.replace('=2', '={n}')} --resume_from_checkpoint={NEWEST}'",
+        ),
     ),
     "lightning": Subject(LIGHTNING.split(), ("torch", "lightning"), "lightning"),
     "horovod": Subject(

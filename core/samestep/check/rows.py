@@ -6,6 +6,7 @@ A row that passes returns; the other verdicts are exceptions. Rows share the run
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import zipfile
@@ -347,9 +348,14 @@ def checkpoint_damaged(lab: Lab) -> str:
 
     def harm(work: Path) -> None:
         files: list[Path] = []
-        for save in sorted(first.records.saves(), key=lambda save: save.time):
-            path = Path(save.path)
-            files = [each for each in [path, *path.rglob("*")] if each.is_file()] or files
+        saves = first.records.saves()
+        for save in saves:
+            path, others = Path(save.path), {each.path for each in saves if each.step != save.step} - {save.path}
+            if path.is_file():  # and files beside it that Python does not write, such as safetensors
+                beside = [each for each in path.parent.iterdir() if re.search(lab.options.checkpoint, each.name)]
+                moment = path.stat().st_mtime
+                files = [each for each in beside if abs(each.stat().st_mtime - moment) < 5 and str(each) not in others]
+            files = [each for each in path.rglob("*") if each.is_file()] or files
         if not files:
             raise NotSeen("no checkpoint is written where Python sees it")
         names.append(damage(max(files, key=lambda path: path.stat().st_size)))
