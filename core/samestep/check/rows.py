@@ -88,7 +88,8 @@ def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
 
 def saved_at(run: Faulted) -> list[int]:
     """Return the steps of the checkpoints that a restart may resume, the newest first."""
-    saves = [save for save in run.records.saves() if save.time < run.struck + run.took]
+    end = run.again[0].time if run.code == 0 and run.again else run.struck + run.took  # it may restart by itself
+    saves = [save for save in run.records.saves() if save.time < end]
     late = [save for save in saves[:-1] if saves[-1].time > run.struck - 0.5]  # the newest may not be whole
     return list(dict.fromkeys(save.step for save in [*saves[-1:], *reversed(late)]))[:2]
 
