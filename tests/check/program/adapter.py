@@ -1,5 +1,6 @@
 """The adapter for programs of this repository that have an optimizer of torch."""
 
+import os
 from typing import Any
 
 from samestep_record import after_import, record_batch, record_evaluation
@@ -20,11 +21,10 @@ def watch(sharding: Any) -> None:
 
         def __getitem__(self, k: Any) -> Any:
             self.used.extend(super().__getitem__(k))
-            return super().__getitem__(k)
-
-        def __del__(self) -> None:
-            if self.length > 1:  # not a warm-up
+            _, end = sharding.shard(len(self), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+            if k + 1 == end and self.length > 1:  # this rank's last batch, and not a warm-up
                 record_evaluation(self.used, self.length)
+            return super().__getitem__(k)
 
     sharding.GlobalBatches.indices, sharding.eval_batches = recorded, Evaluation
 
