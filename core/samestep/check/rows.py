@@ -281,7 +281,9 @@ def recovery_time(lab: Lab) -> str:
     restarted(lab, lab.killed)
     if not lab.killed.again:
         raise NotSeen(f"no optimizer step: {ADAPTER}")
-    first = lab.killed.again[0].time - lab.killed.struck
+    times = [lab.killed.struck, *(step.time for step in lab.killed.again)]
+    k = max(range(1, len(times)), key=lambda k: times[k] - times[k - 1]) if lab.killed.in_place else 1
+    first = times[k] - times[0]  # a step that the kill did not reach may come before the longest pause
     words = "without a new start of the job"
     if lab.killed.code != 0:
         words = f"{lab.killed.took:.1f} s of them until the job ended"
