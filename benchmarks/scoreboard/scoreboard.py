@@ -1,4 +1,4 @@
-"""Measure what a failure does to the examples that people copy, and to ours.
+"""Run `samestep check` on the examples that people copy, and on ours.
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
     bash scripts/test.sh -e scoreboard     # all of them, into cells.json and the page
@@ -6,15 +6,14 @@
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
 
 Each example is its authors' file, downloaded at the commit that its origin.json names, and verified by its SHA-256. Its
-samestep.ed holds our changes: the source of the data, the length of the training, CPU in place of a GPU, and lines that
-log events.
+samestep.ed holds our changes: the source of the data, the length of the training, and CPU in place of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
-import itertools
 import json
 import os
 import platform
@@ -22,33 +21,47 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import rows
 import sources
-from rows import ROWS, NotDoneError, Place
-from subjects import ROOT, SUBJECTS, Subject
+from samestep import ConfigError
+from samestep.check import command as checker
+from samestep.check.rows import ROWS
+from samestep.options import Parser
+from subjects import SUBJECTS, Subject
 
-sys.path.insert(0, str(ROOT / "core"))
 MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
-Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: what, when
+LIMITS = ("--row-limit=300", "--total-limit=3600")  # seconds
+Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: verdict, what was seen, when
 
 
-def cell(subject: Subject, row: str, shared: Path, given: Path | None = None, keep: Path | None = None) -> str:
-    """Measure one cell, in a temporary folder, or in ``keep``, which must not be there.
-
-    ``shared`` is a folder for files that several cells need.
-    """
-    rows.GIVEN = given
-    with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary:
-        folder = keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=keep is None)
-        subject.prepare(folder, given)
+def measure(subject: Subject, rows: Sequence[str], given: Path | None, keep: Path | None) -> dict[str, tuple[str, str]]:
+    """Return the verdict of each row, and its line."""
+    parser, environ = Parser(prog="samestep"), dict(os.environ)
+    checker.add_options(parser.add_subparsers(dest="command"))
+    options = parser.parse(["check", *LIMITS, *subject.options, *([f"--keep={keep}"] if keep else [])])
+    results = {row: ("not run", subject.not_run[row]) for row in rows if row in subject.not_run}
+    with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary, contextlib.chdir(temporary):
+        Path("home").mkdir()
+        subject.put(Path("program"), given)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        os.environ.update({"HOME": f"{temporary}/home", "PATH": path, "OMP_NUM_THREADS": "1", **subject.environ})
         try:
-            return ROWS[row][1](Place(subject, folder, shared))
-        except NotDoneError as error:
-            return f"not measured: {error}"
+            os.chdir("program")
+            for each in checker.check(options, subject.command, [row for row in rows if row not in results], progress):
+                results[each.row] = each.verdict, each.seen
+        except ConfigError as error:
+            results = {row: ("not run", str(error)) for row in rows}
+        finally:
+            os.environ.clear()
+            os.environ.update(environ)
+    return results
+
+
+def progress(row: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {row}", file=sys.stderr, flush=True)
 
 
 def versions(subject: Subject) -> str:
@@ -76,25 +89,27 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def command(subject: str, row: str) -> str:
-    return f"bash scripts/test.sh -e scoreboard -- --only {subject} --row {row}"
+def cell_text(text: str) -> str:
+    return text.replace("|", "/").replace("<", "&lt;")
 
 
 def table(cells: Cells) -> str:
-    """Return a table for each row with programs and results, then machines, versions, dates and load."""
-    lines = []
-    for row, (title, _) in ROWS.items():
-        if row not in cells:
-            continue
-        lines += [f"### {title}", "", f"| `--row {row}` | result |", "|---|---|"]
-        those = [(name, cells[row][name]["what"]) for name in SUBJECTS if name in cells[row]]
-        lines += [f"| `--only {name}` | {what} |" for name, what in those]
-        lines.append("")
+    """Return the table of verdicts, then a table for each row, then machines, versions, dates and load."""
+    rows = [row for row in ROWS if row in cells]
+    names = [name for name in SUBJECTS if any(name in cells[row] for row in rows)]
+    lines = [f"| `--row` | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in rows:
+        verdicts = [cells[row].get(name, {"verdict": ""})["verdict"] for name in names]
+        lines.append(f"| `{row}` | {' | '.join(verdicts)} |")
+    for row in rows:
+        lines += ["", f"### {ROWS[row].title}", "", f"| `--row {row}` | verdict | seen |", "|---|---|---|"]
+        those = [(name, cells[row][name]) for name in names if name in cells[row]]
+        lines += [f"| `--only {name}` | {cell['verdict']} | {cell_text(cell['seen'])} |" for name, cell in those]
     every = [each for found in cells.values() for each in found.values()]
     versions = sorted({each for found in every for each in found["versions"].split(", ")})
     machines = sorted({found["machine"] for found in every})
     dates, loads = sorted({found["date"] for found in every}), sorted(int(found["load"]) for found in every)
-    lines.append(f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. ")
+    lines += ["", f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. "]
     busy = f"{loads[0]}" if loads[0] == loads[-1] else f"{loads[0]} to {loads[-1]}"
     lines[-1] += f"The load of the machine was {busy}. A load above its cores makes the seconds longer."
     return "\n".join(lines)
@@ -112,9 +127,9 @@ def write_page(path: Path, measured: str) -> None:
 
 def show(subject: Subject, given: Path | None) -> None:
     """Print what we change in the example."""
-    for file in subject.origins():
+    for file in sources.origin(subject.origin) if subject.origin else []:
         text = sources.fetch(file, given)
-        edits = (sources.HERE / subject.name / file.edits).read_text() if file.edits else ""
+        edits = (sources.HERE / str(subject.origin) / file.edits).read_text() if file.edits else ""
         changed = sources.apply(text, edits)
         names = (file.page, f"{file.name}, as it is run")
         sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), changed.splitlines(True), *names))
@@ -126,10 +141,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--row", help=f"of {', '.join(ROWS)}; several with commas (default: all)")
     parser.add_argument("--show", metavar="NAME", help="print what is changed in an example, as a diff, and end")
     parser.add_argument("--sources", type=Path, metavar="DIR", help="take originals from DIR/<owner>/<name>/<path>")
-    parser.add_argument("--json", type=Path, help="add what is measured to this file, after each cell")
+    parser.add_argument("--json", type=Path, help="add what is measured to this file, after each program")
     parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE, between its two marks")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the folder of one cell, with all output, here")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the copies and output of one program")
     return parser.parse_args()
 
 
@@ -142,7 +157,7 @@ def chosen(asked: str | None, known: dict[str, object], option: str) -> list[str
 
 
 def terminated(*_: object) -> None:
-    """End, by way of `started`, which ends its job; a second TERM does not get in its way."""
+    """End by an exception, so that the check ends its job; ignore a second TERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
@@ -152,8 +167,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminated)
     names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
     wanted = chosen(options.row, dict(ROWS), "--row")
-    if options.keep and (len(names), len(wanted)) != (1, 1):
-        sys.exit("error: --keep is for one cell: name it with --only and --row")
+    if options.keep and len(names) > 1:
+        sys.exit("error: --keep is for one program: name it with --only")
     if options.keep and options.keep.exists():
         sys.exit(f"error: --keep {options.keep}: it is there already; name another folder")
     if options.from_json and not options.from_json.is_file():
@@ -166,15 +181,15 @@ def main() -> None:
         if options.from_json:
             cells = json.loads(options.from_json.read_text())
         else:
-            with tempfile.TemporaryDirectory(prefix="scoreboard-") as shared:
-                for name, row in itertools.product(names, wanted):
-                    subject, begun = SUBJECTS[name], time.monotonic()
-                    print(f"$ {command(name, row)}", file=sys.stderr, flush=True)
-                    what = cell(subject, row, Path(shared), options.sources, options.keep and options.keep.resolve())
-                    print(f"{what}    [{time.monotonic() - begun:.0f} s]", file=sys.stderr, flush=True)
-                    cells.setdefault(row, {})[name] = {"what": what, **about(subject)}
-                    if options.json:
-                        write_whole(options.json, json.dumps(cells, indent=1) + "\n")
+            for name in names:
+                print(f"$ bash scripts/test.sh -e scoreboard -- --only {name}", file=sys.stderr, flush=True)
+                keep = options.keep and options.keep.resolve()
+                results = measure(SUBJECTS[name], wanted, options.sources and options.sources.resolve(), keep)
+                for row, (verdict, seen) in results.items():
+                    print(f"{row:19} {verdict:12} {seen}", file=sys.stderr, flush=True)
+                    cells.setdefault(row, {})[name] = {"verdict": verdict, "seen": seen, **about(SUBJECTS[name])}
+                if options.json:
+                    write_whole(options.json, json.dumps(cells, indent=1) + "\n")
     except sources.SourceError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

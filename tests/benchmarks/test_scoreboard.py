@@ -1,7 +1,6 @@
-"""The scoreboard measures two of its cells, and evaluates its programs' logs.
+"""The scoreboard prepares its programs, and writes what `samestep check` finds into its page.
 
 The examples of others need their libraries, and a network for their files, so they run in the environment `scoreboard`.
-These tests kill mnist_ddp, and a loop as tutorials write it, whose text is in the test.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,43 +22,7 @@ from processes import marked
 
 pytestmark = pytest.mark.core_only
 HERE = ROOT / "benchmarks" / "scoreboard"
-MODULES = ("job", "rows", "scoreboard", "sources", "subjects")
-# One process a rank; a checkpoint after each epoch, which holds the number of that epoch and not of the next.
-TUTORIAL = """
-import os, sys, told, torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-dist.init_process_group("gloo")
-torch.manual_seed(1)
-data = TensorDataset(torch.randn(4000, 4), torch.zeros(4000, dtype=torch.int64))
-told.dataset(data)
-model = torch.nn.Linear(4, 2)
-begin = 0
-if os.path.exists("saved.safetensors"):
-    from safetensors.torch import load_file
-    stored = load_file("saved.safetensors")
-    begin = int(stored.pop("epoch"))
-    model.load_state_dict(stored)
-    told.restored()
-ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-loader = DataLoader(data, int(sys.argv[2]), sampler=(sampler := DistributedSampler(data)))
-for epoch in range(begin, int(sys.argv[1])):
-    sampler.set_epoch(epoch)
-    for batch, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        told.step(epoch, batch, loss, x)
-    if dist.get_rank() == 0:
-        from safetensors.torch import save_file
-        save_file({**model.state_dict(), "epoch": torch.tensor(epoch)}, "saved.safetensors")
-        told.saved(epoch, len(loader) - 1)
-dist.destroy_process_group()
-"""
+MODULES = ("scoreboard", "sources", "subjects")
 
 
 @pytest.fixture
@@ -72,38 +34,8 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.soak
-def test_a_rank_of_ours_is_killed(board: dict[str, Any], tmp_path: Path) -> None:
-    what = board["scoreboard"].cell(
-        board["subjects"].SUBJECTS["mnist_ddp"], "rank-killed", tmp_path, None, tmp_path / "run"
-    )
-    # The end of the second epoch.
-    assert re.match(r"resumes by itself after [\d.]+ s at step 18, \d of 2\d lost; ", what), what
-    assert what.endswith(" lost; samples repeated 0, lost 0; exit 0"), what
-
-
-@pytest.mark.soak
-def test_a_rank_of_a_tutorials_loop_is_killed(board: dict[str, Any], tmp_path: Path) -> None:
-    class Tutorial(board["subjects"].Subject):  # type: ignore[misc]
-        name = "tutorial"
-
-        def prepare(self, folder: Path, given: Path | None) -> None:
-            (folder / "tutorial.py").write_text(TUTORIAL)
-
-        def starts(self, setting: Any, folder: Path, again: bool) -> list[Any]:
-            words = ["tutorial.py", str(setting.epochs), str(setting.batch // setting.n)]
-            return [board["job"].Start(board["subjects"].torchrun(setting.n, *words))]
-
-    what = board["scoreboard"].cell(Tutorial(), "rank-killed", tmp_path, None, tmp_path / "run")
-    assert what.startswith("job ends, exit 1, "), what
-    # From the beginning of the epoch that it had finished: all of it once more.
-    assert re.search(r"restarted: resumes at step 9 of 27, ", what), what
-    assert what.endswith(" lost, samples repeated 4,000, lost 0"), what
-    assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-0"))
-    assert not marked("SCOREBOARD_TOLD", str(tmp_path / "run" / "told-1"))
-
-
 def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
+    """No other test runs a check by the scoreboard, or ends one by TERM."""
     mark = str(tmp_path)
     command = [sys.executable, str(HERE / "scoreboard.py"), "--only=mnist_ddp", "--row=rank-killed"]
     environ = {**os.environ, "SCOREBOARD_TEST": mark, "TMPDIR": mark}
@@ -111,7 +43,7 @@ def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
         board = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         try:
             until = time.monotonic() + 60
-            while not list(tmp_path.glob("scoreboard-*/run/log/alive-1")):
+            while not list(tmp_path.glob("samestep-check-*/work-1/run/log/alive-1")):
                 assert board.poll() is None, (tmp_path / "said.txt").read_text()
                 assert time.monotonic() < until
                 time.sleep(0.05)
@@ -121,39 +53,7 @@ def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
             board.kill()
             board.wait()
     assert not marked("SCOREBOARD_TEST", mark)
-    assert not list(tmp_path.glob("scoreboard-*"))
-
-
-def tell(folder: Path, rank: int, pid: int, *events: tuple[Any, ...]) -> None:
-    """Lines of a process: (time, event, epoch, batch, indices)."""
-    folder.mkdir(exist_ok=True)
-    lines = []
-    for at, event, *values in events:
-        names = ("epoch", "batch", "indices")
-        line = {"event": event, "time": at, "rank": rank, "pid": pid, **dict(zip(names, values))}
-        lines.append(json.dumps({**line, "loss": 1.0} if event == "step" else line))
-    (folder / f"{rank}-{pid}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def test_the_weights_come_of_what_was_saved_and_of_what_was_made_since(board: dict[str, Any], tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    tell(one, 0, 10, (1, "step", 0, 0, [0]), (2, "step", 0, 1, [1]), (3, "saved", 0, 0), (4, "step", 1, 0, [1]))
-    tell(one, 1, 11, (1, "step", 0, 0, [2]), (2, "step", 0, 1, [3]), (4, "step", 1, 0, [0]))
-    record = board["job"].Told.read(one)
-    assert record.lineage() == {(0, 0): [[0, 2]], (0, 1): [[1, 3]], (1, 0): [[1, 0]]}
-    assert record.repeated_and_lost(range(4), 2) == (0, 2)  # of the second epoch half is not trained
-    tell(two, 0, 20, (5, "restored"), (6, "step", 0, 0, [0]), (7, "step", 0, 1, [3]))
-    tell(two, 1, 21, (5, "restored"), (6, "step", 0, 0, [2]), (7, "step", 0, 1, [3]))
-    record = board["job"].Told.read(one, two)
-    assert record.lineage() == {(0, 0): [[0, 2], [0, 2]], (0, 1): [[3, 3]]}
-    assert record.repeated_and_lost(range(4), 1) == (3, 1)
-    assert (record.pid(1), [step.time for step in record.steps(0)]) == (21, [1, 2, 4, 6, 7])
-
-
-def test_a_process_that_restored_nothing_begins_anew(board: dict[str, Any], tmp_path: Path) -> None:
-    tell(tmp_path / "one", 0, 10, (1, "step", 0, 0, [0]), (2, "step", 0, 1, [1]))
-    tell(tmp_path / "two", 0, 20, (3, "step", 0, 0, [1]))
-    assert board["job"].Told.read(tmp_path / "one", tmp_path / "two").lineage() == {(0, 0): [[1]]}
+    assert not [*tmp_path.glob("s*-*")]  # torchelastic leaves a folder
 
 
 def test_edits_are_applied_from_the_end_and_nothing_else_is(board: dict[str, Any]) -> None:
@@ -194,7 +94,7 @@ def test_a_mistake_in_a_call_is_one_line(board: dict[str, Any], monkeypatch: pyt
     for words, message in {
         "--only nobody": "error: --only nobody: there is none; choose of mnist_ddp, ",
         "--row nothing": "error: --row nothing: there is none; choose of rank-killed, ",
-        "--keep x": "error: --keep is for one cell",
+        "--keep x": "error: --keep is for one program",
         "--from-json nothing.json": "error: --from-json nothing.json: no such file",
     }.items():
         monkeypatch.setattr(sys, "argv", ["scoreboard.py", *words.split()])
@@ -205,10 +105,14 @@ def test_a_mistake_in_a_call_is_one_line(board: dict[str, Any], monkeypatch: pyt
 
 def test_the_page_keeps_what_is_written_around_the_tables(board: dict[str, Any], tmp_path: Path) -> None:
     script, page = board["scoreboard"], tmp_path / "page.md"
-    found = {"what": "ends", "date": "2026-11-23", "versions": "torch 2", "machine": "one", "load": "3"}
-    measured = script.table({"term": {"pytorch": found}, "rank-killed": {"pytorch": found}})
+    found = {"date": "2026-11-23", "versions": "torch 2", "machine": "one", "load": "3"}
+    cells = {"verdict": "passed", "seen": "a | b", **found}, {"verdict": "not run", "seen": "no <reason>", **found}
+    measured = script.table({"term": {"pytorch": cells[0]}, "rank-killed": {"pytorch": cells[0], "ray": cells[1]}})
+    assert "| `--row` | `pytorch` | `ray` |\n|---|---|---|\n| `rank-killed` | passed | not run |\n" in measured
+    assert "| `term` | passed |  |\n" in measured
     assert measured.index("--row rank-killed") < measured.index("--row term")
-    assert measured.count("| `--only pytorch` | ends |") == 2
+    assert measured.count("| `--only pytorch` | passed | a / b |") == 2
+    assert "| `--only ray` | not run | no &lt;reason> |" in measured
     page.write_text(f"before\n{script.MARKS[0]}\nold\n{script.MARKS[1]}\nafter\n")
     script.write_page(page, measured)
     assert page.read_text() == f"before\n{script.MARKS[0]}\n{measured}\n{script.MARKS[1]}\nafter\n"

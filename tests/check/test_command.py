@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import tutorial
+from samestep.check.job import Records
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
@@ -128,6 +131,66 @@ def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "evaluation          failed       at 2 ranks" in done.stdout
+
+
+Events = list[tuple[str, dict[str, Any]]]
+STEP: tuple[str, dict[str, Any]] = ("step", {})
+
+
+def records(folder: Path, *ranks: Events) -> Records:
+    """Write the events of each rank, a second apart, and read them."""
+    for rank, events in enumerate(ranks):
+        lines = [{"event": name, "time": at, "rank": rank, **values} for at, (name, values) in enumerate(events)]
+        (folder / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Records(folder)
+
+
+def begin(loader: int, batches: int, subset: list[int] | None = None) -> tuple[str, dict[str, Any]]:
+    return "iterate", {"loader": loader, "size": 20, "batches": batches, "subset": subset}
+
+
+def batch(loader: int, *indices: int, trains: bool = True) -> tuple[str, dict[str, Any]]:
+    return "batch", {"loader": loader, "indices": indices, "trains": trains}
+
+
+def end(loader: int) -> tuple[str, dict[str, Any]]:
+    return "end", {"loader": loader}
+
+
+def test_batches_belong_to_the_steps_that_used_them(tmp_path: Path) -> None:
+    """No other test has a loader that is ahead, as Accelerate's, next(iter(loader)), or a step without examples."""
+    epochs: list[Events] = [
+        [begin(k, 3), batch(k, 0), batch(k, 1), STEP, batch(k, 2), STEP, end(k), STEP] for k in (1, 2)
+    ]
+    whole = records(tmp_path, epochs[0] + epochs[1]).steps()
+    assert [(step.epoch, step.indices) for step in whole] == [(k, [i]) for k in range(2) for i in range(3)]
+    killed = records(tmp_path, epochs[0][:-2]).steps()
+    assert [step.indices for step in killed] == [[0], [1]]
+    accumulated: Events = [begin(1, 3), batch(1, 0), batch(1, 1), STEP, batch(1, 2), STEP, end(1)]
+    assert [step.indices for step in records(tmp_path, accumulated).steps()] == [[0, 1], [2]]
+    shown: Events = [STEP, begin(1, 2), batch(1, 9), ("gone", {"loader": 1}), begin(2, 2), batch(2, 0), STEP]
+    assert [step.indices for step in records(tmp_path, shown).steps()] == [[0]]
+
+
+def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
+    """No other test evaluates a Subset, or an evaluation whose padding Accelerate drops."""
+
+    def rank(*indices: int, subset: list[int], dropped: int = 0) -> Events:
+        events: Events = [begin(1, 1, subset), batch(1, *indices, trains=False), end(1)]
+        return [*events, ("dropped", {"count": dropped})] if dropped else events
+
+    split = [3, 12345]
+    (found,) = records(tmp_path, rank(0, 1, subset=split), rank(2, 0, subset=split, dropped=1)).evaluations()
+    assert (found.counts.total(), len(found.counts), found.size) == (3, 3, 3)
+    (found,) = records(tmp_path, rank(0, 1, subset=[2, 1]), rank(2, 3, subset=[2, 2])).evaluations()
+    assert found.size == 20  # a part of the dataset for each rank
+
+
+def test_a_rank_that_continues_in_its_process_needs_no_restart(tmp_path: Path) -> None:
+    """No other test has ranks that continue without a killed one, as Horovod Elastic's do."""
+    ranks = [[begin(1, 9), *(event for i in range(n) for event in (batch(1, i), STEP))] for n in (4, 2)]
+    assert [step.indices for step in records(tmp_path, *ranks).continued(since=4.5)] == [[2], [3]]
+    assert not records(tmp_path, *ranks).continued(since=0.5)
 
 
 def test_the_page_has_the_adapter_that_the_soak_runs() -> None:

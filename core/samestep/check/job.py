@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,36 +62,72 @@ class Process:
         self.rank = next((each["rank"] for each in reversed(events) if each["rank"] is not None), None)
         self.steps: list[dict[str, Any]] = []
         self.saves: list[Save] = []
-        self.evaluations: list[tuple[list[int] | None, int | None]] = []
+        self.evaluations: list[tuple[list[int] | None, int | None, tuple[int, ...]]] = []
+        adapted: list[tuple[list[int] | None, int | None, tuple[int, ...]]] = []
         loaders: dict[int, dict[str, Any]] = {}
         pending: list[tuple[int, list[int] | None]] = []
         epoch, seen = 0, False
         for each in events:
             loader = loaders.setdefault(each.get("loader", 0), {"size": None, "indices": [], "epoch": None})
             if each["event"] == "iterate":
-                loader["size"], loader["batches"] = each["size"], each["batches"]
+                loader.update(size=each["size"], batches=each["batches"], subset=tuple(each["subset"] or ()))
             elif each["event"] == "batch":
                 loader["indices"].append(each["indices"])
+                if not seen:
+                    self.steps.clear()  # without examples: Horovod steps once to create the optimizer's state
                 seen = True
                 if each["trains"]:
                     pending.append((each["loader"], each["indices"]))
                 elif len(loader["indices"]) == loader.get("batches"):  # all; Lightning does not ask for more
                     loader["epoch"] = -1
-                    self.evaluations.append((_joined(loader["indices"]), loader["size"]))
+                    self.evaluations.append((_joined(loader["indices"]), loader["size"], loader["subset"]))
             elif each["event"] == "end" and loader["epoch"] is None:  # no step followed any of its batches
                 pending = [pair for pair in pending if pair[0] != each["loader"]]
-                self.evaluations.append((_joined(loader["indices"]), loader["size"]))
+                self.evaluations.append((_joined(loader["indices"]), loader["size"], loader["subset"]))
+            elif each["event"] == "end":
+                loader["end"] = len(self.steps)
+            elif each["event"] == "gone":
+                loader["gone"] = True
+            elif each["event"] == "dropped" and self.evaluations:
+                counted, size, subset = self.evaluations[-1]
+                self.evaluations[-1] = (counted and counted[: -each["count"]], size, subset)
             elif each["event"] == "evaluated":
-                self.evaluations.append((each["indices"], each["size"]))
+                adapted.append((each["indices"], each["size"], ()))
             elif each["event"] == "save":
                 self.saves.append(Save(len(self.steps), each["time"], each["kind"], each["path"]))
             elif each["event"] == "step":
+                numbers = {number for number, _ in pending}
+                if len(numbers) > 1:  # without loaders that only showed a batch: next(iter(loader))
+                    pending = [pair for pair in pending if not loaders[pair[0]].get("gone")] or pending
                 for number, _ in pending:
                     if number and loaders[number]["epoch"] is None:
                         loaders[number]["epoch"], epoch = epoch, epoch + 1
-                indices = _joined([batch for _, batch in pending]) if seen else None
-                self.steps.append({**each, "indices": indices, "epoch": epoch - 1})
+                self.steps.append({**each, "batches": pending, "epoch": epoch - 1})
                 pending = []
+        self.evaluations = adapted or self.evaluations
+        _align(self.steps, {number: loader.get("end") for number, loader in loaders.items()})
+        for step in self.steps:
+            step["indices"] = _joined([batch for _, batch in step["batches"]]) if seen else None
+
+
+def _align(steps: list[dict[str, Any]], ends: Mapping[int, int | None]) -> None:
+    """Give batches that a loader returned ahead of their steps, as Accelerate's does, to the steps that used them.
+
+    ``ends`` has the number of steps at the end of a loader; a loader that is ahead ends before its last step.
+    """
+    first = 0
+    for _, group in groupby(steps, key=lambda step: step["epoch"]):
+        epoch, begin = list(group), first
+        first += len(epoch)
+        counts, numbers = [len(step["batches"]) for step in epoch], {n for step in epoch for n, _ in step["batches"]}
+        end = ends.get(min(numbers, default=0))
+        if len(numbers) != 1 or len(epoch) < 2 or counts[0] <= counts[1] or (end is not None and end >= first):
+            continue
+        ahead: list[tuple[int, list[int] | None]] = []
+        for k, step in enumerate(epoch, begin + 1):
+            batches = ahead + step["batches"]
+            count = len(batches) if k == first and end is not None else max(1, counts[1])
+            step["batches"], ahead = batches[:count], batches[count:]
 
 
 def _joined(batches: list[list[int] | None]) -> list[int] | None:
@@ -123,6 +159,14 @@ class Records:
         count = max((len(each) for each in ranks), default=0)
         return [_steps([each[i].steps for each in ranks if i < len(each)]) for i in range(count)]
 
+    def continued(self, since: float) -> list[Step]:
+        """Return the steps after ``since`` if the process of a rank outlived the fault, else none."""
+        ranks = self.ranks().values()
+        if not any(len(each) == 1 and each[0].steps[0]["time"] < since for each in ranks):
+            return []
+        later = [[step for step in process.steps if step["time"] > since] for each in ranks for process in each]
+        return _steps([steps for steps in later if steps])
+
     def steps(self) -> list[Step]:
         """Return the steps of the last start."""
         return (self.attempts() or [[]])[-1]
@@ -141,9 +185,11 @@ class Records:
         found = []
         for each in zip_longest(*(process.evaluations for process in self.processes if process.evaluations)):
             shards = [shard for shard in each if shard is not None]
-            size = max((size or 0 for _, size in shards), default=0)
-            if size and all(indices is not None for indices, _ in shards):
-                found.append(Evaluation(Counter(i for indices, _ in shards for i in indices or ()), size))
+            size, subsets = max((size or 0 for _, size, _ in shards), default=0), {subset for *_, subset in shards}
+            if len(subsets) == 1 and () not in subsets:  # all ranks have the same, so it is a split of the dataset
+                size = subsets.pop()[0]
+            if size and all(indices is not None for indices, *_ in shards):
+                found.append(Evaluation(Counter(i for indices, *_ in shards for i in indices or ()), size))
         return found
 
 

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by 
 CLOSE = 1e-4  # relative difference of norms that rounding may cause
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
 CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
-ALLOWED = "/dev", "/proc", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"
+ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
 SKIPPED = ".git", ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 NPROC = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
 
@@ -60,6 +60,7 @@ class Faulted:
     again_code: int | None = None
     again_words: str = ""
     again: list[Step] = field(default_factory=list)
+    in_place: bool = False  # no restart: the other ranks continue
 
 
 def kept(function: Callable[[Lab], Any]) -> Any:
@@ -219,6 +220,8 @@ class Lab:
         """Return the largest relative difference of the weights that the script's own repetition explains."""
         twins = zip(self.steps, self.twin.steps())
         own = max((relative(a.weights, b.weights) for a, b in twins if a.weights and b.weights), default=0.0)
+        if self.steps and relative(self.steps[0].weights_before, self.twin.steps()[0].weights_before) > CLOSE / 100:
+            raise CannotTell("differs from itself by its first weights: set a seed")
         if own > 0.01:
             raise CannotTell(f"differs from itself by {own:.0e} of the weights")
         return max(CLOSE, 10 * own)
@@ -289,11 +292,26 @@ class Lab:
 
     @kept
     def killed(self) -> Faulted:
-        return self.faulted(lambda job: os.kill(self.victim(job), signal.SIGKILL))
+        run = self.faulted(lambda job: os.kill(self.victim(job), signal.SIGKILL))
+        if run.code == 0 and (later := run.records.continued(run.struck)):
+            run.done = sum(step.time <= run.struck for step in run.attempts[0])
+            run.in_place, run.again_code, run.again = True, 0, later
+        return run
+
+    @kept
+    def stopped(self) -> Faulted:
+        """Return the run with a killed rank, or if it recovered by itself, one with all its processes killed."""
+        return self.killed if self.killed.code else self.faulted(kill_all)
 
     @kept
     def terminated(self) -> Faulted:
         return self.faulted(lambda job: job.process.terminate())
+
+
+def kill_all(job: Job) -> None:
+    for pid in job.left():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def relative(a: float | None, b: float | None) -> float:

@@ -6,6 +6,7 @@ A row that passes returns; the other verdicts are exceptions. Rows share the run
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import zipfile
@@ -46,6 +47,8 @@ def row(name: str, title: str, cause: str, page: str) -> Callable[[Callable[[Lab
 
 def restarted(lab: Lab, run: Faulted) -> None:
     """Raise Failed if the script did not restart to its end."""
+    if run.again_code is None and run.code == 0:
+        raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps, so nothing restarts it")
     if run.again_code is None:
         raise Failed("the restart does not end")
     if run.again_code:
@@ -54,31 +57,47 @@ def restarted(lab: Lab, run: Faulted) -> None:
         raise Failed("the restart takes no step")
 
 
+def once_an_epoch(steps: Sequence[Step]) -> Counter[int]:
+    """Return in how many epochs the steps have each sample."""
+    return Counter(i for _, i in {(step.epoch, i) for step in steps for i in step.indices or ()})
+
+
 def resumed_at(lab: Lab, run: Faulted, saved: Sequence[int]) -> int:
     """Return the step at which a restart resumed. Raise Failed if its samples differ from the undisturbed run."""
     restarted(lab, run)
     samples, again = lab.samples(), [step.indices for step in run.again]
+    saved = [run.done] if run.in_place else saved
     for at in saved:
         if again == samples[at:]:
             return at
     at = max(0, len(samples) - len(again))
-    if again == samples[at:] and not saved:
+    wanted = once_an_epoch(lab.steps)
+    trained = once_an_epoch(lab.steps[: saved[0] if saved else at])
+    trained.update(i for step in again for i in step or ())
+    repeated, lost = (trained - wanted).total(), (wanted - trained).total()
+    ends = [a.epoch != b.epoch for a, b in zip(lab.steps, lab.steps[1:])] + [True]
+    filled = all(end or a == b for a, b, end in zip(again, samples[at:], ends[at:]))  # another N fills it otherwise
+    if (again == samples[at:] and not saved) or (filled and not (repeated or lost)):
         if at == 0:
             raise Failed(f"starts over at step 0 of {len(samples)}; {run.done} steps lost")
         return at
-    before = samples[: saved[0] if saved else at]
-    wanted = Counter(i for step in samples for i in step)
-    trained = Counter(i for step in [*before, *again] for i in step or ())
-    repeated, lost = (trained - wanted).total(), (wanted - trained).total()
     where = f"saved at step {saved[0]}, resumes at step {at}" if saved else f"resumes at step {at}"
+    where = f"continues without a restart after step {run.done}" if run.in_place else where
     raise Failed(f"{where}: {repeated} samples repeated, {lost} lost")
 
 
 def saved_at(run: Faulted) -> list[int]:
     """Return the steps of the checkpoints that a restart may resume, the newest first."""
-    saves = [save for save in run.records.saves() if save.time < run.struck + run.took]
+    end = run.again[0].time if run.code == 0 and run.again else run.struck + run.took  # it may restart by itself
+    saves = [save for save in run.records.saves() if save.time < end]
     late = [save for save in saves[:-1] if saves[-1].time > run.struck - 0.5]  # the newest may not be whole
     return list(dict.fromkeys(save.step for save in [*saves[-1:], *reversed(late)]))[:2]
+
+
+def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
+    """Return whether steps draw random numbers, and others at one rank than at several."""
+    draw = any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch)
+    return draw and any(a.random != b.random for a, b in zip(single, several))
 
 
 @row("rank-killed", "A rank is killed", "no checkpoint, or a restart that does not find it", "recovery")
@@ -86,6 +105,8 @@ def rank_killed(lab: Lab) -> str:
     run = lab.killed
     if run.code is None:
         raise Failed(f"the job has not ended {run.took:.0f} s after")
+    if run.in_place:
+        return "the other ranks continue"
     if run.code == 0 and len(run.attempts) < 2:
         raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps")
     restarted(lab, run)
@@ -123,7 +144,7 @@ def resume_optimizer(lab: Lab) -> str:
     restarted(lab, run)
     if not run.again or run.again[0].state is None:
         raise NotSeen("no optimizer of torch")
-    at = len(lab.steps) - len(run.again)
+    at = run.done if run.in_place else len(lab.steps) - len(run.again)
     if not 0 < at < len(lab.steps):
         raise Failed("starts over at step 0: nothing is restored")
     wanted, found = lab.steps[at], run.again[0]
@@ -143,14 +164,9 @@ def resume_optimizer(lab: Lab) -> str:
     return f"learning rate {found.lr[0]:g}, {found.state[0]:g} tensors of state, as undisturbed"
 
 
-def draws(steps: Sequence[Step]) -> bool:
-    """Return whether steps draw random numbers, such as dropout: then weights may depend on the number of ranks."""
-    return any(a.random != b.random for a, b in zip(steps, steps[1:]) if a.epoch == b.epoch)
-
-
 @row("odd-batch", "A batch that N does not divide", "DistributedSampler pads, or DDP averages over ranks", "same_step")
 def odd_batch(lab: Lab) -> str:
-    samples, bound = lab.samples(), lab.bound()
+    samples = lab.samples()
     odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
     epochs: dict[int, Counter[int]] = {}
     for step, indices in zip(lab.steps, samples):
@@ -161,7 +177,7 @@ def odd_batch(lab: Lab) -> str:
     if not odd:
         last = {sum(step.shards) for step in lab.steps}
         raise CannotTell(f"all shards are equal, in batches of {', '.join(map(str, sorted(last)))}: use other sizes")
-    single = lab.single.steps()
+    bound, single = lab.bound(), lab.single.steps()
     if [step.indices for step in single] != samples:
         raise CannotTell("other samples at 1 rank")
     k, shards = odd[0], " and ".join(map(str, lab.steps[odd[0]].shards))
@@ -169,7 +185,7 @@ def odd_batch(lab: Lab) -> str:
     if None in pairs[0]:
         raise NotSeen("the weights")
     (before, after), (alone_before, alone_after) = pairs
-    if draws(single) and relative(after, alone_after) > bound:
+    if random_by_rank(single, lab.steps) and relative(after, alone_after) > bound:
         raise CannotTell("steps draw random numbers, and weights at 1 rank differ")
     if relative(before, alone_before) <= bound < relative(after, alone_after):
         raise Failed(f"step {k + 1} has shards of {shards}: its mean is not the mean over samples")
@@ -200,16 +216,16 @@ def evaluation(lab: Lab) -> str:
     found = records.evaluations()
     if not found:
         raise NotSeen("no evaluation by a DataLoader, or by an adapter")
-    if found[-1].size % n == 0:
+    if all(each.size % n == 0 for each in found):
         n = lab.other
-        if found[-1].size % n == 0:
+        if all(each.size % n == 0 for each in found):
             raise CannotTell(f"{lab.n} and {n} ranks divide {found[-1].size} examples: choose --other-n")
         found = lab.at_other.evaluations()
-    counts, size = found[-1]
-    often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
-    more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
-    if more or missing:
-        raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
+    for counts, size in found:
+        often = max(Counter(counts.values()).items(), key=lambda pair: pair[1])[0]
+        more, missing = sum(count - often for count in counts.values() if count > often), size - len(counts)
+        if more or missing:
+            raise Failed(f"at {n} ranks {more} of {size} examples count twice, {missing} are missing")
     return f"at {n} ranks each of {size} examples counts {'once' if often == 1 else f'{often} times'}"
 
 
@@ -230,7 +246,7 @@ def same_at_one(lab: Lab) -> str:
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(single, lab.steps)]
         gaps = [relative(a, b) for a, b in pairs if a is not None and b is not None]
         if gaps and max(gaps) > bound:
-            if draws(single):
+            if random_by_rank(single, lab.steps):
                 return f"{words}; other {name}, as steps draw random numbers"
             first = next(k for k, gap in enumerate(gaps, 1) if gap > bound)
             raise Failed(f"{words}, but the {name} differ by {gaps[first - 1]:.0e} from step {first} on")
@@ -243,7 +259,9 @@ def same_at_one(lab: Lab) -> str:
 def exit_codes(lab: Lab) -> str:
     kill, stop = lab.killed, lab.terminated
     words = f"undisturbed 0, a killed rank {kill.code}, TERM {stop.code}"
-    if (kill.code == 0 and len(kill.attempts) < 2) or (stop.code == 0 and stop.done < len(lab.steps)):
+    if (kill.code == 0 and len(kill.attempts) < 2 and not kill.in_place) or (
+        stop.code == 0 and stop.done < len(lab.steps)
+    ):
         raise Failed(f"{words}: 0 although it is not done")
     return words.replace("None", "no end")
 
@@ -263,8 +281,13 @@ def recovery_time(lab: Lab) -> str:
     restarted(lab, lab.killed)
     if not lab.killed.again:
         raise NotSeen(f"no optimizer step: {ADAPTER}")
-    first = lab.killed.again[0].time - lab.killed.struck
-    return f"{first:.1f} s from the kill to the next step, {lab.killed.took:.1f} s of them until the job ended"
+    times = [lab.killed.struck, *(step.time for step in lab.killed.again)]
+    k = max(range(1, len(times)), key=lambda k: times[k] - times[k - 1]) if lab.killed.in_place else 1
+    first = times[k] - times[0]  # a step that the kill did not reach may come before the longest pause
+    words = "without a new start of the job"
+    if lab.killed.code != 0:
+        words = f"{lab.killed.took:.1f} s of them until the job ended"
+    return f"{first:.1f} s from the kill to the next step, {words}"
 
 
 @row("lost-work", "Steps lost or repeated", "checkpoints are rare, or not found", "recovery")
@@ -274,7 +297,7 @@ def lost_work(lab: Lab) -> str:
         restarted(lab, run)
         if not lab.steps:
             raise NotSeen(f"no optimizer step: {ADAPTER}")
-        at = len(lab.steps) - len(run.again) if run.code else run.done
+        at = len(lab.steps) - len(run.again) if run.again and not run.in_place else run.done
         words.append(f"{name}: {max(0, run.done - at)} of {run.done} steps repeated")
         if at <= 0:
             raise Failed(f"{name}: all {run.done} steps lost")
@@ -323,14 +346,19 @@ def save_killed(lab: Lab) -> str:
 
 @row("checkpoint-damaged", "The newest checkpoint is damaged", "no checksum is stored", "recovery")
 def checkpoint_damaged(lab: Lab) -> str:
-    first, names = lab.killed, list[str]()
+    first, names = lab.stopped, list[str]()
     restarted(lab, first)  # without damage
 
     def harm(work: Path) -> None:
         files: list[Path] = []
-        for save in sorted(first.records.saves(), key=lambda save: save.time):
-            path = Path(save.path)
-            files = [each for each in [path, *path.rglob("*")] if each.is_file()] or files
+        saves = first.records.saves()
+        for save in saves:
+            path, others = Path(save.path), {each.path for each in saves if each.step != save.step} - {save.path}
+            if path.is_file():  # and files beside it that Python does not write, such as safetensors
+                beside = [each for each in path.parent.iterdir() if re.search(lab.options.checkpoint, each.name)]
+                moment = path.stat().st_mtime
+                files = [each for each in beside if abs(each.stat().st_mtime - moment) < 5 and str(each) not in others]
+            files = [each for each in path.rglob("*") if each.is_file()] or files
         if not files:
             raise NotSeen("no checkpoint is written where Python sees it")
         names.append(damage(max(files, key=lambda path: path.stat().st_size)))
@@ -340,10 +368,10 @@ def checkpoint_damaged(lab: Lab) -> str:
         return f"a byte of {names[0]}: refused, exit {run.again_code}: {run.again_words}"
     restarted(lab, run)
     at = len(lab.steps) - len(run.again)
+    if at >= len(lab.steps) - len(first.again):
+        raise Failed(f"a byte of {names[0]}: loaded without a word, as if it were whole")
     if at <= 0:
         raise Failed(f"a byte of {names[0]}: starts over at step 0")
-    if at >= len(lab.steps) - len(first.again):
-        raise Failed(f"a byte of {names[0]}: loaded without a word")
     return f"a byte of {names[0]}: resumes an older one, at step {at}"
 
 
@@ -366,7 +394,7 @@ def damage(path: Path) -> str:
 @row("other-n", "Resume at another N", "the state is saved by rank", "running")
 def other_n(lab: Lab) -> str:
     lab.command(lab.other, again=True)
-    at = resumed_at(lab, lab.again(lab.killed, lab.other), saved_at(lab.killed))
+    at = resumed_at(lab, lab.again(lab.stopped, lab.other), saved_at(lab.stopped))
     return f"at {lab.other} ranks: resumes at step {at}, with the same samples"
 
 

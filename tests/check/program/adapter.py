@@ -1,5 +1,6 @@
 """The adapter for programs of this repository that have an optimizer of torch."""
 
+import os
 from typing import Any
 
 from samestep_record import after_import, record_batch, record_evaluation

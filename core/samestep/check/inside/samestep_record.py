@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +28,15 @@ from types import ModuleType
 from typing import Any
 
 _config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
-_RANKS = "RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PADDLE_TRAINER_ID", "RANK_ID", "SLURM_PROCID"
+_RANKS = (
+    "REPLICA_GROUP_ID",  # torchft's, which has a rank 0 in each group
+    *("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PADDLE_TRAINER_ID", "RANK_ID", "SLURM_PROCID"),
+)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _MOST_TENSORS = 16  # whose norms are recorded
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
-_state: dict[str, Any] = {"saves": 0, "loaders": 0, "depth": 0, "before": None, "folders": set()}
+_state: dict[str, Any] = {"saves": 0, "loaders": 0, "depth": 0, "before": None, "folders": set(), "dropped": 0}
 
 
 def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
@@ -73,6 +77,7 @@ def start() -> None:
     after_import("torch.utils.data.dataloader", _watch_loaders)
     after_import("torch.optim.optimizer", _watch_optimizers)
     after_import("torch.serialization", _watch_saves)
+    after_import("accelerate.accelerator", _watch_accelerator)
     sys.meta_path.insert(0, _Finder())
     if adapter := _config.get("adapter"):
         with open(adapter) as file:
@@ -192,7 +197,9 @@ def _watch_loaders(module: ModuleType) -> None:
     def renew(iterator: Any, loader: Any) -> None:
         _state["loaders"] += 1
         iterator._samestep = _state["loaders"], deque()
-        _record("iterate", loader=_state["loaders"], size=_size(loader.dataset), batches=_size(loader))
+        sizes = {"size": _size(loader.dataset), "batches": _size(loader), "subset": _subset(loader.dataset)}
+        _record("iterate", loader=_state["loaders"], **sizes)
+        weakref.finalize(iterator, _record, "gone", loader=_state["loaders"]).atexit = False
 
     def init(self: Any, loader: Any, *args: Any, **named: Any) -> None:
         renew(self, loader)
@@ -229,6 +236,29 @@ def _size(values: Any) -> int | None:
         return len(values)
     except TypeError:  # of an IterableDataset
         return None
+
+
+def _subset(dataset: Any) -> list[int] | None:
+    """Return the length of a Subset and a checksum of its indices, None for another dataset."""
+    if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        return [len(dataset.indices), zlib.crc32(repr([int(i) for i in dataset.indices]).encode())]
+    return None
+
+
+def _watch_accelerator(module: ModuleType) -> None:
+    """Record how many examples gather_for_metrics drops of this rank's last batch, as they only fill it."""
+    gather, size = module.Accelerator.gather_for_metrics, sys.modules["accelerate.utils.operations"].find_batch_size
+
+    def gathered(self: Any, data: Any, *args: Any, **named: Any) -> Any:
+        found = gather(self, data, *args, **named)
+        local, total = size(data) or 0, size(found) or 0
+        dropped = local - min(local, max(0, total - self.process_index * local))
+        if dropped and _state["dropped"] != _state["loaders"]:  # once for all tensors of a batch
+            _state["dropped"] = _state["loaders"]
+            _record("dropped", count=dropped)
+        return found
+
+    module.Accelerator.gather_for_metrics = gathered
 
 
 def _examples(dataset: Any, batch: Any) -> list[int] | None:
@@ -272,7 +302,7 @@ def _watch_optimizers(module: ModuleType) -> None:
 
 def _weights(optimizer: Any) -> float | None:
     """Return a norm of the weights; None if this rank holds shards of them, which depend on the number of ranks."""
-    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weights = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     if any(hasattr(each, "to_local") or type(each).__name__ == "FlatParameter" for each in weights[:_MOST_TENSORS]):
         return None
     return _norm(weights)

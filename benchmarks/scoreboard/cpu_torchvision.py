@@ -1,0 +1,22 @@
+"""Let torchvision's wheel import beside a CPU torch: an adapter of `samestep check`.
+
+The wheel for x86-64 is built for a CUDA torch. Its import names operators that are not registered beside a CPU torch.
+This adapter declares them; the examples do not call them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from samestep_record import after_import
+
+
+def declare(torch: Any) -> None:
+    torch.samestep_library = library = torch.library.Library("torchvision", "DEF")  # it lasts as long as torch
+    with contextlib.suppress(RuntimeError):  # a torchvision that fits this torch has registered them
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+after_import("torch", declare)
