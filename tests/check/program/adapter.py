@@ -1,6 +1,5 @@
 """The adapter for programs of this repository that have an optimizer of torch."""
 
-import os
 from typing import Any
 
 from samestep_record import after_import, record_batch, record_evaluation
