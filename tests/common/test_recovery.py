@@ -339,7 +339,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
 # --- resuming as another job ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak  # in the matrix mnist_ddp resumes on 3 ranks what 2 began, and has the losses of a plain loop
+@pytest.mark.soak  # in the matrix a plain loop is compared with a resume on 3 ranks
 def test_resume_at_other_numbers_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool
 ) -> None:
