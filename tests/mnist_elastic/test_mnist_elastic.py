@@ -183,12 +183,13 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
         os.kill(stopped, signal.SIGCONT)
         job.wait_for(lambda: members(job).splitlines()[-1] == "ranks [1, 2, 3]")
         assert heartbeats(job)[2]["pid"] == stopped
-    result = harness.checked(job.finish(), 3)
+    outcome = job.finish()
+    result = harness.checked(outcome, 3)
     assert all(Path(each["done"]).exists() for each in values)
     check_same(result, reference)
     assert result["restarts"] == restarts
     kills = sum(sent == signal.SIGKILL for _, _, sent in faults)
-    assert restarts or result["rejoins"] == kills
+    assert restarts or result["rejoins"] == kills, outcome.stderr
 
 
 @pytest.mark.parametrize(
