@@ -340,7 +340,9 @@ def save_killed(lab: Lab) -> str:
         raise NotSeen(f"{'one checkpoint only' if saves else 'no checkpoint'} is written where Python sees it")
     run = lab.faulted(None, kill_at=kind, kill_save=later[0])
     complete = [save.step for save in run.records.saves() if save.step < saves[later[0] - 1].step]
-    at = resumed_at(lab, run, complete[::-1] or [0])
+    # A thread may have written a checkpoint while the next step was taken.
+    steps = [step - late for step in complete[::-1] for late in (0, 1)]
+    at = resumed_at(lab, run, steps or [0])
     return f"killed at the {kind} of the checkpoint of step {saves[later[0] - 1].step}; resumes at step {at}"
 
 
