@@ -63,8 +63,8 @@ def run(environment: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def elsewhere() -> list[str]:
-    """Return a line for each slow test whose mark says where the matrix shows the same."""
+def counterparts() -> list[str]:
+    """Return a table row for each slow test whose mark names a counterpart in the matrix."""
     pattern = re.compile(r"^@pytest\.mark\.soak +# in the matrix (.+)\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [(path.relative_to(ROOT), match) for path in paths for match in pattern.finditer(path.read_text())]
@@ -81,7 +81,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     tables = [line for name in environments() for line in results.get(name, {}).get("table", ())]
     if tables:
         lines += ["", "| app | ranks | what | runs | good |", "|---|---|---|---|---|", *tables]
-    lines += ["", "## What left the matrix", "", "| slow test | where the matrix shows it |", "|---|---|", *elsewhere()]
+    lines += ["", "## Counterparts in the matrix", "", "| slow test | counterpart |", "|---|---|", *counterparts()]
     return "\n".join(lines) + "\n"
 
 

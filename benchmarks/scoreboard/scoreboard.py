@@ -42,7 +42,7 @@ def measure(subject: Subject, rows: Sequence[str], given: Path | None, keep: Pat
     parser, environ = Parser(prog="samestep"), dict(os.environ)
     checker.add_options(parser.add_subparsers(dest="command"))
     options = parser.parse(["check", *LIMITS, *subject.options, *([f"--keep={keep}"] if keep else [])])
-    results = {row: ("not run", subject.not_run[row]) for row in rows if row in subject.not_run}
+    results = {}
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary, contextlib.chdir(temporary):
         Path("home").mkdir()
         subject.put(Path("program"), given)
@@ -50,7 +50,7 @@ def measure(subject: Subject, rows: Sequence[str], given: Path | None, keep: Pat
         os.environ.update({"HOME": f"{temporary}/home", "PATH": path, "OMP_NUM_THREADS": "1", **subject.environ})
         try:
             os.chdir("program")
-            for each in checker.check(options, subject.command, [row for row in rows if row not in results], progress):
+            for each in checker.check(options, subject.command, rows, progress):
                 results[each.row] = each.verdict, each.seen
         except ConfigError as error:
             results = {row: ("not run", str(error)) for row in rows}

@@ -72,7 +72,6 @@ class Subject(NamedTuple):
     options: Sequence[str] = (f"--adapter={HERE / 'cpu_torchvision.py'}",)
     environ: Mapping[str, str] = {}
     script: str = ""  # run.sh, which the command calls
-    not_run: Mapping[str, str] = {}  # rows, and reasons
 
     def put(self, folder: Path, given: Path | None) -> None:
         """Write the program, and data where it looks for them, into a new folder."""

@@ -221,7 +221,7 @@ def test_the_models_are_torchvisions(told_of_models: Any) -> None:
 def test_the_losses_are_equal_and_the_cpu_sinks_no_data(told_of_models: Any) -> None:
     """The losses: also where an exponential is too large or too small for float32, and their gradients.
 
-    Model on CPU reads a batch from memory at each of 2 x 4 steps, although dataset_sink_mode=True, as --help says.
+    On a CPU, Model ignores dataset_sink_mode=True and reads a batch from memory at each of 2 x 4 steps.
     """
     output = told_of_models["LOSSES"]
     assert output["sinks"] == [False] * 8
