@@ -14,10 +14,18 @@ from repository import clone
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each command once, even if several pages have it."""
-    app = metafunc.config.getoption("--app")
+    """Run each command once, even if several pages have it.
+
+    The matrix runs only the first that starts the launch script; of the others, test_commands.py checks the options.
+    """
+    app, script = metafunc.config.getoption("--app"), re.compile(r"bash scripts/run_\w+\.sh")
     started = {command.started: command for command in commands.found() if command.app == app and command.started}
-    metafunc.parametrize("command", started, ids=[command.place for command in started.values()])
+    later = [each for each in started if script.match(each)][1:]
+    cases = [
+        pytest.param(each, id=command.place, marks=[pytest.mark.soak] if each in later else [])
+        for each, command in started.items()
+    ]
+    metafunc.parametrize("command", cases)
 
 
 @pytest.fixture(scope="module")

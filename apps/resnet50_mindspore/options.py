@@ -14,7 +14,7 @@ from samestep.options import Options, Parser, add_common, add_virtual_ranks, bou
 LAUNCHER = {"equal_ranks": True}
 ASCEND_DRIVER = Path("/dev/davinci_manager")  # there wherever Ascend's driver is, also in a container
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")  # MindSpore reads both
-FEATURES = {18: 512, 50: 2048}  # inputs of the last layer
+FEATURES = {10: 512, 18: 512, 50: 2048}  # inputs of the last layer
 TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
 # --image-size in pixels, --first-step-timeout in seconds: Ascend's compiler takes many minutes.
 DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
@@ -41,7 +41,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser.set_defaults(dtype="float32", lr=0.01)  # MindSpore's convolutions on CPU have no other dtype
     default = "(default: %(default)s)"
     add = parser.group("Model").add_argument
-    add("--depth", type=int, choices=(18, 50), default=50, help=f"depth of the ResNet {default}")
+    add("--depth", type=int, choices=(10, 18, 50), default=50, help=f"depth of the ResNet {default}")
     add("--image-size", type=bounded_int(8), metavar="S", help="image size in pixels (default: 32, on Ascend 224)")
     add("--freeze-bn", action="store_true", help="normalize by the stored statistics, also in training")
     add = parser.group("Training").add_argument

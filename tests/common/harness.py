@@ -164,7 +164,7 @@ class Job:
             if found:
                 return found
             assert self.process.poll() is None, f"the job ended early: {self.process.communicate()}"
-            time.sleep(0.002)
+            time.sleep(0.02)
         raise AssertionError("waited in vain")
 
     def wait_for_step(self, step: int) -> int:

@@ -13,7 +13,7 @@ PATHS = [
         "gloo",
         "sharded checkpoints, read at another mesh",
         "run",
-        f"{OWN}::test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh",
+        f"{OWN}::test_the_steps_are_those_of_a_plain_loop_at_any_mesh",
     ),
     (
         *("cuda", "NCCL", "which GPU a rank takes (samestep.torch.distributed)", "simulated"),

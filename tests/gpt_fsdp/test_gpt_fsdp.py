@@ -124,13 +124,24 @@ def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
     text, initial = APP / "text" / "jargon.txt", f"{start['run_dir']}/model.safetensors"
     plain = told_by("gpt_fsdp", PLAIN.format(steps=STEPS, batch=BATCH, text=text, initial=initial))
     assert plain["losses"][-1] < 0.9 * plain["losses"][0]
-    for mesh in MESHES if soak else ("3x1",):  # the next test ends at 1x2 with the losses of 3x1
-        result = whole(mesh)
-        assert relative_difference(plain["losses"], losses(Path(result["run_dir"]))) < 1e-9, mesh
+
+    def check(result: dict[str, Any]) -> None:
+        assert relative_difference(plain["losses"], losses(Path(result["run_dir"]))) < 1e-9, result
         assert result["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-9)
         assert result["bits_per_byte"] == pytest.approx(plain["test_loss"] / math.log(2), rel=1e-9)
 
+    for mesh in MESHES if soak else ("3x1",):
+        check(whole(mesh))
+    run_dir = Path(shutil.copytree(whole("3x1")["run_dir"], harness.folder / "run"))
+    oldest, *newer = sorted((run_dir / "checkpoints").iterdir())
+    for folder in newer:
+        shutil.rmtree(folder)
+    resumed = harness.train(2, *EXACT, f"--max-steps={STEPS}", "--mesh=1x2")
+    assert oldest.name == f"step-{resumed['resumed_from_step']:08d}"
+    check(resumed)
 
+
+@pytest.mark.soak  # in the matrix the test above resumes a run of 3x1 at 1x2
 def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:

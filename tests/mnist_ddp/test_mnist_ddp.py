@@ -23,7 +23,7 @@ SMALL = ["--dataset=mnist-5k", "--max-steps=6", "--log-every=1"]
 def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     """A plain loop has the same losses: stock layers, contiguous tensors, one process, the mean loss.
 
-    Its last 50 steps are a resume on 3 ranks with a tutorial's dataset, transforms, DataLoader, backend and log format.
+    Its last 30 steps are a resume on 3 ranks with a tutorial's dataset, transforms, DataLoader, backend and log format.
     """
     import torch
     import torch.nn.functional as F
@@ -44,7 +44,7 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     batches = GlobalBatches(len(labels), 125, result["seed"])
     curve = []
-    for step in range(150):
+    for step in range(100):
         chosen = torch.from_numpy(batches.indices(step))
         x = images[chosen].contiguous()
         for name in ("conv1", "conv2"):
@@ -54,18 +54,18 @@ def test_the_losses_are_those_of_a_plain_loop(harness: Harness) -> None:
         loss.backward()
         optimizer.step()
         curve.append(loss.item())
-    harness.train(2, *options, "--max-steps=100", "--epochs=4")  # tests/common compares other numbers of ranks
-    assert relative_difference(curve[:100], losses(harness.folder / "run")) < 1e-9
+    harness.train(2, *options, "--max-steps=70", "--epochs=3")  # tests/common compares other numbers of ranks
+    assert relative_difference(curve[:70], losses(harness.folder / "run")) < 1e-9
 
     seeds = ["--input=torchvision", "--backend=gloo", "--log-format=full"]
-    outcome = harness.run(3, *options, "--max-steps=150", "--epochs=5", *seeds)
+    outcome = harness.run(3, *options, "--max-steps=100", "--epochs=4", *seeds)
     assert harness.checked(outcome, 3)["backend"] == "gloo"
     assert relative_difference(curve, losses(harness.folder / "run")) < 1e-9
-    assert f"3 ranks on {harness.device}: {processor()}, steps 100 to 150" in outcome.stdout.splitlines()[0]
+    assert f"3 ranks on {harness.device}: {processor()}, steps 70 to 100" in outcome.stdout.splitlines()[0]
     lines = (harness.folder / "run" / "log" / "rank-2.log").read_text().splitlines()
     place = rf"INFO\|\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\|{re.escape(str(ROOT))}/core/samestep/run\.py\|\d+\| "
     assert re.match(place + "rank 2 on ", lines[0])
-    assert [line for line in lines if re.match(place + "epoch 4/5  step 128 ", line)]
+    assert [line for line in lines if re.match(place + "epoch 3/4  step 96 ", line)]
 
 
 @pytest.mark.soak  # in the matrix tests/conformance compares its losses with Paddle's

@@ -10,12 +10,12 @@ SPEC = App(
     test_examples=256,
     # 1,024 samples by 256: 4 steps an epoch. Smaller images take less time.
     small=(
-        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--epochs=2", "--max-steps=8"),
+        *("--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--epochs=2", "--max-steps=8"),
         *("--global-batch-size=256", "--checkpoint-every=2", "--log-every=1"),
     ),
     # MindSpore on CPU knows float32 alone, so rounding must be kept from growing.
     exact=(
-        *("--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
+        *("--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
         *("--log-every=1", "--epochs=100"),
     ),
     variants=[("--loss=expand",), ("--loss=builtin", "--api=highlevel")],
@@ -36,7 +36,7 @@ SPEC = App(
     ],
     defaults=("--depth=18", "--epochs=3", "--log-every=1"),
     exact_steps=(6, 4),
-    first_steps=("--depth=18", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
+    first_steps=("--depth=10", "--image-size=16", "--freeze-bn", "--lr=1e-3"),
     first_tolerance=1e-4,
     diverges=("--lr=1e30", "--freeze-bn"),  # batch normalisation keeps it finite
     patience=40,

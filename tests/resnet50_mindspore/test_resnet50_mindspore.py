@@ -26,7 +26,7 @@ from samestep.sharding import GlobalBatches
 APP = ROOT / "apps" / "resnet50_mindspore"
 TRAIN = str(APP / "train.py")
 # 1,024 samples by 10 at 2 ranks: 5 rows each.
-TINY = ["--dataset=synthetic-cifar10", "--depth=18", "--image-size=16", "--global-batch-size=10", "--log-every=1"]
+TINY = ["--dataset=synthetic-cifar10", "--depth=10", "--image-size=16", "--global-batch-size=10", "--log-every=1"]
 
 
 def bare(harness: Harness, command: list[str], **environ: str) -> Outcome:
