@@ -12,17 +12,15 @@ import pytest
 from harness import Harness
 from repository import clone
 
+IN_MATRIX = {"README.md", "docs/own_loop.md"}  # the other pages start the apps as other tests do
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each command once, even if several pages have it.
-
-    The matrix runs only the first that starts the launch script; of the others, test_commands.py checks the options.
-    """
-    app, script = metafunc.config.getoption("--app"), re.compile(r"bash scripts/run_\w+\.sh")
+    """Run each command once, even if several pages have it. test_commands.py checks the options of all."""
+    app = metafunc.config.getoption("--app")
     started = {command.started: command for command in commands.found() if command.app == app and command.started}
-    later = [each for each in started if script.match(each)][1:]
     cases = [
-        pytest.param(each, id=command.place, marks=[pytest.mark.soak] if each in later else [])
+        pytest.param(each, id=command.place, marks=[] if command.page in IN_MATRIX else [pytest.mark.soak])
         for each, command in started.items()
     ]
     metafunc.parametrize("command", cases)

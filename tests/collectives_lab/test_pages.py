@@ -12,13 +12,8 @@ from repository import clone
 STARTED = {each.started: each for each in commands.found() if each.app == "collectives_lab" and each.started}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [  # in the matrix the first; of the others, test_commands.py checks the options
-        pytest.param(each, id=command.place, marks=[pytest.mark.soak] if i else [])
-        for i, (each, command) in enumerate(STARTED.items())
-    ],
-)
+@pytest.mark.soak  # in the matrix test_commands.py checks the options
+@pytest.mark.parametrize("command", STARTED, ids=[each.place for each in STARTED.values()])
 def test_it_runs(harness: Harness, tmp_path: Path, command: str) -> None:
     repository = clone(tmp_path / "samestep")
     outcome = harness.start_command(["bash", "-c", command], harness.folder / "run", repository).finish()

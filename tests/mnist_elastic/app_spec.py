@@ -10,5 +10,5 @@ SPEC = replace(
     MNIST,
     launcher="torchft",
     virtual_ranks=8,
-    skipped_marks=("core_only", "kills", "launcher", "stall", "stragglers", "weights"),
+    skipped_marks=("core_only", "best", "kills", "launcher", "stall", "stragglers", "weights"),
 )

@@ -9,5 +9,5 @@ from mnist_spec import MNIST
 # Other tests compare its losses with the other torch programs' and show that core's watchdog finds a stalled rank.
 SPEC = replace(
     MNIST,
-    skipped_marks=("core_only", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
+    skipped_marks=("core_only", "best", "kills", "launcher", "stall", "stragglers", "torchrun", "weights"),
 )

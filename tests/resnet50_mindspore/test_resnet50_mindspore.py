@@ -733,7 +733,7 @@ def test_a_first_step_that_compiles_for_too_long_is_told(harness: Harness) -> No
     )
 
 
-@pytest.mark.soak  # in the matrix docs/coming_from/mindspore_ascend.md runs the script, which starts msrun
+@pytest.mark.soak  # in the matrix the script starts msrun in test_one_run_survives_every_fault
 def test_msrun_alone_takes_the_same_steps(harness: Harness) -> None:
     options = [*TINY, "--max-steps=3"]
     by_script = harness.train(2, *options, run_dir=harness.folder / "by-script")
