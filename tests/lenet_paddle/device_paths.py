@@ -4,7 +4,13 @@ TESTS = "tests/lenet_paddle/test_lenet_paddle.py"
 PATHS = [
     # device, transport, launcher or part, how it is tested, the test
     ("cpu", "gloo", "the launch script: paddle.distributed.launch", "run", "tests/common"),
-    ("cpu", "gloo", "the launch script: --launcher spawn", "run", f"{TESTS}::test_all_apis_and_launchers_take_the_same_steps"),
+    (
+        "cpu",
+        "gloo",
+        "the launch script: --launcher spawn",
+        "run",
+        f"{TESTS}::test_all_apis_and_launchers_take_the_same_steps",
+    ),
     (
         "cpu",
         "gloo",
