@@ -47,7 +47,7 @@ if [ "${1:-}" = --changed ]; then
   esac
 fi
 if [ $# -eq 0 ]; then
-  set -- run-parallel --parallel 3
+  set -- run-parallel --parallel 2
 else
   set -- run "$@"
 fi
