@@ -2,7 +2,7 @@
 
     python tests/check/tutorial.py
 
-writes the tables into the page. It needs torch, and takes 15 minutes.
+writes the tables into the page. It needs torch, and takes 11 minutes.
 """
 
 from __future__ import annotations
