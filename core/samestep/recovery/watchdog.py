@@ -184,8 +184,8 @@ class Watchdog(Monitor):
         text += f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if has_files else ""
         log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
-        # The launch script ends the job at this file: it comes after the line, so that the line is not lost. It may take
-        # a second on a busy disk.
+        # The launch script ends the job at this file: it comes after the line, so that the line is not lost.
+        # On a busy disk, it may take a second.
         stalled = {"job": self.job, "rank": self._world.rank, "culprit": suspect}
         log.call_with_timeout(3 * _TICK, write_json, self.folder, "stalled", stalled, self._world.rank)
         os._exit(1)
