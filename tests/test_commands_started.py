@@ -13,15 +13,19 @@ from harness import Harness
 from repository import clone
 
 IN_MATRIX = {"README.md", "docs/own_loop.md"}  # the other pages start the apps as other tests do
+SOAK = [pytest.mark.soak]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each command once, even if several pages have it. test_commands.py checks the options of all."""
     app = metafunc.config.getoption("--app")
-    started = {command.started: command for command in commands.found() if command.app == app and command.started}
+    pages: dict[str, list[commands.Command]] = {}
+    for command in commands.found():
+        if command.app == app and command.started:
+            pages.setdefault(command.started, []).append(command)
     cases = [
-        pytest.param(each, id=command.place, marks=[] if command.page in IN_MATRIX else [pytest.mark.soak])
-        for each, command in started.items()
+        pytest.param(started, id=found[0].place, marks=[] if IN_MATRIX & {each.page for each in found} else SOAK)
+        for started, found in pages.items()
     ]
     metafunc.parametrize("command", cases)
 

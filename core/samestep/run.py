@@ -240,9 +240,9 @@ class Run:
         examples = f"{batches.n:,} training and {test_examples:,} test examples"
         steps = f"steps {self.first_step} to {self.last_step}, run dir {options.run_dir}"
         where = ": ".join(dict.fromkeys([device, metadata.get("gpus", metadata.get("device", device))]))
-        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
-        if world.rank == 0:
+        if world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
             self.monitor.record_event("start", last_step=self.last_step, ranks=world.world_size)
+        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
         self._last_sync, self._next_sync, self._stop_signal = (self.first_step, now), self.first_step + 1, 0

@@ -228,6 +228,16 @@ def test_a_new_run_begins_at_0_with_the_apps_own_weights(run_dir: Path) -> None:
         assert rank.options.run_dir == run_dir
 
 
+def test_the_start_is_recorded_before_its_line_in_the_log(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report ignores the log from that event on: with the line a second earlier, it showed a restart at step 0."""
+    recorded: list[bool] = []
+    monkeypatch.setattr(
+        log, "info", lambda text: recorded.append("ranks on" in text and (run_dir / "log/events.jsonl").exists())
+    )
+    all_done(job(1, options_for(run_dir, "--max-steps=0")))
+    assert any(recorded)
+
+
 def test_without_a_run_dir_all_ranks_get_the_same_new_one(tmp_path: Path) -> None:
     for _ in range(2):
         ranks = job(3, ["--max-steps=1"])

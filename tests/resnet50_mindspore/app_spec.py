@@ -42,6 +42,6 @@ SPEC = App(
     patience=40,
     kills=5,
     virtual_ranks=None,
-    # Each start compiles for 13 s. The own test of a rehearsal compares the losses of one rank and two.
+    # Each start compiles for seconds. The own test of a rehearsal compares the losses of one rank and two.
     skipped_marks=("core_only", "launcher", "stall", "slow"),
 )
