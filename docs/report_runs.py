@@ -1,9 +1,10 @@
-"""Make the runs of docs/seeing.md, their page, a picture of it, and the frames of a run that is watched.
+"""Make the runs of docs/seeing.md, their page, a picture of it, and the frames of runs that are watched.
 
-bash scripts/run_mnist_ddp.sh 1 --max-steps 0                # makes .venvs/mnist_ddp
-bash scripts/run_lenet_paddle.sh 1 --max-steps 0             # makes .venvs/lenet_paddle
-apt-get install -y --no-install-recommends chromium          # or CHROMIUM=/path/to/it in the environment
-.venvs/mnist_ddp/bin/python docs/report_runs.py FOLDER
+    bash scripts/run_mnist_ddp.sh 1 --max-steps 0                # makes .venvs/mnist_ddp
+    bash scripts/run_lenet_paddle.sh 1 --max-steps 0             # makes .venvs/lenet_paddle
+    apt-get install -y --no-install-recommends chromium          # or CHROMIUM=/path/to/it in the environment
+    .venvs/mnist_ddp/bin/python docs/report_runs.py FOLDER
+    python3 docs/report_runs.py FOLDER elastic                   # of mnist_elastic alone: frames while a rank is killed
 
 LeNet in PyTorch and in Paddle, from the same weights, in float64: at 1 and 4 ranks, killed twice, stopped by a signal,
 and with another learning rate. A run that FOLDER already holds does not start again.
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--dataset=mnist-5k --dtype=float64 --optimizer=adam --lr=0.001 --global-batch-size=125 --epochs=3".split()
 COMMON += ["--log-every=1", "--checkpoint-every=20", "--quiet"]
 OF = {"torch": ["mnist_ddp", "--model=lenet", "--dropout=0"], "paddle": ["lenet_paddle"]}
+OF["elastic"] = ["mnist_elastic", "--model=lenet", "--dropout=0"]
 COLUMNS, LINES = 96, 26
 WINDOW = "1280,1800"
 
@@ -99,6 +101,11 @@ def watched(run_dir: Path, output: Path) -> Iterator[None]:
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if sys.argv[2:] == ["elastic"]:
+        (folder / "elastic" / "log").mkdir(parents=True)
+        with watched(folder / "elastic", folder / "elastic-frames.txt"):
+            train("elastic", 3, folder / "elastic", "--epochs=20", kill=(200,))
+        return
     train("torch", 1, folder / "start", "--max-steps=0")
     same = f"--init-from={folder / 'start' / 'model.safetensors'}"
     runs = {name: folder / name for name in ("torch-1", "torch-4", "torch-4-killed-twice", "torch-2-stopped")}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from samestep import ConfigError
 from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
 
+LAUNCHER = {"late_machines": True}
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 VIRTUAL_RANKS = 8
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -85,7 +86,7 @@ class Subject(NamedTuple):
             (folder / "run.sh").write_text(self.script)
 
 
-OURS = "samestep run -n 2 --run-dir run --timeout 20 train.py --dataset mnist-5k --device cpu --epochs 3"
+OPTIONS = "--timeout 20 --dataset mnist-5k --device cpu --epochs 3 --global-batch-size 481 --checkpoint-every 3"
 PYTORCH = "multigpu_torchrun.py 3 1 --batch_size={480/n}"
 ACCELERATE = f"{TORCHRUN} complete_cv_example.py --cpu --data_dir=images --checkpointing_steps=epoch --output_dir=saved"
 LIGHTNING = """python backbone_image_classifier.py --trainer.accelerator=cpu --trainer.strategy=ddp
@@ -94,8 +95,14 @@ CPU = Subject([]).options
 
 SUBJECTS: dict[str, Subject] = {
     "mnist_ddp": Subject(
-        f"{OURS} --global-batch-size 481 --checkpoint-every 3".split(),
+        f"samestep run -n 2 --run-dir run train.py {OPTIONS}".split(),
         options=[f"--adapter={ROOT / 'tests' / 'check' / 'program' / 'adapter.py'}"],
+    ),
+    "mnist_elastic": Subject(
+        f"bash {ROOT}/scripts/run_mnist_elastic.sh {{n}} --run-dir run {OPTIONS}".split(),
+        ("torch", "torchft"),
+        options=[f"--adapter={ROOT / 'tests' / 'check' / 'program' / 'adapter_elastic.py'}"],
+        environ={"PYTHON": sys.executable},
     ),
     "pytorch": Subject(f"{TORCHRUN} {PYTORCH}".split(), origin="pytorch"),
     "pytorch-restarts": Subject(f"{TORCHRUN} --max-restarts=3 {PYTORCH}".split(), origin="pytorch"),

@@ -128,7 +128,8 @@ def test_every_manifest_is_what_its_schema_allows(overlay: str, render: Render) 
     for manifest in render(overlay):
         check(manifest)
         kinds.add(manifest["kind"])
-    assert kinds == {"PersistentVolumeClaim", "TrainingRuntime", "TrainJob", "MPIJob", "Service", "Job"}
+    policies = {"NetworkPolicy"} if overlay == "cpu" else set()
+    assert kinds == {"PersistentVolumeClaim", "TrainingRuntime", "TrainJob", "MPIJob", "Service", "Job"} | policies
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,7 @@ def test_every_manifest_is_what_its_schema_allows(overlay: str, render: Render) 
     [
         ("PersistentVolumeClaim", "spec"),
         ("Service", "spec"),
+        ("NetworkPolicy", "spec"),
         ("Job", "spec podFailurePolicy"),
         ("Job", "spec template spec containers 0 securityContext"),
         ("TrainJob", "spec trainer"),
@@ -210,7 +212,7 @@ def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: 
     jobs = [each["spec"] for each in by_name(render(overlay), "Job").values()]
     for runtime in by_name(render(overlay), "TrainingRuntime").values():
         jobs += [job["template"]["spec"] for job in jobs_of_runtime(runtime)]
-    assert len(jobs) == {"cpu": 3, "gpu": 2}[overlay]
+    assert len(jobs) == {"cpu": 4, "gpu": 2}[overlay]
     for job in jobs:
         assert job["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy wants it
         assert job["backoffLimit"] > 0
@@ -220,6 +222,17 @@ def test_exit_codes_decide_whether_a_pod_is_started_again(overlay: str, render: 
         codes = {rule["action"]: set(rule["onExitCodes"]["values"]) for rule in rules if "onExitCodes" in rule}
         assert codes == {"FailJob": {2}, "Ignore": STOPPED}
         assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
+
+
+def test_only_its_own_pods_reach_a_job_whose_ports_have_no_authentication(render: Render) -> None:
+    """mnist_elastic's: a job's pods have the label job-name."""
+    policy = by_name(render("cpu"), "NetworkPolicy")["mnist-elastic"]["spec"]
+    pods = {"matchLabels": {"job-name": "mnist-elastic"}}
+    ingress = [{"from": [{"podSelector": pods}]}]
+    assert policy == {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    assert by_name(render("cpu"), "Job")["mnist-elastic"]["spec"]["successPolicy"]["rules"] == [
+        {"succeededIndexes": "0"}
+    ]
 
 
 def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
@@ -240,7 +253,7 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
             shown = dry_run(
                 [*container["command"], *container["args"]], {**variables, "JOB_COMPLETION_INDEX": str(index)}
             )
-            assert re.search(rf"--(node_)?rank={index}\b", shown), shown
+            assert re.search(rf"--(node_)?rank={index}\b|launcher\.py 2 4 {index} ", shown), shown
             assert f"{variables['MASTER_ADDR']}" in shown
             seen.add(name)
     runtime = by_name(manifests, "TrainingRuntime")

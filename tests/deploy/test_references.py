@@ -80,7 +80,7 @@ def test_options_are_those_of_their_app(path: Path) -> None:
 
 def test_arguments_of_images_are_declared() -> None:
     dockerfiles = sorted((REPOSITORY / "deploy" / "images").glob("Dockerfile.*"))
-    assert len(dockerfiles) == 5
+    assert len(dockerfiles) == 6
     for path in dockerfiles:
         text = path.read_text()
         declared = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))

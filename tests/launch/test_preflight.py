@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -287,6 +288,22 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
         with pytest.raises(NonRetryableError, match="did not reach machine 0"):
             preflight.preflight(node(1, after="another"), "127.0.0.1", port, 1.0, dict, nothing)
         gone.result(10)
+
+
+def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody() -> None:
+    """It need not wait for others, is compared as at the start, and may come again."""
+    port, plan, seen = int(free_port()), {"job": "j", "port": "1"}, []
+    late = functools.partial(preflight.preflight, address="127.0.0.1", port=port, limit=10.0, plan=dict)
+    with preflight.admit_late(node(0), "127.0.0.1", port, Rendezvous((2, 2), "", "", plan)):
+        for _ in range(2):
+            met = late(node(1), prepare=seen.append)
+            assert (met.ranks, met.plan, met.master) == ((2, 2), plan, "127.0.0.1")
+        with pytest.raises(ConfigError, match=r"--epochs is 3 on machine 0 .* and 4 on machine 1"):
+            late(node(1, options={**NODE.options, "epochs": 4}), prepare=nothing)
+        preflight.abort(node(1, after="j"), "127.0.0.1", port, "was stopped by signal 15", 60.0)  # does not wait
+    assert seen == [plan, plan]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
 
 
 # --- the launch scripts ------------------------------------------------------------------------------------------

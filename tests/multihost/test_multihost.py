@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -234,32 +235,54 @@ def test_the_same_scripts_go_on_when_the_cable_is_back(of: Callable[[str], Harne
 
 
 def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: list[Host], soak: bool) -> None:
-    """A rank of the second host is killed; in the soak, its cable is pulled for 20 s, in which it takes no step."""
+    """The second host stops by a signal, as for maintenance, and comes back; then one of its ranks is killed.
+
+    In the soak, its cable is pulled for 20 s, in which it takes no step.
+    """
     harness = of("mnist_elastic")
     options = ["--dataset=mnist-5k", "--global-batch-size=100", "--log-every=1", "--virtual-ranks=3"]
     options += [f"--epochs={60 if soak else 5}", f"--timeout={15 if soak else 60}"]
+    faults = os.pathsep.join([str(ROOT / "tests" / "mnist_elastic" / "faults"), harness.environ()["PYTHONPATH"]])
+    slow = {} if soak else {"PYTHONPATH": faults, "SAMESTEP_COMPLETE": "3"}  # while a rank is missing
     alone = harness.train(1, *options, run_dir=harness.folder / "alone")
-    jobs = start(harness, hosts[:2], (1, 2), *options)
-    jobs[0].wait_for_step(10)
-    ranks = {
-        environ["SAMESTEP_RANK"]: pid
-        for pid, environ in environments().items()
-        if "SAMESTEP_NAME" in environ and environ.get("SAMESTEP_TEST") == harness.mark  # not a rank of another test
-    }
-    os.kill(ranks["3"], signal.SIGKILL)
+    first, second = start(harness, hosts[:2], (1, 2), *options, **slow)
+    first.wait_for_step(10)
+    os.kill(newest(harness, NODE_RANK="1", SAMESTEP_JOB=""), signal.SIGTERM)  # the launch script
+    assert second.finish().code == 128 + signal.SIGTERM
+    second = start_on(harness, hosts[:2], 1, 2, *options, **slow)
+    first.wait_for(lambda: [1] in (found := members(first.run_dir)) and found[-1] == [1, 2, 3])
+    os.kill(newest(harness, SAMESTEP_RANK="3"), signal.SIGKILL)
     if soak:
-        jobs[0].wait_for_step(last_step(jobs[0].run_dir) + 100)
+        first.wait_for_step(last_step(first.run_dir) + 100)
         hosts[1].cut()
         time.sleep(20)
         hosts[1].join()
-    result = finish(harness, jobs, 3)
+    result = finish(harness, [first, second], 3)
     assert result["weights_sha256"] == alone["weights_sha256"]
-    assert losses(jobs[0].run_dir) == losses(harness.folder / "alone")
+    assert losses(first.run_dir) == losses(harness.folder / "alone")
     assert (result["restarts"], result["node_count"]) == (0, 2)
-    members = [{*entry["ranks"]} for entry in result["members"]]
-    assert members[:2] == [{1, 2, 3}, {1, 2}]
+    trained = [{*entry["ranks"]} for entry in result["members"]]
+    assert trained[0] == {1, 2, 3}
+    assert {1} in trained
+    assert trained.index({1, 2}, trained.index({1})) > 0
     if soak:
-        assert members[-1] > {1} in members
+        assert trained[-1] > {1} in trained[trained.index({1}) + 1 :]
+
+
+def members(run_dir: Path) -> list[list[int]]:
+    """The ranks that have trained, in the order of the events."""
+    lines = [json.loads(line) for line in (run_dir / "log" / "events.jsonl").read_text().splitlines()]
+    return [line["ranks"] for line in lines if line["kind"] == "members"]
+
+
+def newest(harness: Harness, **variables: str) -> int:
+    """The newest process of the test that has these environment variables; without one whose value is empty."""
+    return max(
+        pid
+        for pid, environ in environments().items()
+        if environ.get("SAMESTEP_TEST") == harness.mark
+        and all(environ.get(name, "") == value for name, value in variables.items())
+    )
 
 
 def start_horovod(

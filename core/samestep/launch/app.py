@@ -10,6 +10,7 @@ An app's options.py may declare two tables. ``COMMANDS`` (name: description): th
     line_prefix     a regular expression for the launcher's prefix of each line of a rank's stderr
     equal_ranks     whether it needs as many ranks on each machine
     may_differ      names of options that may differ between machines
+    late_machines   whether it continues without a lost machine, which may come back
 
 It may also define functions, which raise ConfigError:
 

@@ -16,6 +16,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
@@ -314,11 +315,24 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
                 )
 
     def plan() -> dict[str, Any]:
-        return {**resolve(), "job": uuid.uuid4().hex}
+        values = {**resolve(), "job": uuid.uuid4().hex}
+        if not job.settings.get("late_machines"):
+            return values
+        with user_folder.reserved_port(None) as port:  # MASTER_PORT stays this process's
+            return {**values, "port": str(port)}
 
     equal_ranks = job.settings.get("equal_ranks", False)
     secret = job.nodes.secret
     return preflight.preflight(node, *job.nodes.place, job.options.timeout, plan, prepare, equal_ranks, secret)
+
+
+def _late_machines(job: Job, node: NodeInfo | None, met: Rendezvous | None) -> AbstractContextManager[None]:
+    """Admit machines that come back while the launcher runs, for an app that can continue without them."""
+    if not (node and met and job.nodes.rank == 0 and "port" in met.plan):
+        return contextlib.nullcontext()
+    from samestep.launch import preflight
+
+    return preflight.admit_late(node, *job.nodes.place, met, job.nodes.secret)
 
 
 # --- starts and restarts -----------------------------------------------------------------------------------------
@@ -395,7 +409,8 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
         logs = job.options.run_dir / "log"
         if trackers:
             trackers.start(job.options.run_dir)
-        outcome = attempt(job, state, len(history), plan, rendezvous)
+        with _late_machines(job, node, rendezvous):
+            outcome = attempt(job, state, len(history), plan, rendezvous)
         decision = decide(outcome, history, max_restarts, logs)
         if decision.message:
             print_stderr(decision.message)
@@ -440,7 +455,8 @@ def attempt(
     watch = supervise.HeartbeatWatch(state.name, logs, *timeout, must_start)
     tmpdir = user_folder.job_tmpdir(is_local)
     try:
-        with user_folder.reserved_port(job.nodes.master_port) as port, tmpdir as variables:
+        given = int(plan["port"]) if "port" in plan else job.nodes.master_port
+        with user_folder.reserved_port(given) as port, tmpdir as variables:
             arguments = [f"--run-dir={run_dir}", *resolved]
             command = job.command(sys.executable, port, logs, *arguments, met=rendezvous)
             prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)

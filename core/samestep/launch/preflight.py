@@ -5,7 +5,8 @@ launch scripts of all machines connect first. Machine 0 listens at MASTER_PORT, 
 afterwards; the others retry until they reach it, because machines start at different times and names may resolve late.
 Each sends its `NodeInfo`; machine 0 compares them and sends its plan. The others check that they can follow the plan
 (``prepare``), and all start together. A mismatch is one error line, the same on all machines. This happens again
-before each restart.
+before each restart. If an app can continue without a lost machine, machine 0 also admits machines while it trains
+(`admit_late`).
 
 A machine that will not restart reports that by `abort`, because the others would wait for it.
 
@@ -24,6 +25,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import queue
 import secrets
@@ -239,6 +241,34 @@ def preflight(
             print_stderr(f"warning: SAMESTEP_SECRET is not set: {risk}: set the same secret on all machines")
         return _Host(node, place, equal_ranks).run(plan)
     return _join(node, place, prepare)
+
+
+@contextlib.contextmanager
+def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret: bytes = b"") -> Iterator[None]:
+    """Admit machines that come back while machine 0 is in this context. They get the plan of ``met``."""
+    listener = _Listener(_with_host(node), Place(address, port, math.inf, REPLY_TIMEOUT, secret))
+
+    def answer() -> None:
+        while True:
+            connection, message = listener.inbox.get()
+            other = _as_node(message)
+            if "problem" in message:  # the others continue without a machine that has stopped
+                connection.send({"problem": message["problem"]})
+            elif other and (problem := difference(node, other)):
+                connection.send({"problem": problem})
+            elif other:
+                connection.send({"here": True})
+                connection.send({"plan": met.plan})
+            elif message:  # it is ready
+                connection.send({"start": met.ranks})
+            else:
+                connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        yield
+    finally:
+        listener.close()
 
 
 def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, secret: bytes = b"") -> None:

@@ -31,6 +31,7 @@ _config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
 _RANKS = (
     "REPLICA_GROUP_ID",  # torchft's, which has a rank 0 in each group
     *("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PADDLE_TRAINER_ID", "RANK_ID", "SLURM_PROCID"),
+    "SAMESTEP_RANK",  # mnist_elastic's
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _MOST_TENSORS = 16  # whose norms are recorded
