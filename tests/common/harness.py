@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from processes import environments, marked
+from processes import environments, free_port, marked
 from samestep import checkpoint, env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,10 +228,23 @@ class Harness:
         return self.start(n, *options, run_dir=run_dir, **environ).finish()
 
     def train(self, n: int, *options: str, run_dir: Path | None = None, **environ: str) -> dict[str, Any]:
-        """Start a run that must succeed, check all that a passed run must fulfill, and return its result."""
-        outcome = self.run(n, *options, run_dir=run_dir, **environ)
-        assert outcome.code == 0, outcome
-        return self.checked(outcome, n)
+        """Start a run that must succeed, check all that a passed run must fulfill, and return its result.
+
+        The ranks of torchrun's apps start without it, as they may: torchrun takes as long to start as a rank.
+        """
+        if self.app.launcher == "torchrun":
+            return self.checked(self._run_ranks(n, *options, run_dir=run_dir, **environ), n)
+        return self.checked(self.run(n, *options, run_dir=run_dir, **environ), n)
+
+    def _run_ranks(self, n: int, *options: str, run_dir: Path | None, **environ: str) -> Outcome:
+        """Run the ranks as a person at ``n`` terminals does; return rank 0's outcome, or a rank's that failed."""
+        run_dir = run_dir or self.folder / "run"
+        program = str(ROOT / "apps" / self.app.name / "train.py")
+        command = [sys.executable, program, f"--run-dir={run_dir}", f"--device={self.device}", *options]
+        place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if n > 1 else {}
+        ranks = [{**place, "RANK": str(rank)} if place else {} for rank in range(n)]
+        outcomes = [job.finish() for job in [self.start_command(command, run_dir, **environ, **each) for each in ranks]]
+        return next((each for each in outcomes if each.code), outcomes[0])
 
     def checked(self, outcome: Outcome, n: int) -> dict[str, Any]:
         """The result of a finished run, after comparing it with the files that it left."""

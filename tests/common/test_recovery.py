@@ -60,7 +60,7 @@ def test_a_rank_is_killed_at_a_random_step(
     table.append(f"| {harness.app.name} | {n} | SIGKILL of a random rank at a random step | {runs} | {runs} |")
 
 
-@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills the launcher and the script
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault kills the script, or the launcher
 @pytest.mark.parametrize("victim", ["the launcher", "the script", "all processes"])
 def test_what_started_the_ranks_is_killed(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, victim: str, table: list[str]
@@ -269,19 +269,23 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     assert relative_difference(curve[: len(expected)], expected) < 1e-6
 
 
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault stops one
 @pytest.mark.stall
 def test_a_stopped_rank_is_named_and_replaced(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """SIGSTOP is what a hanging or swapping machine looks like: alive, and holding all others up."""
     job = harness.start(2, *harness.app.small, f"--timeout={harness.app.patience}")
     job.wait_for_step(5)
     stopped = job.ranks()[1]
     os.kill(stopped, signal.SIGSTOP)
     outcome = job.finish()
-    who = rf"rank 1 \({re.escape(os.uname().nodename)}, pid {stopped}\) last alive at step \d+"
-    how = r"silent for \d+ s, stopped by a signal .*, last seen at \w+\.py:\d+ in \w+"
-    assert re.search(f"{who}, {how}", outcome.errors[0]), outcome
+    assert re.search(silent(stopped), outcome.errors[0]), outcome
     result = check_same_end(harness, outcome, 2, undisturbed(2))
     assert result["restarts"] == 1
+
+
+def silent(pid: int) -> str:
+    """Return the pattern of the line about rank 1 when it is stopped."""
+    who = rf"rank 1 \({re.escape(os.uname().nodename)}, pid {pid}\) last alive at step \d+"
+    return rf"{who}, silent for \d+ s, stopped by a signal .*, last seen at \w+\.py:\d+ in \w+"
 
 
 @pytest.mark.soak  # in the matrix tests/launch reserves ports for two jobs
@@ -299,26 +303,31 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 
 @pytest.mark.faults
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """A checkpoint is damaged, a rank, its launcher and the script are killed, and a signal stops the run.
+    """A checkpoint is damaged, ranks or their launcher are killed, one hangs, and a signal stops the run.
 
     The soak has each fault alone and often. Here one run goes through all of them, because a start takes long. Its
-    steps are slow, so that each fault comes in time on a busy machine, too.
+    steps are slow, so that each fault comes in time on a busy machine, too. A hanging or swapping machine looks like
+    SIGSTOP: alive, and holding all others up.
     """
     n, skipped = 2, harness.app.skipped_marks
-    reference, chance = undisturbed(n), random.Random(n)
+    reference, chance, hangs = undisturbed(n), random.Random(n), "stall" not in skipped
     slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
     environ = faulty({"slow": slow, "seconds": 0.1, "every_start": True})
     checkpoints = harness.folder / "run" / "checkpoints"
 
-    job = harness.start(n, *harness.app.small, **environ)
+    options = [*harness.app.small, *([f"--timeout={harness.app.patience}"] if hangs else [])]
+    job = harness.start(n, *options, **environ)
     newest = job.wait_for(lambda: sorted(checkpoints.glob("step-*"))[1:])[-1]
     flip(sorted(newest.glob("model*.safetensors"))[0])
-    os.kill(job.ranks()[chance.randrange(n)], signal.SIGKILL)
+    victim, restarts = job.ranks()[1], 1
+    os.kill(victim, signal.SIGSTOP if hangs else signal.SIGKILL)
     job.wait_for((checkpoints / f"damaged-{newest.name}").is_dir)
-    restarts = 1
-    if "launcher" not in skipped:
+    if hangs:
+        assert re.search(silent(victim), (job.run_dir / "log" / "events.jsonl").read_text())
+    if hangs or "launcher" not in skipped:
         job.wait_for_step(reference["steps"] // 2)
-        os.kill(parent(next(iter(job.ranks().values()))), signal.SIGKILL)
+        rank = job.ranks()[chance.randrange(n)]
+        os.kill(rank if hangs else parent(rank), signal.SIGKILL)
         restarts = 2
     job.wait_for_step(3 * reference["steps"] // 4)
     stop = Stop(signal.SIGTERM, "the script") if "core_only" in skipped else Stop(signal.SIGUSR1, "a rank")

@@ -146,34 +146,48 @@ def test_a_stopped_job_saves_and_a_killed_launcher_is_started_again(
     assert result["restarts"] == 1
 
 
-@pytest.mark.parametrize(
-    ("faults", "restarts"),
-    [
-        pytest.param([("reduced", 1, 0)], 0, marks=pytest.mark.soak),
-        ([("reduced", 1, 0), ("updated", 2, signal.SIGKILL), ("updated", 3, signal.SIGKILL)], 0),
-        ([("reduced", 1, 0), ("updated", 2, signal.SIGSTOP)], 0),
-        ([("updated", 1, signal.SIGKILL), ("copying", None, signal.SIGKILL)], 0),
-        ([("differs", 2, 0)], 1),
-    ],
-    ids=[
-        "a reduction fails on one rank, the others have updated",
-        "those who have updated are killed",
-        "one who has updated is stopped and comes back",
-        "a rank is killed while it sends its state",
-        "a flipped bit is found by the next checkpoint",
-    ],
-)
-def test_a_fault_at_an_exact_moment_costs_no_bit(
-    harness: Harness,
-    undisturbed: Callable[..., dict[str, Any]],
-    faults: list[tuple[str, int | None, int]],
-    restarts: int,
-) -> None:
+KILLED = signal.SIGKILL
+REDUCED, FLIPPED = ("reduced", 1, 0), ("differs", 2, 0)
+# Each fault: its moment, the rank or None, and the signal. The soak has each list alone.
+MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
+    "a reduction fails on one rank, the others have updated": ([REDUCED], 0),
+    "those who have updated are killed": ([REDUCED, ("updated", 2, KILLED), ("updated", 3, KILLED)], 0),
+    "one who has updated is stopped and comes back": ([REDUCED, ("updated", 2, signal.SIGSTOP)], 0),
+    "a rank is killed while it sends its state": ([("updated", 1, KILLED), ("copying", None, KILLED)], 0),
+    "a flipped bit is found by the next checkpoint": ([FLIPPED], 1),
+}
+
+
+def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, int]]) -> list[dict[str, Any]]:
+    """Return the faults that strike from a step on, as faults/sitecustomize.py takes them."""
+    return [
+        {"at": at, "step": step, "signal": sent, "done": str(harness.folder / f"{at}-{rank}-{step}")}
+        | ({"rank": rank} if rank else {})
+        for at, rank, sent in faults
+    ]
+
+
+def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """One run, because a start takes long: a flipped bit, two ranks that have updated, and one that sends its state."""
     reference = undisturbed(1, *SHORT)
-    values: list[dict[str, Any]] = []
-    for number, (at, rank, sent) in enumerate(faults):
-        values.append({"at": at, "step": 20, "signal": sent, "done": str(harness.folder / f"done-{number}")})
-        values[-1] |= {"rank": rank} if rank else {}
+    names = ("a flipped bit is found by the next checkpoint", "those who have updated are killed")
+    names += ("a rank is killed while it sends its state",)
+    values = [fault for i, name in enumerate(names) for fault in faults_at(harness, 20 + 40 * i, MOMENTS[name][0])]
+    environ = {"SAMESTEP_FAULTS": json.dumps(values), **waits_for(harness, 3)}
+    outcome = harness.run(3, *SHORT, **environ)
+    result = harness.checked(outcome, 3)
+    assert all(Path(each["done"]).exists() for each in values)
+    check_same(result, reference)
+    assert (result["restarts"], result["rejoins"]) == (1, 4), outcome.stderr
+
+
+@pytest.mark.soak  # in the matrix one run goes through three of them
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_fault_at_an_exact_moment_costs_no_bit(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], moment: str
+) -> None:
+    reference, (faults, restarts) = undisturbed(1, *SHORT), MOMENTS[moment]
+    values = faults_at(harness, 20, faults)
     environ = {"SAMESTEP_FAULTS": json.dumps(values), **waits_for(harness, 3)}
     job = harness.start(3, *SHORT, run_dir=harness.folder / "run", **environ)
     if signal.SIGSTOP in (sent for _, _, sent in faults):
