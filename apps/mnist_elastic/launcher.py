@@ -303,12 +303,13 @@ class Job:
             if code - 128 in stop.STOP_SIGNALS:
                 each.has_left = True
                 continue
-            if each.failures == MAX_FAILURES:
+            failures = 0 if each.updates else each.failures + 1
+            if failures > MAX_FAILURES:
                 raise NonRetryableError(f"rank {rank} has ended {MAX_FAILURES + 1} times in a row before an update")
             name = signal.Signals(-code).name if code < 0 else f"code {code}"
             log.warning(f"rank {rank} has ended with {name} at step {self._update}; starting it again", "failure")
             self._rejoins += 1
-            self._start(rank, getattr(each.process, "agent", None), each.failures + 1 if not each.updates else 0)
+            self._start(rank, getattr(each.process, "agent", None), failures)
         self._compare_offers()
         if now - self._asked > END_SECONDS:  # the rank was stopped
             self._ask_next()

@@ -34,9 +34,16 @@ def waits_for(harness: Harness, members: int) -> dict[str, str]:
     return {"PYTHONPATH": path, "SAMESTEP_COMPLETE": str(members)}
 
 
-def kill(job: Job, chance: random.Random) -> str:
-    """Kill a rank, as soon as one lives, and return where it was."""
-    rank, beat = chance.choice([*job.wait_for(lambda: heartbeats(job)).items()])
+def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
+    """Kill a rank that has taken part in ``updates``, as soon as there is one, and return where it was.
+
+    The launcher ends a job whose rank ends four times in a row before it has heard of an update.
+    """
+
+    def candidates() -> list[tuple[int, dict[str, Any]]]:
+        return [(rank, beat) for rank, beat in heartbeats(job).items() if beat["updates"] >= updates]
+
+    rank, beat = chance.choice(job.wait_for(candidates))
     os.kill(beat["pid"], signal.SIGKILL)
     return f"rank {rank} at step {beat['step']} in {beat['at'][2]}"
 
@@ -66,7 +73,7 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
             time.sleep(chance.uniform(0, 2))
             where += [kill(job, chance), kill(job, chance)]
             job.wait_for_step(last_step(job.run_dir) + chance.randrange(20))
-            where += [kill(job, chance)]
+            where += [kill(job, chance, updates=0)]
             time.sleep(chance.uniform(0, 3) if soak else 0)
         outcome = job.finish(limit=1200 if soak else 200)
         result = harness.checked(outcome, 4)
