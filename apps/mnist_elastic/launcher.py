@@ -366,6 +366,8 @@ class Job:
             if self._has_begun:
                 self._begin(self._ranks[rank])
         elif kind == "update":
+            for each in self._ranks.values():  # also for a step that is taken again
+                each.updates += each.group == self._group and not each.waits
             self._count(values["step"])
         elif kind == "regroup":
             self._repeated |= {values["failed"]} - {None}
@@ -441,8 +443,6 @@ class Job:
             return
         self._update, self._updated_at = step, time.monotonic()
         self.run.after_step(step - 1)
-        for each in self._ranks.values():
-            each.updates += each.group == self._group and not each.waits
         if self._paused_at:
             self._pauses.append(self._updated_at - self._paused_at)
             self._paused_at = None

@@ -144,6 +144,14 @@ class Records:
             if lines:
                 self.processes.append(Process([json.loads(line) for line in lines], int(path.stem)))
         self.processes.sort(key=lambda each: each.begun)
+        for each in self.processes:
+            if not each.steps:  # it writes for the ranks
+                each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
+
+    def _done(self, when: float) -> int:
+        """Return how many steps the rank that has taken most has taken by a time."""
+        counts = (sum(step["time"] <= when for step in each.steps) for each in self.processes)
+        return max(counts, default=0)
 
     def ranks(self) -> dict[int, list[Process]]:
         """Return the processes that took steps, by rank, in the order of their start."""
@@ -165,7 +173,9 @@ class Records:
         if not any(len(each) == 1 and each[0].steps[0]["time"] < since for each in ranks):
             return []
         later = [[step for step in process.steps if step["time"] > since] for each in ranks for process in each]
-        return _steps([steps for steps in later if steps])
+        # A rank that has come back takes part in the last steps.
+        most = max(map(len, later), default=0)
+        return _steps([[*[None] * (most - len(steps)), *steps] for steps in later if steps])
 
     def steps(self) -> list[Step]:
         """Return the steps of the last start."""
@@ -193,7 +203,8 @@ class Records:
         return found
 
 
-def _steps(ranks: list[list[dict[str, Any]]]) -> list[Step]:
+def _steps(ranks: Sequence[Sequence[dict[str, Any] | None]]) -> list[Step]:
+    """Merge the steps of ranks; None is a step in which a rank did not take part."""
     found: list[Step] = []
     epoch, known = 0, set[int]()
     for shards in zip_longest(*ranks):
