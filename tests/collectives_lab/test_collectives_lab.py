@@ -551,7 +551,7 @@ LAUNCHERS = ["torchrun", "torch.distributed.launch", "multiprocessing.spawn", "P
 
 
 def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bool) -> None:
-    """The only test of these launchers, but for torchrun. In the matrix, spawn stands for multiprocessing's two."""
+    """Only torchrun is in other tests, too. The matrix leaves out torchrun and Process."""
     chosen = LAUNCHERS if soak else LAUNCHERS[1:3]
     lab.measure(2, "launchers", "--steps=6", *([] if soak else [f"--launchers={','.join(chosen)}"]))
     found = read(lab.folder / "run", "launchers")
