@@ -177,11 +177,11 @@ def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, i
 def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """One run, because a start takes long: a flipped bit, two ranks that have updated, and one that sends its state."""
     reference = undisturbed(1, *SHORT)
-    names = ("a flipped bit is found by the next checkpoint", "those who have updated are killed")
-    names += ("a rank is killed while it sends its state",)
+    names = ["a flipped bit is found by the next checkpoint", "those who have updated are killed"]
+    names += ["a rank is killed while it sends its state"]
     values = [fault for i, name in enumerate(names) for fault in faults_at(harness, 20 + 40 * i, MOMENTS[name][0])]
     environ = {"SAMESTEP_FAULTS": json.dumps(values), **waits_for(harness, 3)}
-    outcome = harness.run(3, *SHORT, **environ)
+    outcome = harness.run(3, *SHORT, run_dir=harness.folder / "run", **environ)
     result = harness.checked(outcome, 3)
     assert all(Path(each["done"]).exists() for each in values)
     check_same(result, reference)
