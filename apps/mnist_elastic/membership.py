@@ -292,6 +292,8 @@ class Members:
             store.set(f"ready/{self.rank}", "")
             self._wait_for(members, store)
             connect = timedelta(seconds=CONNECT_SECONDS)
+            # torch counts groups, also failed ones, and its keys in the store have the count: members must agree on it.
+            dist.distributed_c10d._world.group_count = 0
             place = self.world_size, self.rank, store
             dist.init_process_group("gloo", None, connect, *place)  # collective
             if len(held) > 1:
