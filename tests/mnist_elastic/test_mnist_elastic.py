@@ -37,7 +37,7 @@ def waits_for(harness: Harness, members: int) -> dict[str, str]:
 def kill(job: Job, chance: random.Random, updates: int = 5) -> str:
     """Kill a rank that has taken part in ``updates``, as soon as there is one, and return where it was.
 
-    The launcher ends a job whose rank ends four times in a row before it has heard of an update.
+    The launcher ends the job if a rank ends four times in a row without an update.
     """
 
     def candidates() -> list[tuple[int, dict[str, Any]]]:
