@@ -45,13 +45,13 @@ class Normalize(torch.autograd.Function):
         ctx.timer, ctx.alone = timer, alone
         ctx.save_for_backward(x, mean, rsqrt, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
-        return affine(wide, scale, bias - mean * scale).to(x.dtype), mean, variance, total
+        return affine(wide, scale, bias - mean * scale), mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and bias. The last two cover this rank's samples only: DDP reduces them."""
         x, mean, rsqrt, scale, total = ctx.saved_tensors
-        wide, gradient = x.to(mean.dtype), gradient.to(mean.dtype)
+        wide = x.to(mean.dtype)
         of_bias = gradient.sum((0, 2, 3))
         of_weight = ((gradient * wide).sum((0, 2, 3)) - mean * of_bias) * rsqrt
         # Every rank's loss depends on this rank's x through the statistics, hence the sum over ranks.
@@ -109,7 +109,8 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
             self.update_running(mean, unbiased)
         else:
             torch.cat([total * mean, total * unbiased, total[None]], out=self.sums)
-        return y  # type: ignore[no-any-return]
+        # Not in Normalize: after a forward pass that ends in a cast, torch 2.11's compiler has wrong gradients.
+        return y.to(x.dtype)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def update_running(self, mean: Tensor, variance: Tensor) -> None:

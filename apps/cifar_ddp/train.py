@@ -152,9 +152,11 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
     run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
 
-    # Buffers are the same on all ranks, as their statistics are: DDP need not broadcast them before each pass.
     device_ids = [device] if device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids, forward_sync_buffers=False)  # collective
+    ddp = DistributedDataParallel(model, device_ids)  # collective
+    # Buffers are the same on all ranks, as their statistics are: DDP need not broadcast them before each pass. The
+    # argument for this has two names, broadcast_buffers up to torch 2.11; the attribute has one.
+    ddp.broadcast_buffers = False
     reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
     sums = norm.separate(model, batches) if options.virtual_ranks else ()
     tree = reduction.gradient_tree(ddp, batches, sums)  # with --virtual-ranks, instead of DDP's own reduction

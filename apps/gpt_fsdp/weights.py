@@ -34,8 +34,8 @@ def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups
         if name not in parameters:
             raise ValueError(f"{full_name} is not part of its optimizer state")
         parameter, shard = parameters[name], shards[name]
-        if not stored.shape:  # Adam counts its steps for each parameter
-            optimizer.state[parameter][key] = torch.from_numpy(stored.read())
+        if not stored.shape:  # Adam counts its steps for each parameter; a fused one does so on the parameter's device
+            optimizer.state[parameter][key] = torch.from_numpy(stored.read()).to(parameter.device)
         elif (stored.shape, stored.dtype) != (shard.shape, shard.dtype):
             raise ValueError(f"{full_name} is {stored.dtype} {[*stored.shape]}, not {shard.dtype} {[*shard.shape]}")
         else:

@@ -34,7 +34,8 @@ def limit(options: argparse.Namespace) -> None:
     shards = itertools.cycle(list(batches_of(its, training, batches, range(common.RESIDENT), torch.float32)))
     model = build_model(its, torch.float32)
     optimizer = build_optimizer(its, model)
-    ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+    ddp = DistributedDataParallel(model)
+    ddp.broadcast_buffers = False
     clock, timer = common.Clock(options, rank), StepTimer()
     fix_reduction_order(ddp, timer, *training.batch(np.arange(1), torch.float32))
     for step in itertools.count():

@@ -65,19 +65,22 @@ def _synchronize() -> None:
 
 @functools.cache  # what the library defined lasts as long as it does
 def torchvision_that_imports() -> object:
-    """The published x86-64 torchvision is built for a CUDA torch: beside a CPU one its operators are not registered.
+    """Import torchvision, also one that is built for a CUDA torch, beside a CPU one: its operators are not registered.
 
     Declaring the two that its import looks for is enough for its models and data sets.
     """
     import torch
 
-    library = torch.library.Library("torchvision", "DEF")
     try:
+        import torchvision
+    except ModuleNotFoundError:
+        return None
+    except RuntimeError:  # operator torchvision::nms does not exist
+        library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass  # a torchvision that fits this torch has registered them
-    return library
+        return library
+    return torchvision
 
 
 def textbook_images(folder: Path) -> Any:

@@ -27,17 +27,19 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     from data import load
     from model import build_model
     from options import parse
+    from samestep import env
     from samestep.sharding import GlobalBatches
     from samestep.step_timer import StepTimer
+    from samestep.torch.distributed import choose_device
     from samestep.torch.reduction import fix_reduction_order
     from train import build_optimizer
 
-    its = parse([])
-    training, _ = load("mnist", options.data, torch.device(options.device))
+    its, device = parse([]), choose_device(options.device, env.detect())
+    training, _ = load("mnist", options.data, device)
     batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
     steps = range(common.RESIDENT)
     shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
-    model = build_model(its.model, its.dropout, torch.float32, its.seed).to(options.device)
+    model = build_model(its.model, its.dropout, torch.float32, its.seed).to(device)
     if plain:
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     optimizer = build_optimizer(its, model)

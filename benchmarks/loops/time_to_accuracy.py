@@ -164,7 +164,8 @@ class AppLoop:
         average = ema.Average(model, its.ema) if its.ema else None
         self._evaluated = average.model if average else model
         optimizer = train.build_optimizer(its, model)
-        ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+        ddp = DistributedDataParallel(model)
+        ddp.broadcast_buffers = False
         fed = data.batches_of(its, training, batches, range(10**9), torch.float32)
         shards = ((images.contiguous(), labels) for images, labels in fed) if name == "contiguous" else fed
 

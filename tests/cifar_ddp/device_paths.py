@@ -17,7 +17,18 @@ PATHS = [
         "tests/cifar_ddp/test_device.py::test_a_step_an_evaluation_and_the_average_stay_on_the_device",
     ),
     (
-        *("cuda", "NCCL", "DistributedDataParallel(device_ids=[...]), all-reduce in backward, autocast", "read"),
+        *("cuda", "NCCL", "one rank: first losses as on the CPU, in float32, bfloat16 and with --compile", "run"),
+        "tools/gpu_proof.py::losses",
+    ),
+    (
+        "cuda",
+        "NCCL",
+        "one rank: a kill, a restart, a stop, a resume, equal bits",
+        "run",
+        "tools/gpu_proof.py::recovery",
+    ),
+    (
+        *("cuda", "NCCL", "several ranks: DistributedDataParallel(device_ids=[...]), all-reduce in backward", "read"),
         "torch/nn/parallel/distributed.py of torch 2.13.0",
     ),
 ]

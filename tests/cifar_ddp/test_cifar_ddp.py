@@ -333,7 +333,8 @@ def curve(*arguments, batch=20, steps=3):
     options = parse(["--dtype=float64", "--lr=0.02", *arguments])
     dtype = getattr(torch, options.dtype)
     model = build_model(options, dtype)
-    ddp, optimizer = DistributedDataParallel(model, forward_sync_buffers=False), train.build_optimizer(options, model)
+    ddp, optimizer = DistributedDataParallel(model), train.build_optimizer(options, model)
+    ddp.broadcast_buffers = False
     batches = GlobalBatches(1_024, batch, options.seed, accumulate=options.accumulate)
     shards = data.batches_of(options, training, batches, range(steps), dtype)
     timer = StepTimer()

@@ -28,10 +28,11 @@ PATHS = [
     ),
     ("cuda", "NCCL", "--device, GPUs against ranks", "simulated", CLOCKS),
     ("cuda", "NCCL", "timestamps wait for the stream", "simulated", CLOCKS),
+    ("cuda", "NCCL", "one rank: primitives, every collective and operator", "run", "tools/gpu_proof.py::collectives"),
     (
         "cuda",
         "NCCL",
-        "collectives, operators, strategies",
+        "several ranks: collectives, operators, strategies",
         "read",
         "torch/distributed/distributed_c10d.py of torch 2.13.0",
     ),

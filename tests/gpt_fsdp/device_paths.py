@@ -20,11 +20,23 @@ PATHS = [
         "tests/mnist_ddp/test_device.py::test_a_rank_takes_a_gpu_of_its_own_or_none",
     ),
     (
-        *("cuda", "NCCL", "placement of a step and an evaluation, by torch's device meta", "simulated"),
-        "tests/gpt_fsdp/test_device.py::test_a_step_and_an_evaluation_stay_on_the_device",
+        *(
+            "cuda",
+            "NCCL",
+            "placement of a step, an evaluation and a restored state, by torch's device meta",
+            "simulated",
+        ),
+        "tests/gpt_fsdp/test_device.py::test_a_step_an_evaluation_and_a_restored_state_stay_on_the_device",
     ),
     (
-        *("cuda", "NCCL", "fully_shard, DTensor, and checkpoints of what is copied from a GPU", "read"),
+        "cuda",
+        "NCCL",
+        "one rank: first losses as on the CPU, in float32 and bfloat16",
+        "run",
+        "tools/gpu_proof.py::losses",
+    ),
+    (
+        *("cuda", "NCCL", "fully_shard and DTensor on several ranks; checkpoints of what is copied from a GPU", "read"),
         "torch/distributed/fsdp/_fully_shard of torch 2.13.0",
     ),
 ]

@@ -10,11 +10,13 @@ from harness import told_by
 
 PROGRAM = """
 import json
+import numpy as np
 import torch
 import torch.distributed as dist
 import distributed
 import model
 import train
+import weights
 from data import load
 from options import parse
 from samestep.env import World
@@ -56,9 +58,26 @@ except NotImplementedError as problem:  # sums.tolist(), after everything else
 tensors = [loss, *gpt.parameters(), *(each.grad for each in gpt.parameters())]
 tensors += [each for each in read if each.dtype == torch.float64]  # norms; AdamW reads its step
 tensors += [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
-print(json.dumps([sorted({each.device.type for each in tensors}), evaluated]))
+
+class Stored:  # an array of a checkpoint
+    def __init__(self, tensor):
+        self.shape, self.dtype = tuple(tensor.shape), np.dtype("float32")
+    def read(self, offset=(), shape=()):
+        return np.zeros(shape, np.float32)
+
+names = dict(gpt.named_parameters())
+stored = {name: Stored(parameter) for name, parameter in names.items()}
+weights.model_shards = lambda *model: stored
+weights.state_dict_diff = lambda *arrays: None
+state = {f"{name}.{key}": Stored(value) for name, p in names.items() for key, value in optimizer.state[p].items()}
+optimizer.state.clear()
+weights.load(gpt, optimizer, mesh, {"model": stored, "optimizer": state})
+loaded = [value for values in optimizer.state.values() for value in values.values()]
+devices = [sorted({each.device.type for each in some}) for some in (tensors, loaded)]
+print(json.dumps([*devices, sorted({key.rpartition(".")[2] for key in state}), evaluated]))
 """
 
 
-def test_a_step_and_an_evaluation_stay_on_the_device() -> None:
-    assert told_by("gpt_fsdp", PROGRAM) == [["meta"], "Cannot copy out of meta tensor; no data!"]
+def test_a_step_an_evaluation_and_a_restored_state_stay_on_the_device() -> None:
+    state = ["exp_avg", "exp_avg_sq", "step"]  # a fused AdamW reads its step on the device
+    assert told_by("gpt_fsdp", PROGRAM) == [["meta"], ["meta"], state, "Cannot copy out of meta tensor; no data!"]

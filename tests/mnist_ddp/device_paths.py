@@ -23,15 +23,25 @@ PATHS = [
         *("cuda", "NCCL", "batch, step and evaluation stay on the device", "simulated"),
         "tests/mnist_ddp/test_device.py::test_a_step_and_an_evaluation_stay_on_the_device",
     ),
+    ("cuda", "NCCL", "one rank: first losses as on the CPU", "run", "tools/gpu_proof.py::losses"),
     (
         "cuda",
         "NCCL",
-        "DistributedDataParallel(device_ids=[...])",
+        "one rank: a kill, a restart, a stop, a resume, equal bits",
+        "run",
+        "tools/gpu_proof.py::recovery",
+    ),
+    ("cuda", "NCCL", "one rank: 99% of MNIST's test set", "run", "tools/gpu_proof.py::accuracy"),
+    ("cuda", "gloo", "one rank, --backend gloo: first losses as on the CPU", "run", "tools/gpu_proof.py::losses"),
+    (
+        "cuda",
+        "NCCL",
+        "several ranks: DistributedDataParallel(device_ids=[...])",
         "read",
         "torch/nn/parallel/distributed.py of torch 2.13.0",
     ),
     (
-        *("cuda", "NCCL", "rendezvous, all_reduce, broadcast and all_gather of GPU tensors", "read"),
+        *("cuda", "NCCL", "several ranks: rendezvous, all_reduce, broadcast and all_gather of GPU tensors", "read"),
         "torch/distributed/distributed_c10d.py of torch 2.13.0",
     ),
     (
@@ -39,7 +49,12 @@ PATHS = [
         "tests/mnist_ddp/test_device.py::test_a_run_names_its_gpus_and_their_libraries",
     ),
     (
-        *("cuda", "gloo", "--backend gloo: DistributedDataParallel, gather and broadcast of GPU tensors", "read"),
+        *(
+            "cuda",
+            "gloo",
+            "several ranks, --backend gloo: DistributedDataParallel, gather and broadcast of GPU tensors",
+            "read",
+        ),
         "AsyncGatherCUDAWork and others in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,6 +114,20 @@ def test_state_that_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=f"{name} is .*{words}"):
             weights.load_optimizer(model, optimizer, {name: wrong})
+
+
+@pytest.mark.parametrize("setting", ["fused", "capturable", "foreach"])
+def test_a_restored_counter_is_where_the_optimizer_reads_it(setting: str) -> None:
+    """Torch has a device meta, which is here a GPU."""
+    model = small_model().to("meta")
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.param_groups[0][setting] = True  # Adam itself would refuse the device meta
+    moment = np.zeros((4, 5), np.float32)
+    weights.load_optimizer(model, optimizer, {"0.weight.step": np.array(3, np.float32), "0.weight.exp_avg": moment})
+    found = {
+        key: value.device.type for key, value in optimizer.state[dict(model.named_parameters())["0.weight"]].items()
+    }
+    assert found == {"step": "cpu" if setting == "foreach" else "meta", "exp_avg": "meta"}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,10 @@ from samestep.env import World, processor
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's own GPU.
 
+    On a GPU, a resumed run must end with the same bits: torch takes deterministic algorithms alone, and an operation
+    that has none raises RuntimeError. float32 means float32, as on a CPU: torch's default for convolutions is TF32,
+    which has 10 bits of fraction.
+
     Args:
         requested: "cpu", "cuda", or "auto": a GPU if every rank of this machine has its own.
         world: this rank's place in the job.
@@ -31,7 +36,10 @@ def choose_device(requested: str, world: World) -> torch.device:
         raise ConfigError(f"--device cuda: {problem}: start fewer, or use --device cpu")
     if requested == "cpu" or gpus < ranks:
         return torch.device("cpu")
-    torch.backends.cudnn.deterministic = True  # a resumed run must end with the same bits
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging alone
+    torch.backends.cudnn.allow_tf32 = False
     device = torch.device("cuda", world.local_rank or 0)
     torch.cuda.set_device(device)
     return device

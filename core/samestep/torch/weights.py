@@ -54,6 +54,11 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
     """Load arrays from `optimizer_arrays`. Raises ValueError unless each array fits its parameter."""
     parameters = dict(model.named_parameters())
+    reads_counters_on_device = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     for full_name, array in arrays.items():
         name, _, key = full_name.rpartition(".")
         if name not in parameters:
@@ -61,8 +66,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> No
         parameter, value = parameters[name], torch.from_numpy(array)
         if difference := shape_mismatch_error(value, parameter):
             raise ValueError(f"{full_name} is {difference}")
-        # Counters such as Adam's ``step`` stay on the CPU, where the optimizer made them.
-        on_cpu = value.ndim < parameter.ndim or key == "step"
+        # A counter such as Adam's ``step`` is on the CPU, unless kernels of the parameter's device read it.
+        is_counter = value.ndim < parameter.ndim or key == "step"
+        on_cpu = is_counter and not reads_counters_on_device[parameter]
         optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
 
 
