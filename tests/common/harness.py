@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import importlib.util
 import json
@@ -55,6 +56,7 @@ class App:
     delay: int = 60  # In ms, and much longer than a step of few samples.
     kills: int = 20  # The number of kills of each kind at random steps, in a soak.
     launcher: str = "torchrun"  # The program that its launch script starts.
+    preload: Sequence[str] = ("torch",)  # Modules that a rank takes long to import; see rank_server.py.
     compared: bool = True  # Its ranks hold the same weights, and compare them.
     # Marks of cases that the matrix leaves out for this app. ``core_only``: core alone decides the result, and another
     # app shows it. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``, ``weights``:
@@ -183,6 +185,14 @@ class Job:
         return found
 
 
+@functools.cache
+def rank_server(modules: Sequence[str]) -> subprocess.Popen[str]:
+    """Start rank_server.py, which ends with this process."""
+    command = [sys.executable, str(Path(__file__).parent / "rank_server.py"), *modules]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ""}
+    return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 class Harness:
     def __init__(self, app: App, device: str, folder: Path) -> None:
         self.app, self.device, self.folder = app, device, folder
@@ -238,13 +248,27 @@ class Harness:
 
     def _run_ranks(self, n: int, *options: str, run_dir: Path | None, **environ: str) -> Outcome:
         """Run the ranks as a person at ``n`` terminals does; return rank 0's outcome, or a rank's that failed."""
-        run_dir = run_dir or self.folder / "run"
         program = str(ROOT / "apps" / self.app.name / "train.py")
-        command = [sys.executable, program, f"--run-dir={run_dir}", f"--device={self.device}", *options]
         place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if n > 1 else {}
-        ranks = [{**place, "RANK": str(rank)} if place else {} for rank in range(n)]
-        outcomes = [job.finish() for job in [self.start_command(command, run_dir, **environ, **each) for each in ranks]]
-        return next((each for each in outcomes if each.code), outcomes[0])
+        ranks, begun = list[dict[str, Any]](), time.monotonic()
+        for rank in range(n):
+            files = {name: str(self.folder / f"{uuid.uuid4().hex}.{name}") for name in ("stdout", "stderr")}
+            ranks.append(
+                {"environ": self.environ(**environ, **place, **({"RANK": str(rank)} if place else {})), **files}
+            )
+        arguments = [f"--run-dir={run_dir or self.folder / 'run'}", f"--device={self.device}", *options]
+        job = {"program": program, "arguments": arguments, "cwd": str(self.folder), "limit": LIMIT, "ranks": ranks}
+        server = rank_server(self.app.preload)
+        assert server.stdin
+        assert server.stdout
+        server.stdin.write(f"{json.dumps(job)}\n")
+        server.stdin.flush()
+        codes = json.loads(server.stdout.readline())
+        ended = [
+            Outcome(code, Path(rank["stdout"]).read_text(), Path(rank["stderr"]).read_text(), time.monotonic() - begun)
+            for code, rank in zip(codes, ranks)
+        ]
+        return next((each for each in ended if each.code), ended[0])
 
     def checked(self, outcome: Outcome, n: int) -> dict[str, Any]:
         """The result of a finished run, after comparing it with the files that it left."""

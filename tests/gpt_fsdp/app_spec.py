@@ -37,5 +37,6 @@ SPEC = App(
     diverges=("--lr=1e30", "--warmup-steps=0"),
     compared=False,
     virtual_ranks=None,
+    preload=("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
     skipped_marks=("core_only", "best", "kills", "launcher", "stall", "torchrun", "stragglers"),
 )

@@ -38,7 +38,7 @@ def choose_device(requested: str, world: World) -> torch.device:
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging alone
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging alone
     torch.backends.cudnn.allow_tf32 = False
     device = torch.device("cuda", world.local_rank or 0)
     torch.cuda.set_device(device)
