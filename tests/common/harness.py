@@ -56,7 +56,7 @@ class App:
     delay: int = 60  # In ms, and much longer than a step of few samples.
     kills: int = 20  # The number of kills of each kind at random steps, in a soak.
     launcher: str = "torchrun"  # The program that its launch script starts.
-    preload: Sequence[str] = ("torch",)  # Modules that a rank takes long to import; see rank_server.py.
+    preload: Sequence[str] = ("torch",)  # Modules whose import takes seconds; see rank_server.py.
     compared: bool = True  # Its ranks hold the same weights, and compare them.
     # Marks of cases that the matrix leaves out for this app. ``core_only``: core alone decides the result, and another
     # app shows it. ``best``, ``faults``, ``kills``, ``launcher``, ``stall``, ``stragglers``, ``torchrun``, ``weights``:

@@ -3,7 +3,7 @@
     python rank_server.py torch ...
 
 Each line of stdin is a job in JSON: ``program`` and its ``arguments``, the folder ``cwd``, ``limit`` in seconds, and
-``ranks``, a list of each rank's ``environ``, and of the files ``stdout`` and ``stderr``. When all ranks have ended, a
+``ranks``. A rank has an ``environ``, and files for ``stdout`` and ``stderr``. When all ranks have ended, a
 line of stdout has their exit codes. Those that run at the limit are killed.
 
 The server does nothing but imports, so that a rank begins as any other: it has one thread and drew no random numbers.

@@ -19,9 +19,8 @@ from samestep.env import World, processor
 def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's own GPU.
 
-    On a GPU, a resumed run must end with the same bits: torch takes deterministic algorithms alone, and an operation
-    that has none raises RuntimeError. float32 means float32, as on a CPU: torch's default for convolutions is TF32,
-    which has 10 bits of fraction.
+    On a GPU, torch then takes deterministic algorithms alone, for equal bits after a resume; an operation without one
+    raises RuntimeError. Convolutions take float32, as on a CPU, not TF32.
 
     Args:
         requested: "cpu", "cuda", or "auto": a GPU if every rank of this machine has its own.
@@ -37,18 +36,15 @@ def choose_device(requested: str, world: World) -> torch.device:
     if requested == "cpu" or gpus < ranks:
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for debugging alone
+    torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.allow_tf32 = False
-    device = torch.device("cuda", world.local_rank or 0)
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device := torch.device("cuda", world.local_rank or 0))
     return device
 
 
 def set_threads(threads: int | None) -> None:
     """Compute with ``threads`` threads, if given; otherwise torch reads OMP_NUM_THREADS."""
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or torch.get_num_threads())
 
 
 def backend(device: torch.device, requested: str = "auto") -> str:

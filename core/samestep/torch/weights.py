@@ -34,9 +34,7 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     """
     arrays = {}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is None:
-                continue
+        for key, value in filter(lambda item: item[1] is not None, optimizer.state.get(parameter, {}).items()):
             if not isinstance(value, Tensor) or shape_mismatch_error(value, parameter):
                 problem = f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint"
                 raise NonRetryableError(f"{problem}: use another optimizer")
@@ -54,11 +52,7 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
     """Load arrays from `optimizer_arrays`. Raises ValueError unless each array fits its parameter."""
     parameters = dict(model.named_parameters())
-    reads_counters_on_device = {
-        parameter: bool(group.get("fused") or group.get("capturable"))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for full_name, array in arrays.items():
         name, _, key = full_name.rpartition(".")
         if name not in parameters:
@@ -67,13 +61,12 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> No
         if difference := shape_mismatch_error(value, parameter):
             raise ValueError(f"{full_name} is {difference}")
         # A counter such as Adam's ``step`` is on the CPU, unless kernels of the parameter's device read it.
-        is_counter = value.ndim < parameter.ndim or key == "step"
-        on_cpu = is_counter and not reads_counters_on_device[parameter]
+        on_device = any(map(group_of[parameter].get, ("fused", "capturable")))
+        on_cpu = (value.ndim < parameter.ndim or key == "step") and not on_device
         optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
 
 
 def shape_mismatch_error(value: Tensor, parameter: Tensor) -> str | None:
     """Return why ``value`` cannot be optimizer state of ``parameter``, or None if it can."""
-    if value.ndim == 0 or (value.shape == parameter.shape and value.dtype == parameter.dtype):
-        return None
-    return f"{value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"
+    fits = value.ndim == 0 or (value.shape == parameter.shape and value.dtype == parameter.dtype)
+    return None if fits else f"{value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"
