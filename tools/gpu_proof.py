@@ -187,15 +187,20 @@ def recovery(proof: Proof, app: str) -> dict[str, Any]:
     return {"resumed from step": found["resumed_from_step"], "steps": proof.steps}
 
 
+def output_of(command: Sequence[str], limit: float) -> str:
+    """Run a program to its end and return its output. Raises RuntimeError with its error."""
+    environ = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit, check=False)
+    if done.returncode:
+        raise RuntimeError(last_error(done.stderr))
+    return done.stdout
+
+
 def collectives(proof: Proof) -> dict[str, Any]:
     """Compare every collective of the device's backend with its definition, in collectives_lab."""
     command = ["bash", str(ROOT / "scripts" / "run_collectives_lab.sh"), "1", "primitives", "--quick"]
     command += [f"--run-dir={proof.new_run_dir()}", f"--device={proof.device}"]
-    environ = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
-    if done.returncode:
-        raise RuntimeError(last_error(done.stderr))
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    (line,) = [line for line in output_of(command, LIMIT).splitlines() if line.startswith("RESULT ")]
     return {"seconds": json.loads(line.removeprefix("RESULT "))["seconds"]}
 
 
@@ -206,10 +211,7 @@ def speed(proof: Proof) -> dict[str, Any]:
     contestants = "app,limit" if proof.quick else "textbook,app,limit"
     command = [sys.executable, str(ROOT / "benchmarks" / "throughput.py"), "--apps=mnist_ddp", "--ranks=1", *sizes]
     command += [f"--device={proof.device}", f"--contestants={contestants}", "--attempts=1", f"--json={output}"]
-    environ = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=2 * LIMIT, check=False)
-    if done.returncode:
-        raise RuntimeError(last_error(done.stderr))
+    output_of(command, 2 * LIMIT)
     (measured,) = json.loads(output.read_text())["results"]
     return {"samples per second": measured["speeds"]}
 

@@ -3,10 +3,10 @@
     python rank_server.py torch ...
 
 Each line of stdin is a job in JSON: ``program`` and its ``arguments``, the folder ``cwd``, ``limit`` in seconds, and
-``ranks``. A rank has an ``environ``, and files for ``stdout`` and ``stderr``. When all ranks have ended, a
-line of stdout has their exit codes. Those that run at the limit are killed.
+``ranks``. A rank has an ``environ``, and files for ``stdout`` and ``stderr``. When all ranks have ended,
+the server writes their exit codes to stdout, in a line of JSON. It kills the ranks that still run at the limit.
 
-The server does nothing but imports, so that a rank begins as any other: it has one thread and drew no random numbers.
+Before the first fork, the server only imports modules: it starts no thread and draws no random numbers.
 """
 
 from __future__ import annotations
