@@ -1,4 +1,4 @@
-"""tools/quick_imports.py compiles equal modules once, and lets Python collect garbage less often."""
+"""tools/quick_imports.py compiles equal modules once, and lets Python collect less garbage."""
 
 from __future__ import annotations
 
