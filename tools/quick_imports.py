@@ -23,7 +23,7 @@ from pathlib import Path
 
 TAG = sys.implementation.cache_tag  # bytecode is one Python version's
 HEADER_BYTES = 16  # of bytecode: the magic number, flags, and the source's time and size or hash (PEP 552)
-# A .pth file is run at each start. What is frozen is not collected, as in a process that a signal ends.
+# A .pth file is run at each start. Frozen objects are not collected at the end, as in a process that a signal kills.
 FEWER_COLLECTIONS = "import atexit, gc; gc.set_threshold(1_000_000, 50, 100); atexit.register(gc.freeze)\n"
 UNCHECKED = (0b01).to_bytes(4, "little") + bytes(8)  # Python ignores the source's time, which differs by environment
 
