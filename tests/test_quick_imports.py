@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ def test_modules_are_compiled_once_for_all_environments_that_have_them(tmp_path:
     for name, content in contents.items():
         package = tmp_path / Path(name).parent / "package"
         package.mkdir(parents=True)
-        (package / "__init__.py").write_text(content)
+        cached = tmp_path / "uv" / content[-1]
+        cached.parent.mkdir(exist_ok=True)
+        cached.write_text(content)
+        os.link(cached, package / "__init__.py")
     compiled: list[Path] = []
     for environment in ("a", "b", "c"):
         folder = tmp_path / environment

@@ -4,8 +4,8 @@
 
 tox runs this after it has installed an environment. The tests start some hundred ranks, and each imports a framework.
 
-* The modules are compiled once for all environments and clones of a user that hold the same files: torch takes 6 s of a
-  processor. In the store, a module's bytecode has the SHA-256 of the module as its name.
+* The modules are compiled once for all environments and clones of a user: torch takes 6 s of a processor. uv links the
+  files of all environments to those of its cache, so a file's inode says which files are the same.
 * Python does not collect garbage while it imports a framework, nor of all modules when it ends. Both together take a
   third of the processor time of a process that imports torch.
 """
@@ -49,10 +49,12 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
 
 
 def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the file of each module's bytecode below ``folder``, with its copy in ``store``; neither need exist."""
+    """Yield the file of each linked module's bytecode, with its copy in ``store``; neither need exist."""
     for path in folder.rglob("*.py"):
-        if path.is_file():
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        file = path.lstat()
+        if file.st_nlink > 1:
+            seen = path.relative_to(folder), file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size
+            digest = hashlib.sha256(repr(seen).encode()).hexdigest()
             yield Path(importlib.util.cache_from_source(path)), store / f"{digest}.{TAG}.pyc"
 
 

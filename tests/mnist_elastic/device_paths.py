@@ -9,6 +9,6 @@ PATHS = [
     ),
     (
         *("cpu", "gloo", "join.py, and TERM to a rank", "run"),
-        f"{TESTS}::test_a_job_that_grows_and_shrinks_by_hand_ends_with_the_same_bits",
+        f"{TESTS}::test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too",
     ),
 ]
