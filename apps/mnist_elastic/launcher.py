@@ -230,7 +230,7 @@ class Job:
             for rank in range(1, self._nproc + 1):
                 self._start(rank)
             begun = time.monotonic()
-            while not self._final or not all(each.is_done or each.has_left for each in self._ranks.values()):
+            while not self._final or not self._is_complete():
                 with contextlib.suppress(queue.Empty):
                     self._take(self._inbox.get(timeout=0.1))
                 self._check_ranks()
@@ -324,6 +324,13 @@ class Job:
         late = time.monotonic() - begun > give_up_after(self._options.timeout)
         return ready == max(len(self._ranks), self._world_size) or (late and ready >= self._options.min_ranks)
 
+    def _is_complete(self) -> bool:
+        """Return whether all members of the group have offered their last state; a rank that starts has no part in it."""
+        return all(each.is_done for each in self._group_members())
+
+    def _group_members(self) -> list[Rank]:
+        return [each for each in self._ranks.values() if each.group == self._group and not each.waits]
+
     def _begin(self, each: Rank) -> None:
         each.last_member = time.monotonic()
         if each.channel and each.ready:
@@ -366,8 +373,8 @@ class Job:
             if self._has_begun:
                 self._begin(self._ranks[rank])
         elif kind == "update":
-            for each in self._ranks.values():  # also for a step that is taken again
-                each.updates += each.group == self._group and not each.waits
+            for each in self._group_members():  # also for a step that is taken again
+                each.updates += 1
             self._count(values["step"])
         elif kind == "regroup":
             self._repeated |= {values["failed"]} - {None}
@@ -478,7 +485,7 @@ class Job:
         """Answer the offers of a state once all members have made theirs, so that nothing is saved if they differ."""
         if not self._offers or self._asked < math.inf:
             return
-        members = {each.channel for each in self._ranks.values() if each.group == self._group and not each.waits}
+        members = {each.channel for each in self._group_members()}
         complete = members <= {None, *(offer.channel for offer in self._offers)}
         single = any(offer.values["stop"] or not self._wants(offer.values) for offer in self._offers)
         if complete or single or time.monotonic() - self._offered_at > END_SECONDS:

@@ -123,11 +123,13 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     assert "rank 2 has taken no part for 16 s: it is killed" in outcome.stderr
     assert int(checkpoint.folders(job.run_dir)[0].name[5:]) == last_step(job.run_dir)
 
-    job = harness.start(2, *SHORT)
+    late = faults_at(harness, reference["steps"] - 2, [("updated", 2, KILLED)])
+    job = harness.start(2, *SHORT, **waits_for(harness, 0), SAMESTEP_FAULTS=json.dumps(late))
     job.wait_for_step(last_step(job.run_dir) + 10)
     os.kill(job.alive(0)["pid"], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
-    assert (result["restarts"], result["rejoins"]) == (1, 0)
+    assert (result["restarts"], result["rejoins"]) == (1, 1)
+    assert result["members"][-1]["ranks"] == [1]  # the job does not wait for a rank that comes too late
     check_same(result, reference)
 
 
