@@ -5,7 +5,7 @@
 tox runs this after it has installed an environment. The tests start some hundred ranks, and each imports a framework.
 
 * The modules are compiled once for all environments and clones of a user: torch takes 6 s of a processor. uv links the
-  files of all environments to those of its cache, so a file's inode says which files are the same.
+  files of all environments to its cache, so a file's inode says which files are the same.
 * Python does not collect garbage while it imports a framework, nor of all modules when it ends. Both together take a
   third of the processor time of a process that imports torch.
 """

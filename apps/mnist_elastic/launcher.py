@@ -325,7 +325,7 @@ class Job:
         return ready == max(len(self._ranks), self._world_size) or (late and ready >= self._options.min_ranks)
 
     def _is_complete(self) -> bool:
-        """Return whether all members of the group have offered their last state; a rank that starts has no part in it."""
+        """Return whether all members have offered their last state. Nobody waits for a rank that only starts."""
         return all(each.is_done for each in self._group_members())
 
     def _group_members(self) -> list[Rank]:
