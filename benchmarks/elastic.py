@@ -1,8 +1,8 @@
-"""Measure how long ranks pause when one of them is killed, and the cost of a step of mnist_elastic.
+"""Measure how long ranks pause when others are killed, and the cost of a step of mnist_elastic.
 
     PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
 
-The first table has the seconds from a SIGKILL of one rank until the others log a step that began after it: in
+The first table has the seconds from a SIGKILL of ranks until the others log a step that began after it: in
 mnist_elastic, and in mnist_ddp, whose job restarts. The second has the images per second of mnist_elastic and
 mnist_ddp, with as many virtual ranks, and their ratio in each round. Jobs take turns in each round.
 """
@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KILLS = 4  # in each job
+ELASTIC = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 3))
+# app, ranks, and how many of them are killed at once
+JOBS = (*(("mnist_elastic", ranks, killed) for ranks, killed in ELASTIC), ("mnist_ddp", 3, 1))
+KILLS = 4  # times in each job
 FIRST = 30  # steps before the first kill
 LIMIT = 120.0  # seconds for anything to happen
 
@@ -63,12 +66,12 @@ class Job:
                 raise SystemExit(f"error: the job of {self.run_dir} has ended or hangs")
             time.sleep(0.005)
 
-    def pause(self, ranks: int, first: int) -> float:
-        """Kill a rank as soon as all train, and return the seconds until the others have taken a new step."""
+    def pause(self, ranks: int, first: int, killed: int) -> float:
+        """Kill ranks at once as soon as all train, and return the seconds until the others have taken a new step."""
         self.wait_for(lambda: self.step() > FIRST and len(self.ranks(first)) == ranks)
         time.sleep(random.uniform(0.2, 1.0))
-        pid = random.choice([*self.ranks(first).values()])
-        os.kill(pid, signal.SIGKILL)
+        for pid in random.sample([*self.ranks(first).values()], killed):
+            os.kill(pid, signal.SIGKILL)
         begun, before = time.monotonic(), self.step()
         self.wait_for(lambda: self.step() > before + 1)  # the step at the kill may have been complete
         return time.monotonic() - begun
@@ -84,14 +87,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     rounds = parser.parse_args().rounds
-    pauses: dict[tuple[str, int], list[float]] = {}
+    pauses: dict[tuple[str, int, int], list[float]] = {}
     speeds: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
-            for app, ranks in (("mnist_elastic", 2), ("mnist_elastic", 3), ("mnist_elastic", 4), ("mnist_ddp", 3)):
+            for app, ranks, killed in JOBS:
                 job = Job(app, ranks, Path(folder), "--epochs=1000", "--log-every=1", "--checkpoint-every=10")
                 first = 1 if app == "mnist_elastic" else 0  # its rank 0 is the launcher
-                pauses.setdefault((app, ranks), []).extend(job.pause(ranks, first) for _ in range(KILLS))
+                seconds = [job.pause(ranks, first, killed) for _ in range(KILLS)]
+                pauses.setdefault((app, ranks, killed), []).extend(seconds)
                 job.end()
             for ranks in (1, 2, 4):
                 for app in ("mnist_elastic", "mnist_ddp"):
@@ -99,9 +103,10 @@ def main() -> None:
                     job._process.wait(timeout=LIMIT)
                     lines = [line["samples_per_second"] for line in job.lines() if "test_loss" not in line]
                     speeds.setdefault((app, ranks), []).append(statistics.median(lines[3:]))
-    print("| job | ranks | kills | seconds until the others go on: median | longest |\n|---|---|---|---|---|")
-    for (app, ranks), seconds in pauses.items():
-        print(f"| {app} | {ranks} | {len(seconds)} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |")
+    print("| job | ranks | killed at once | times | median pause | longest pause |\n|---|---|---|---|---|---|")
+    for (app, ranks, killed), seconds in pauses.items():
+        figures = f"{statistics.median(seconds):.2f} s | {max(seconds):.2f} s"
+        print(f"| {app} | {ranks} | {killed} | {len(seconds)} | {figures} |")
     print("\n| ranks | mnist_elastic, images/s | mnist_ddp, images/s | ratio |\n|---|---|---|---|")
     for ranks in (1, 2, 4):
         elastic, ddp = speeds["mnist_elastic", ranks], speeds["mnist_ddp", ranks]

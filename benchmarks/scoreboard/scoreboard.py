@@ -1,6 +1,7 @@
 """Run `samestep check` on the examples that people copy, and on ours.
 
     bash scripts/test.sh -e scoreboard -- --only accelerate --row rank-killed     # one cell of docs/scoreboard.md
+    bash scripts/test.sh -e scoreboard -- --only torchft,ray --row recovery-time --rounds 5       # two in turns
     bash scripts/test.sh -e scoreboard     # all of them, into cells.json and the page
 
     bash scripts/test.sh -e scoreboard -- --show accelerate                       # what we change in an example
@@ -17,7 +18,9 @@ import difflib
 import json
 import os
 import platform
+import re
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -34,6 +37,7 @@ from subjects import SUBJECTS, Subject
 
 MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")
 LIMITS = ("--row-limit=300", "--total-limit=3600")  # seconds
+SECONDS = re.compile(r"(\d+\.\d) s\b")
 Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: verdict, what was seen, when
 
 
@@ -135,6 +139,17 @@ def show(subject: Subject, given: Path | None) -> None:
         sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), changed.splitlines(True), *names))
 
 
+def summary(results: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Return the verdict of several rounds, and the line of the last one with the median of the seconds in front."""
+    passed = sum(verdict == "passed" for verdict, _ in results)
+    verdict, seen = results[-1] if passed in (0, len(results)) else (f"{passed} of {len(results)}", results[-1][1])
+    seconds = sorted(float(match[1]) for _, line in results if (match := SECONDS.match(line)))
+    if len(seconds) < 2:
+        return verdict, seen
+    spread = f"{seconds[0]:.1f} to {seconds[-1]:.1f} in {len(seconds)} rounds"
+    return verdict, SECONDS.sub(f"{statistics.median(seconds):.1f} s ({spread})", seen, count=1)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"of {', '.join(SUBJECTS)}; several with commas (default: all)")
@@ -145,6 +160,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--from-json", type=Path, metavar="JSON", help="measure nothing, take an earlier run's --json")
     parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE, between its two marks")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the copies and output of one program")
+    words = "measure the programs in turns, N times, and show the median of the seconds and their range"
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help=words)
     return parser.parse_args()
 
 
@@ -167,7 +184,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminated)
     names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
     wanted = chosen(options.row, dict(ROWS), "--row")
-    if options.keep and len(names) > 1:
+    if options.keep and len(names) * options.rounds > 1:
         sys.exit("error: --keep is for one program: name it with --only")
     if options.keep and options.keep.exists():
         sys.exit(f"error: --keep {options.keep}: it is there already; name another folder")
@@ -181,11 +198,14 @@ def main() -> None:
         if options.from_json:
             cells = json.loads(options.from_json.read_text())
         else:
-            for name in names:
+            of_rounds: dict[tuple[str, str], list[tuple[str, str]]] = {}
+            for name in names * options.rounds:
                 print(f"$ bash scripts/test.sh -e scoreboard -- --only {name}", file=sys.stderr, flush=True)
                 keep = options.keep and options.keep.resolve()
                 results = measure(SUBJECTS[name], wanted, options.sources and options.sources.resolve(), keep)
-                for row, (verdict, seen) in results.items():
+                for row, result in results.items():
+                    of_rounds.setdefault((row, name), []).append(result)
+                    verdict, seen = summary(of_rounds[row, name])
                     print(f"{row:19} {verdict:12} {seen}", file=sys.stderr, flush=True)
                     cells.setdefault(row, {})[name] = {"verdict": verdict, "seen": seen, **about(SUBJECTS[name])}
                 if options.json:

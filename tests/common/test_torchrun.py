@@ -35,11 +35,21 @@ def short(harness: Harness) -> list[str]:
     return [train(harness), *harness.app.small, "--max-steps=6"]
 
 
-def test_torchrun_alone_takes_the_same_steps(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", train(harness), *harness.app.small]
-    result = harness.checked(bare(harness, command), 2)
+def test_torchrun_alone_takes_the_same_steps_and_restarts(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]]
+) -> None:
+    """After torchrun's own restart, the key in the run dir's name lets the ranks find it again."""
+    reference = undisturbed(2)
+    every = Shape.of(reference).every
+    # As the second checkpoint is begun: the one before it is then on the disk.
+    fault = {"rank": 0, "audit": "os.mkdir", "match": rf"/\.step-{2 * every:08d}\.tmp", "signal": signal.SIGKILL}
+    environ = {**faulty(fault), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1", train(harness), *harness.app.small]
+    result = harness.checked(bare(harness, command, **environ), 2)
     assert result["launcher"] == "torchrun"
-    assert result["weights_sha256"] == undisturbed(2)["weights_sha256"]
+    assert (result["restarts"], result["resumed_from_step"]) == (1, every)
+    assert len(list((harness.folder / "runs" / harness.app.name).iterdir())) == 1
+    assert result["weights_sha256"] == reference["weights_sha256"]
 
 
 @pytest.mark.soak  # in the matrix torchrun alone starts it, and the lab starts ranks by it
@@ -68,20 +78,6 @@ def test_local_rank_says_nothing_about_the_run(harness: Harness, monkeypatch: py
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="--local-rank 1, but LOCAL_RANK is not set: start the ranks with torchrun"):
         parse(["--local-rank=1"])
-
-
-@pytest.mark.core_only
-def test_torchruns_own_restart_finds_the_run_dir_again(harness: Harness) -> None:
-    """The key in the run dir's name is for launchers that start ranks again by themselves."""
-    command = [*TORCHRUN, "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", *short(harness), "--checkpoint-every=2"]
-    # As the checkpoint of step 6 is begun: the one before it is then on the disk.
-    fault = {"rank": 0, "audit": "os.mkdir", "match": r"/\.step-00000006\.tmp", "signal": signal.SIGKILL}
-    environ = {**faulty(fault), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    result = harness.checked(bare(harness, command, **environ), 1)
-    assert result["restarts"] == 1
-    assert result["resumed_from_step"] == 4
-    assert len(list((harness.folder / "runs" / harness.app.name).iterdir())) == 1
 
 
 @pytest.mark.core_only

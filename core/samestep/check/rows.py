@@ -282,8 +282,8 @@ def recovery_time(lab: Lab) -> str:
     if not lab.killed.again:
         raise NotSeen(f"no optimizer step: {ADAPTER}")
     times = [lab.killed.struck, *(step.time for step in lab.killed.again)]
-    k = max(range(1, len(times)), key=lambda k: times[k] - times[k - 1]) if lab.killed.in_place else 1
-    first = times[k] - times[0]  # a step that the kill did not reach may come before the longest pause
+    k = min(2, len(times) - 1) if lab.killed.in_place else 1  # ranks that live may complete the step of the kill
+    first = times[k] - times[0]
     words = "without a new start of the job"
     if lab.killed.code != 0:
         words = f"{lab.killed.took:.1f} s of them until the job ended"
