@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but cycles of a passed test hold open files
     for mark in (
         "soak: not in the matrix; runs with --soak or --every-case",
         "core_only: core alone decides it; the matrix shows it with one app, mnist_ddp",
