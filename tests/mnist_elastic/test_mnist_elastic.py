@@ -93,7 +93,8 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
 ) -> None:
     """One job, because a start takes long. In no other test do ranks join, or are a job's addresses listed."""
     reference = undisturbed(1, *SHORT)
-    job = harness.start(1, *SHORT, "--timeout=16", **waits_for(harness, 5))
+    run_dir = harness.folder / "run"
+    job = harness.start(1, *SHORT, "--timeout=16", run_dir=run_dir, **waits_for(harness, 5))
     job.wait_for_step(5)
     join = [sys.executable, "-I", str(ROOT / "apps/mnist_elastic/join.py"), str(job.run_dir)]
     done = bare(harness, [*join, "3"])
@@ -124,7 +125,8 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     assert int(checkpoint.folders(job.run_dir)[0].name[5:]) == last_step(job.run_dir)
 
     late = faults_at(harness, reference["steps"] - 2, [("updated", 2, KILLED)])
-    job = harness.start(2, *SHORT, **waits_for(harness, 0), SAMESTEP_FAULTS=json.dumps(late))
+    environ = {**waits_for(harness, 0), "SAMESTEP_FAULTS": json.dumps(late)}
+    job = harness.start(2, *SHORT, run_dir=run_dir, **environ)
     job.wait_for_step(last_step(job.run_dir) + 10)
     os.kill(job.alive(0)["pid"], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
