@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tutorial
+from samestep.check import job
 from test_command import Done, Replaced, check, program
 
 TRAIN = Path(__file__).with_name("program") / "train.py"
@@ -76,6 +81,29 @@ def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
     done, verdicts = torchrun(program(tmp_path / "unsound", TRAIN, replaced), "epoch-order,evaluation")
     assert verdicts == {"epoch-order": "failed", "evaluation": "failed"}, done.stdout + done.stderr
     assert "at 2 ranks 1 of 25 examples count twice, 0 are missing" in done.stdout
+
+
+STEPS = """
+import torch
+optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+def lose_a_rank():
+    raise RuntimeError
+for closure in (None, lose_a_rank, None):
+    try:
+        optimizer.step(closure)
+    except RuntimeError:
+        pass
+"""
+
+
+def test_a_step_that_fails_hides_none_of_the_next(tmp_path: Path) -> None:
+    """As with Horovod Elastic, whose ranks catch the exception and continue."""
+    config: dict[str, Any] = {name: str(tmp_path) for name in ("work", "source", "records")} | {"checkpoint": "none"}
+    config |= {"allowed": [tempfile.gettempdir()]}  # torch looks for a place to write
+    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_CHECK": json.dumps(config)}
+    subprocess.run([sys.executable, "-c", STEPS], env=environ, timeout=60, check=True)
+    (record,) = tmp_path.glob("*.jsonl")
+    assert record.read_text().count('"event": "step"') == 2
 
 
 @pytest.mark.soak

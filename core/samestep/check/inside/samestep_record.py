@@ -24,7 +24,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 _config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
@@ -37,7 +37,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _MOST_TENSORS = 16  # whose norms are recorded
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
-_state: dict[str, Any] = {"saves": 0, "loaders": 0, "depth": 0, "before": None, "folders": set(), "dropped": 0}
+_state: dict[str, Any] = {"saves": 0, "loaders": 0, "before": None, "folders": set(), "dropped": 0}
+_state |= {"depth": 0, "outermost": None}  # of optimizer steps
 
 
 def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
@@ -282,6 +283,12 @@ def _watch_optimizers(module: ModuleType) -> None:
     """Record each step, with the optimizer's state before it and the weights after it."""
 
     def before(optimizer: Any, *_: Any) -> None:
+        caller = sys._getframe(1)
+        frame: FrameType | None = caller
+        while frame is not None and frame is not _state["outermost"]:
+            frame = frame.f_back
+        if frame is None:  # no step is around this one; an exception may have ended the last
+            _state["depth"], _state["outermost"] = 0, caller
         _state["depth"] += 1  # Horovod's optimizer steps inside a step
         if _state["depth"] == 1:
             is_tensor = sys.modules["torch"].is_tensor
