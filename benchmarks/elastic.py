@@ -22,9 +22,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ELASTIC = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 3))
-# app, ranks, and how many of them are killed at once
-JOBS = (*(("mnist_elastic", ranks, killed) for ranks, killed in ELASTIC), ("mnist_ddp", 3, 1))
+JOBS = [  # app, ranks, and how many of them are killed at once
+    ("mnist_elastic", 2, 1),
+    ("mnist_elastic", 3, 1),
+    ("mnist_elastic", 4, 1),
+    ("mnist_elastic", 4, 2),
+    ("mnist_elastic", 4, 3),
+    ("mnist_ddp", 3, 1),
+]
 KILLS = 4  # times in each job
 FIRST = 30  # steps before the first kill
 LIMIT = 120.0  # seconds for anything to happen

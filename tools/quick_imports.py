@@ -4,8 +4,8 @@
 
 tox runs this after it has installed an environment. The tests start some hundred ranks, and each imports a framework.
 
-* The modules are compiled once for all environments and clones of a user: torch takes 6 s of a processor. uv links the
-  files of all environments to its cache, so a file's inode says which files are the same.
+* The modules are compiled once for all environments and clones of a user: torch takes 6 s of a processor. uv
+  hard-links the files of all environments to its cache, so environments with equal packages share inodes.
 * Python does not collect garbage while it imports a framework, nor of all modules when it ends. Both together take a
   third of the processor time of a process that imports torch.
 """
@@ -53,8 +53,8 @@ def _bytecode(store: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
     for path in folder.rglob("*.py"):
         file = path.lstat()
         if file.st_nlink > 1:
-            seen = path.relative_to(folder), file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size
-            digest = hashlib.sha256(repr(seen).encode()).hexdigest()
+            identity = path.relative_to(folder), file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size
+            digest = hashlib.sha256(repr(identity).encode()).hexdigest()
             yield Path(importlib.util.cache_from_source(path)), store / f"{digest}.{TAG}.pyc"
 
 

@@ -288,7 +288,7 @@ class Job:
         now, timeout = time.monotonic(), self._options.timeout
         for rank, each in [*self._ranks.items()]:
             limit = timeout if each.ready else max(timeout, START_SECONDS)
-            if each.group == self._group and not each.waits:
+            if self._is_member(each):
                 each.last_member = max(each.last_member, self._updated_at)
             elif self._has_begun and now - each.last_member > limit and not each.has_left:
                 log.warning(f"rank {rank} has taken no part for {limit:g} s: it is killed", "rollback")
@@ -326,10 +326,13 @@ class Job:
 
     def _is_complete(self) -> bool:
         """Return whether all members have offered their last state. Nobody waits for a rank that only starts."""
-        return all(each.is_done for each in self._group_members())
+        return all(each.is_done or each.has_left for each in self._group_members())
+
+    def _is_member(self, each: Rank) -> bool:
+        return each.group == self._group and not each.waits
 
     def _group_members(self) -> list[Rank]:
-        return [each for each in self._ranks.values() if each.group == self._group and not each.waits]
+        return [each for each in self._ranks.values() if self._is_member(each)]
 
     def _begin(self, each: Rank) -> None:
         each.last_member = time.monotonic()

@@ -141,8 +141,10 @@ def show(subject: Subject, given: Path | None) -> None:
 
 def summary(results: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Return the verdict of several rounds, and the line of the last one with the median of the seconds in front."""
-    passed = sum(verdict == "passed" for verdict, _ in results)
-    verdict, seen = results[-1] if passed in (0, len(results)) else (f"{passed} of {len(results)}", results[-1][1])
+    verdict, seen = results[-1]
+    passed = sum(each == "passed" for each, _ in results)
+    if 0 < passed < len(results):
+        verdict = f"{passed} of {len(results)}"
     seconds = sorted(float(match[1]) for _, line in results if (match := SECONDS.match(line)))
     if len(seconds) < 2:
         return verdict, seen
@@ -185,7 +187,7 @@ def main() -> None:
     names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
     wanted = chosen(options.row, dict(ROWS), "--row")
     if options.keep and len(names) * options.rounds > 1:
-        sys.exit("error: --keep is for one program: name it with --only")
+        sys.exit("error: --keep is for one program, once: name it with --only, and leave out --rounds")
     if options.keep and options.keep.exists():
         sys.exit(f"error: --keep {options.keep}: it is there already; name another folder")
     if options.from_json and not options.from_json.is_file():

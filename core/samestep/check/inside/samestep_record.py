@@ -37,8 +37,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _MOST_TENSORS = 16  # whose norms are recorded
 _lock = threading.RLock()
 _hooks: dict[str, list[Callable[[ModuleType], None]]] = {}
-_state: dict[str, Any] = {"saves": 0, "loaders": 0, "before": None, "folders": set(), "dropped": 0}
-_state |= {"depth": 0, "outermost": None}  # of optimizer steps
+_state: dict[str, Any] = {"saves": 0, "loaders": 0, "step": None, "before": None, "folders": set(), "dropped": 0}
 
 
 def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
@@ -283,14 +282,13 @@ def _watch_optimizers(module: ModuleType) -> None:
     """Record each step, with the optimizer's state before it and the weights after it."""
 
     def before(optimizer: Any, *_: Any) -> None:
-        caller = sys._getframe(1)
+        caller = sys._getframe(1)  # the call of step(), which is also the caller of ``after``
         frame: FrameType | None = caller
-        while frame is not None and frame is not _state["outermost"]:
+        while frame is not None and frame is not _state["step"]:
             frame = frame.f_back
-        if frame is None:  # no step is around this one; an exception may have ended the last
-            _state["depth"], _state["outermost"] = 0, caller
-        _state["depth"] += 1  # Horovod's optimizer steps inside a step
-        if _state["depth"] == 1:
+        # Horovod's optimizer steps inside a step. An exception may have ended the step before, without ``after``.
+        if frame is None:
+            _state["step"] = caller
             is_tensor = sys.modules["torch"].is_tensor
             found = [value for state in optimizer.state.values() for value in state.values() if is_tensor(value)]
             random = zlib.crc32(sys.modules["torch"].get_rng_state().numpy().tobytes())
@@ -298,8 +296,8 @@ def _watch_optimizers(module: ModuleType) -> None:
             _state["before"]["random"] = random
 
     def after(optimizer: Any, *_: Any) -> None:
-        _state["depth"] -= 1
-        if _state["depth"] == 0:
+        if sys._getframe(1) is _state["step"]:
+            _state["step"] = None
             lr = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             _record("step", lr=lr, weights=_weights(optimizer), **_state["before"])
             time.sleep(_config.get("pause", 0))
