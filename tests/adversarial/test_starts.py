@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -327,8 +328,9 @@ def test_the_tmpdir_of_a_killed_launch_script_is_removed_by_the_next_and_no_othe
     wait_for(other.notes)
     killed.kill()
     for pid in other.processes():  # both scripts have this mark
-        if os.path.samefile(f"/proc/{pid}/cwd", other.work):
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+            if os.path.samefile(f"/proc/{pid}/cwd", other.work):
+                os.kill(pid, signal.SIGKILL)
     killed.communicate(timeout=LIMIT)
     assert other.run(LEAVE, environ=environ).returncode == 0
     dead, third = other.notes()

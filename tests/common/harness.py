@@ -302,14 +302,16 @@ class Harness:
     def kill_all(self) -> None:
         """Kill every process of this test at once, as a machine that fails does."""
         for pid in self.left_running():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def left_running(self) -> dict[int, str]:
-        """Return the processes of this test, even if their parents have changed."""
-        return {
-            pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            for pid in marked("SAMESTEP_TEST", self.mark)
-        }
+        """Return the processes of this test, even if their parents have changed, with their commands."""
+        commands = {}
+        for pid in marked("SAMESTEP_TEST", self.mark):
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                commands[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return commands
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
