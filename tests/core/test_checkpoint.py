@@ -123,6 +123,7 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
         "text": "Füße\n",
         "nothing": None,
         "nested": {"yes": True, "list": [1, 2.0, "3"]},
+        **{f"value {i}": i for i in range(100)},
     }
     save(tmp_path, 12, state=state)
     found = checkpoint.newest(tmp_path, no_warning)
@@ -157,6 +158,8 @@ def test_the_newest_k_are_kept_by_number_not_by_name(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path, no_warning)
     assert found is not None
     assert found.step == 100_000_001
+    save(tmp_path, 100_000_002, keep=1, protected_step=100_000_000)
+    assert steps(tmp_path) == [100_000_000, 100_000_002]
 
 
 def test_a_protected_step_is_kept_beside_the_newest(tmp_path: Path) -> None:
@@ -508,14 +511,19 @@ def test_a_damaged_one_in_its_place_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
-    bounded_int = save(tmp_path, 3)
+    folder, others = save(tmp_path, 3), tmp_path / "others"
     for name in (".step-00000004.tmp", ".step-00000009.tmp"):
-        shutil.copytree(bounded_int, bounded_int.with_name(name))
+        shutil.copytree(folder, folder.with_name(name))
+    others.mkdir()
+    folder.with_name(".step-00000007.tmp").symlink_to(others)
+    folder.with_name(".step-00000008.tmp").touch()
+    folder.with_name("notes.tmp").touch()  # of the user
     found = checkpoint.newest(tmp_path, no_warning)
     assert found is not None
     assert found.step == 3
     save(tmp_path, 4)
-    assert sorted(path.name for path in bounded_int.parent.iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["notes.tmp", "step-00000003", "step-00000004"]
+    assert others.is_dir()
 
 
 def test_the_newest_in_which_ranks_differed_is_kept_but_no_longer_counted(tmp_path: Path) -> None:
@@ -633,6 +641,11 @@ def test_files_are_synced_before_their_checkpoint_gets_its_name(
     """Nothing here can crash a machine, which loses what is not synced: the order of calls must do."""
     save(tmp_path, 1)
     calls: list[str] = []
+    open_files = len(os.listdir("/proc/self/fd"))
+
+    def synced(descriptor: int) -> str:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return str(path) if path.is_dir() or path.stat().st_size else "nothing, as the content is still in a buffer"
 
     def record(function: str, name: Callable[..., object]) -> None:
         original = getattr(os, function)
@@ -643,7 +656,7 @@ def test_files_are_synced_before_their_checkpoint_gets_its_name(
 
         monkeypatch.setattr(os, function, call)
 
-    record("fsync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"))
+    record("fsync", synced)
     record("rename", lambda source, target: target)
     record("replace", lambda source, target: target)
     save(tmp_path, 2, keep=1)
@@ -653,6 +666,7 @@ def test_files_are_synced_before_their_checkpoint_gets_its_name(
     calls.clear()
     checkpoint.save_weights(tmp_path / "model.safetensors", weights())
     assert calls == ["fsync .model.safetensors.tmp", "replace model.safetensors"]
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 # --- killed while saving -----------------------------------------------------------------------------------------

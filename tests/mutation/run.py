@@ -33,7 +33,7 @@ ROOT = HERE.parents[1]
 MODULES = {
     "stop": "tests/core/test_stop.py",
     "sharding": "tests/core/test_sharding.py",
-    "checkpoint": "tests/core/test_checkpoint.py",
+    "checkpoint": "tests/core/test_checkpoint.py tests/adversarial/test_run_dirs.py",
 }
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -146,7 +146,8 @@ def is_noticed(core: Path, module: str, limit: float) -> bool:
     """Return whether the module's tests fail, or exceed ``limit`` seconds, with the package in ``core``."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TOX_"))}
     environ |= {"PYTHONPATH": str(core), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", f"--basetemp={core.parent / 'tests'}", MODULES[module]]
+    tests = MODULES[module].split()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", f"--basetemp={core.parent / 'tests'}", *tests]
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **quiet)
     try:
