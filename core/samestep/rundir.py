@@ -132,11 +132,10 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
     """Return rank 0's broadcast of the resolved run."""
-    saved = resolved.checkpoint
-    state = {} if saved is None else saved.state
-    state |= {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": resolved.dataset.fingerprint}
-    step = saved.step if saved else None
-    return {"run_dir": str(resolved.run_dir), "dataset": resolved.dataset.name, "state": state, "step": step}
+    saved, dataset = resolved.checkpoint, resolved.dataset
+    state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
+    message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
+    return {**message, "state": {**(saved.state if saved else {}), **state}}
 
 
 def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:

@@ -34,11 +34,12 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     """
     arrays = {}
     for name, parameter in model.named_parameters():
-        for key, value in filter(lambda item: item[1] is not None, optimizer.state.get(parameter, {}).items()):
-            if not isinstance(value, Tensor) or shape_mismatch_error(value, parameter):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and not shape_mismatch_error(value, parameter):
+                arrays[f"{name}.{key}"] = value.detach().cpu().contiguous().numpy()
+            elif value is not None:
                 problem = f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint"
                 raise NonRetryableError(f"{problem}: use another optimizer")
-            arrays[f"{name}.{key}"] = value.detach().cpu().contiguous().numpy()
     return arrays
 
 
