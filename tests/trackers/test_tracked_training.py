@@ -102,10 +102,11 @@ def test_if_the_script_is_killed_its_tracker_process_ends_and_the_next_one_conti
 
 @pytest.mark.soak  # in the matrix a killed run that resumes
 def test_a_stopped_run_that_resumes_at_another_world_size(harness: Harness) -> None:
-    job = harness.start(2, *SMALL, f"--track={NAMES}", "--max-steps=40", **PATIENT)
+    options = [*SMALL, f"--track={NAMES}", "--max-steps=40"]
+    job = harness.start(2, *options, **PATIENT)
     job.wait_for_step(12)
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.finish().code == 128 + signal.SIGTERM
     check(job.run_dir)
-    harness.train(3, *SMALL, f"--track={NAMES}", "--max-steps=40", run_dir=job.run_dir, **PATIENT)
+    harness.checked(harness.run(3, *options, run_dir=job.run_dir, **PATIENT), 3)
     check(job.run_dir)
