@@ -393,10 +393,13 @@ def test_a_folder_renamed_to_another_step_is_damaged(tmp_path: Path) -> None:
 
 
 def test_another_format_says_both_numbers(tmp_path: Path) -> None:
+    save(tmp_path, 2)
     folder = save(tmp_path, 3)
     (folder / "manifest.json").write_bytes(sealed({**body_of(folder), "format": 2}))
     with pytest.raises(CorruptCheckpoint, match=r"format 2\b.* 1$"):
         checkpoint.read(folder)
+    with pytest.raises(ConfigError, match=r"of another version of samestep: .*: use that version, or start a new run"):
+        checkpoint.newest(tmp_path, no_warning)  # and not the older one
 
 
 GARBAGE = {
