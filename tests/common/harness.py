@@ -293,9 +293,7 @@ class Harness:
         deadline = time.monotonic() + 10
         while left := self.left_running():
             if time.monotonic() > deadline:
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                self.kill_all()
                 raise AssertionError(f"left running: {left}")
             time.sleep(0.1)
 

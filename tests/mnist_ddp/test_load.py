@@ -130,9 +130,7 @@ def nothing_left(harness: Harness) -> Iterator[None]:
         yield
     except BaseException:
         for _ in range(3):  # a launcher may start another while this looks for it
-            for pid in harness.left_running():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            harness.kill_all()
         raise
 
 
