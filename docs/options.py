@@ -22,10 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
 sys.path.insert(0, str(ROOT / "core"))
 
-from samestep.launch import cli  # noqa: E402
+from samestep.check import command  # noqa: E402
+from samestep.launch import run_command  # noqa: E402
 from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa: E402
 
-PROGRAMS = {"report": "report", "watch": "watch", "track": "track", "autopsy": "hang_report"}  # with their modules
+PROGRAMS = {"report": "report", "watch": "watch", "track": "track", "hang": "hang_report"}  # with their modules
 HEAD = """\
 # Options
 
@@ -98,11 +99,11 @@ def page(parsers: Mapping[str, Parser]) -> str:
             *(row(each, star=each.dest in RESUME_MUTABLE.union(parser.resume_mutable)) for each in own),
             "",
         ]
-    for name, each in cli.build_parser().commands().items():
+    for name, each in {"run": run_command.build_parser(), "check": command.build_parser()}.items():
         lines += [f"## samestep {name}", "", text(each.description), "", *table(each), ""]
     for name, module in PROGRAMS.items():
         parser = captured(module)
-        lines += [f"## python -m samestep.{name}", "", text(str(parser.description).split("\n\n")[0]), ""]
+        lines += [f"## samestep {name}", "", text(str(parser.description).split("\n\n")[0]), ""]
         lines += [*table(parser), ""]
     return "\n".join(lines)
 

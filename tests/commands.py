@@ -54,7 +54,7 @@ RULES = {
     "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
     "as it stands": r"(diff|bash docs/\w+\.sh|python3 docs/\w+\.py|python apps/\w+/make_rank_table\.py)( .*)?",
     # On a run dir that has just begun.
-    "seen": r"python -m samestep\.(report|watch)( .*)?",
+    "seen": r"samestep (report|watch)( .*)?",
     # With --dry-run.
     "planned": r"bash scripts/new_app\.sh .*",
     # The environments exist, and the words after -- select a test.

@@ -22,9 +22,10 @@ from commands import Command
 from harness import APPS, options_of
 from repository import Ended, clone, ran
 from samestep import ConfigError
+from samestep.check.command import build_parser as check_parser
 from samestep.check.command import parse_rows
 from samestep.checkpoint import save_weights
-from samestep.launch import cli
+from samestep.launch import run_command
 
 ROOT = commands.ROOT
 LIMIT = 120.0
@@ -185,10 +186,11 @@ def samestep(repository: Path, text: str) -> Iterator[str]:
     if words in (["run"], ["check"]):  # names the command
         return
     try:
-        options = cli.build_parser().parse(words[: [*words, "--"].index("--")])
-        if options.command == "check":
+        if words[0] == "check":
+            options = check_parser().parse(words[1 : [*words, "--"].index("--")])
             parse_rows("--faults", options.faults)
             return
+        options = run_command.build_parser().parse(words[1:])
     except ConfigError as error:
         yield str(error)
         return

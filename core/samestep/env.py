@@ -26,6 +26,11 @@ from typing import Literal, cast
 
 from samestep import ConfigError
 
+# Variables of a job of ours. A program that starts jobs may be part of one itself, and removes them.
+JOB_VARIABLES = [
+    f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()
+]
+
 
 class EnvError(ConfigError, ValueError):
     """Report incomplete, malformed or contradictory variables in one line, with names, values and the remedy."""

@@ -52,6 +52,16 @@ def own_folder(path: Path) -> os.stat_result | None:
     return status if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() else None
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null in place of each closed standard stream, because a file opened next would get its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
+            setattr(sys, name, open(number, mode))
+
+
 def create(path: Path) -> IO[bytes]:
     """Open a new file to write; a file or a link that has its place is deleted. Raises OSError."""
     path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ import tutorial
 from samestep.check.job import Records
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
-MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
+MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
 Done = tuple[subprocess.CompletedProcess[str], dict[str, str]]
 Replaced = tuple[tuple[str, str], ...]
 PADDED = (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),)

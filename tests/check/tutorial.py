@@ -22,7 +22,7 @@ from repository import REPOSITORY
 from walk import git
 
 PAGE = REPOSITORY / "docs" / "make_it_survive.md"
-MAIN = "from samestep.launch.cli import main; raise SystemExit(main())"
+MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A row of a table: its name, its verdict, what the check saw, and after a failed row the usual cause.
 ROW = re.compile(r"^([\w-]+) +(passed|failed|cannot tell|not seen) +([^\n]*(?:\n +usual cause[^\n]*)?)", re.MULTILINE)

@@ -150,9 +150,7 @@ class Ranks:
             if rank == self.guilty and self.kind in ("stopped", "interpreter"):
                 process.kill()
             assert process.stderr
-            lines[rank] = process.stderr.read().replace(
-                f"; python -m samestep.autopsy {self.run_dir} shows all stacks", ""
-            )
+            lines[rank] = process.stderr.read().replace(f"; samestep hang {self.run_dir} shows all stacks", "")
             process.wait(timeout=LIMIT)
         return Hang(self.run_dir, self.guilty, pids, lines)
 

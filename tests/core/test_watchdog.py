@@ -139,7 +139,7 @@ def ended(process: subprocess.Popen[str]) -> str:
     assert (process.returncode, out) == (1, ""), err
     (line,) = err.splitlines()
     assert line.startswith("error: ")
-    line, command, run_dir = line.partition("; python -m samestep.autopsy ")
+    line, command, run_dir = line.partition("; samestep hang ")
     assert bool(command) == ("no progress" in line)
     assert run_dir.endswith(" shows all stacks" if command else "")
     return line

@@ -42,7 +42,7 @@ def note(**values):
 
 
 class Command:
-    """``python -m samestep.launch run`` in a folder of its own."""
+    """``python -m samestep run`` in a folder of its own."""
 
     def __init__(self, project: ScratchProject) -> None:
         self.project, self.work, self.run_dir = project, project.work, project.run_dir
@@ -58,7 +58,7 @@ class Command:
 
     def call(self, *words: str, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "samestep.launch", *words],
+            [sys.executable, "-m", "samestep", *words],
             cwd=self.work,
             env=environment(PYTHONPATH=os.pathsep.join(self.path), SAMESTEP_TEST=self.project.mark, **environ),
             stdin=subprocess.DEVNULL,

@@ -60,12 +60,12 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
         rf"error: no progress for 25 s: rank 0 {WHO} {steps}{others[kind]}.*; rank 1 {WHO} {steps}{collective}.*; "
-        r"these do not match; python -m samestep.autopsy \S+ shows all stacks",
+        r"these do not match; samestep hang \S+ shows all stacks",
         line,
     )
     assert found, line
     assert found[1] == found["number"]
-    command = [sys.executable, "-m", "samestep.autopsy", str(harness.folder / "run")]
+    command = [sys.executable, "-m", "samestep", "hang", str(harness.folder / "run")]
     environ = {**harness.environ(), "PYTHONPATH": str(ROOT / "core")}
     output = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
     assert line.partition("s: ")[2].rpartition("; python")[0] in output

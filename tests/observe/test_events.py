@@ -18,7 +18,7 @@ HANG_TEXT = (
     "no progress for 6 s: rank 1 (vm, pid 20291) last alive at step 20, silent for 6 s, stopped by a signal (kill "
     "-CONT 20291 continues it), last seen at train.py:56 in train_step ((loss_sum * (dist.get_world_size() / "
     "rows.global_size)).backward()); rank 0 (vm, pid 20290) waits in all_reduce 70 [3] double at train.py:74 in "
-    "evaluate (dist.all_reduce(sums)); python -m samestep.autopsy /home/user/runs/mnist shows all stacks"
+    "evaluate (dist.all_reduce(sums)); samestep hang /home/user/runs/mnist shows all stacks"
 )
 DAMAGE_TEXT = (
     "checkpoint step-00000043 (model.safetensors has 100 bytes, not 87944) is damaged and skipped; using step-00000042"

@@ -14,19 +14,23 @@ write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
 from __future__ import annotations
 
 import html
+import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
-from samestep import ConfigError
+from samestep import ConfigError, NonRetryableError
 from samestep.check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
 from samestep.check.rows import QUICK, ROWS
-from samestep.options import Options, bounded_float, bounded_int, seconds
-from samestep.untrusted import printable
+from samestep.env import JOB_VARIABLES
+from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
+from samestep.stop import STOP_SIGNALS, Stopped
+from samestep.untrusted import open_closed_streams, printable
 
 VERDICTS = {Failed: "failed", CannotTell: "cannot tell", NotSeen: "not seen"}
 
@@ -40,14 +44,40 @@ class Result(NamedTuple):
     took: float  # seconds
 
 
-def add_options(commands: Any) -> None:
-    """Add the command ``check`` to the parser's commands."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the command ``samestep check`` and return the exit code; words after -- are the checked command."""
+    open_closed_streams()
+    for name in JOB_VARIABLES:
+        os.environ.pop(name, None)
+    _stop_on_signals()
+    split = [*arguments, "--"].index("--")
+    try:
+        return run(build_parser().parse(arguments[:split]), arguments[split + 1 :])
+    except (ConfigError, NonRetryableError) as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except Stopped as stopped:
+        return stopped.exit_code
+
+
+def _stop_on_signals() -> None:
+    """Raise Stopped at a stop signal, so that every context of a check ends: it leaves no process and no copy."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise Stopped(number, f"stopped by {signal.Signals(number).name}")
+
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
+            signal.signal(number, stop)
+
+
+def build_parser() -> Parser:
+    """Return the parser of ``samestep check``."""
     summary, _, details = str(__doc__).partition("\n\n")
     rows = "".join(f"  {name:19}{row.title}\n" for name, row in ROWS.items())
     usage = "samestep check [options] -- COMMAND [ARGS...]"
-    add = commands.add_parser(
-        "check", help=summary, description=summary, epilog=details + rows, usage=usage
-    ).add_argument
+    parser = Parser(prog="samestep check", usage=usage, description=summary, epilog=details + rows)
+    add = parser.add_argument
     add("--faults", default="all", metavar="ROWS", help="rows separated by commas, also quick and all (default: all)")
     add("--resume-command", metavar="CMD", help="command that resumes the script (default: COMMAND again)")
     add("--require", metavar="ROWS", help="rows that must pass for exit code 0 (default: no row may fail)")
@@ -63,6 +93,7 @@ def add_options(commands: Any) -> None:
     add("--copy-limit", type=bounded_float(0), default=200.0, metavar="MB", help="size limit of copies (default: 200)")
     add("--row-limit", type=seconds, default=120.0, metavar="T", help="seconds per row (default: 120)")
     add("--total-limit", type=seconds, default=900.0, metavar="T", help="seconds for all rows (default: 900)")
+    return parser
 
 
 def run(options: Options, command: Sequence[str]) -> int:

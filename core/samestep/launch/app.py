@@ -43,13 +43,14 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, NonRetryableError
+from samestep.env import JOB_VARIABLES
 from samestep.launch import environments, supervise, trackers
 from samestep.launch.environments import Environment
-from samestep.launch.job import OUTER_JOB, Job, Nodes, node_info, parse_integer, read_nodes, run_job
+from samestep.launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.migration import check_imports
 from samestep.launch.supervise import print_stderr
 from samestep.options import Options, check_virtual_ranks
-from samestep.untrusted import printable
+from samestep.untrusted import open_closed_streams, printable
 
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
@@ -99,8 +100,8 @@ def main(root: Path, argv: Sequence[str]) -> int:
 
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
-    _open_closed_streams()
-    for name in OUTER_JOB:
+    open_closed_streams()
+    for name in JOB_VARIABLES:
         os.environ.pop(name, None)
     supervise.stop_on_signals()
     try:
@@ -269,13 +270,3 @@ def check_name(what: str, name: object) -> None:
     """Raise ConfigError if a name would break the lines that show it, or is not UTF-8."""
     if UNUSABLE.search(str(name)):
         raise ConfigError(f"{what} {str(name)!r} has a control character, or is not UTF-8: choose another name")
-
-
-def _open_closed_streams() -> None:
-    """Open /dev/null in place of each closed standard stream, because a file opened next would get its number."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
-            setattr(sys, name, open(number, mode))

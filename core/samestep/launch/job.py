@@ -1,6 +1,6 @@
 """Run a job on this machine: resolve its run dir and data, check the other machines, start its launcher and restart it.
 
-Launch scripts (`samestep.launch.app`) and ``samestep run`` (`samestep.launch.cli`) use it, in the environment of the
+Launch scripts (`samestep.launch.app`) and ``samestep run`` (`samestep.launch.run_command`) use it, in the environment of the
 ranks. At the top level it imports the standard library alone.
 """
 
@@ -32,8 +32,6 @@ from samestep.recovery import events
 if TYPE_CHECKING:
     from samestep.launch.preflight import NodeInfo, Rendezvous
 
-# Variables of an outer job: this process may be a part of one.
-OUTER_JOB = [f"SAMESTEP_{name}" for name in "LAUNCHER ERRORS JOB RESTARTS RANKS MACHINES RUN_DIR TIMEOUT GRACE".split()]
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep, with code that must be the same
 TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep.torch.run"  # modules

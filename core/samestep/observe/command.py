@@ -13,8 +13,8 @@ from samestep.untrusted import printable
 
 
 def new_parser(name: str, manual: str | None) -> Parser:
-    """Return the parser of ``python -m samestep.<name>``; its --help starts with ``manual``, a module's docstring."""
-    return Parser(prog=f"python -m samestep.{name}", description=manual)
+    """Return the parser of ``samestep <name>``; its --help starts with ``manual``, a module's docstring."""
+    return Parser(prog=f"samestep {name}", description=manual)
 
 
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:

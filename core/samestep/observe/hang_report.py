@@ -1,6 +1,6 @@
 """Print where each rank was when a job hung.
 
-    python -m samestep.autopsy RUN_DIR [RUN_DIR ...]
+    samestep hang RUN_DIR [RUN_DIR ...]
 
 It prints the diagnosis of the newest hang in a run dir. Then follow each rank's
 host, process, step, collective and stack of the main thread, the innermost call
@@ -78,7 +78,7 @@ def _is_state(values: RankState, required: Mapping[str, Check]) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0, or 2 after one line on stderr."""
-    parser = new_parser("autopsy", __doc__)
+    parser = new_parser("hang", __doc__)
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run dir, or its copy")
     parser.add_argument("--threads", action="store_true", help="print all threads of each rank, not only the main one")
     return run_command(parser, arguments, _run)

@@ -1,6 +1,6 @@
 """Compare runs on one page that needs no network.
 
-    python -m samestep.report RUN_DIR [RUN_DIR ...] -o report.html
+    samestep report RUN_DIR [RUN_DIR ...] -o report.html
 
 The page begins with a verdict: which runs match the first RUN_DIR, or the first
 step at which they differ. Results follow, then curves of all measurements,

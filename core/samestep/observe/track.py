@@ -1,6 +1,6 @@
 """Copy a run's metrics to trackers, each step exactly once.
 
-    python -m samestep.track RUN_DIR --to tensorboard,mlflow,wandb [--follow]
+    samestep track RUN_DIR --to tensorboard,mlflow,wandb [--follow]
 
 tensorboard  RUN_DIR/track/tensorboard, an event file
 mlflow       MLFLOW_TRACKING_URI, or else RUN_DIR/track/mlflow.db; gets a step

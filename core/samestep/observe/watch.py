@@ -1,6 +1,6 @@
 """Show a run live in a terminal.
 
-    python -m samestep.watch [RUN_DIR]
+    samestep watch [RUN_DIR]
 
 Each second it shows loss, speed, time left, each rank's heartbeat and location,
 the last checkpoint, restarts, and the last lines of log/launcher.log. It reads

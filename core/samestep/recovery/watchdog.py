@@ -181,7 +181,7 @@ class Watchdog(Monitor):
         text = f"no progress for {self._limit():g} s: {suspect}"
         text += "; if it was still compiling, give it a longer --first-step-timeout" if self._is_compiling else ""
         has_files = self.folder != _NO_FOLDER
-        text += f"; python -m samestep.autopsy {self.folder.parent} shows all stacks" if has_files else ""
+        text += f"; samestep hang {self.folder.parent} shows all stacks" if has_files else ""
         log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
         # The launch script ends the job at this file: it comes after the line, so that the line is not lost.

@@ -33,24 +33,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
-from samestep.check import command
 from samestep.launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
 from samestep.options import GROUPS, Parser, bounded_int, seconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command ``samestep`` and return the exit code."""
-    return run_safely(lambda: _main(sys.argv[1:] if argv is None else argv))
+def main(arguments: Sequence[str]) -> int:
+    """Run the command ``samestep run`` and return the exit code."""
+    return run_safely(lambda: _main(arguments))
 
 
-def _main(argv: Sequence[str]) -> int:
-    check_arguments(argv)
-    if argv[:1] == ["check"]:
-        split = [*argv, "--"].index("--")  # the words after it are the checked command
-        return command.run(build_parser().parse(argv[:split]), argv[split + 1 :])
-    options = build_parser().parse(argv)
+def _main(arguments: Sequence[str]) -> int:
+    check_arguments(arguments)
+    options = build_parser().parse(arguments)
     check_run_dir(options.run_dir)
     status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
@@ -66,33 +62,24 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command ``samestep``."""
-    parser = Parser(prog="samestep", description="Run distributed-training programs.")
-    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
+    """Return the parser of ``samestep run``."""
     summary, _, details = str(__doc__).partition("\n\n")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    command.add_options(commands)
-    run = commands.add_parser(
-        "run",
-        help=summary,
-        description=summary,
-        epilog=details,
-        usage="samestep run [options] PROGRAM [ARGS...]",
-    )
-    add = run.add_argument
+    usage = "samestep run [options] PROGRAM [ARGS...]"
+    parser = Parser(prog="samestep run", usage=usage, description=summary, epilog=details)
+    add = parser.add_argument
     add("-n", "--nproc", type=_nproc, default=1, metavar="N", help="number of ranks on this machine (default: 1)")
     without = "(default: torchrun if torch is installed, else none for -n 1)"
     add("--launcher", choices=LAUNCHERS, metavar="NAME", help=f"launcher: {', '.join(LAUNCHERS)} {without}")
-    add = run.group(GROUPS[2]).add_argument
+    add = parser.group(GROUPS[2]).add_argument
     add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/<program>/<UTC time>)")
-    add = run.group(GROUPS[3]).add_argument
+    add = parser.group(GROUPS[3]).add_argument
     limit = "maximum number of restarts after failures (default: 3)"
     add("--max-restarts", type=bounded_int(0), default=3, metavar="R", help=limit)
     limit = "seconds without progress after which a job that uses samestep.run.Run ends as hung (default: 300)"
     add("--timeout", type=seconds, default=300.0, metavar="T", help=limit)
     limit = "seconds from a stop signal until the job is killed (default: 30)"
     add("--grace", type=seconds, default=30.0, metavar="T", help=limit)
-    add = run.add_argument
+    add = parser.add_argument
     add("program", metavar="PROGRAM", help="Python program; the words after it are its arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser

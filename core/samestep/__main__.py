@@ -1,0 +1,51 @@
+"""The command ``samestep``: run one of the programs that build on this package.
+
+Their packages are found by name, so that this package imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from samestep import __version__
+
+PROGRAMS = {  # the module of each, and its summary
+    "run": ("samestep.launch.run_command", "run a program on N ranks, and restart it after failures"),
+    "check": ("samestep.check.command", "test a training script under faults, in copies of its folder"),
+    "report": ("samestep.observe.report", "compare runs on one HTML page"),
+    "watch": ("samestep.observe.watch", "show a run in the terminal, live"),
+    "track": ("samestep.observe.track", "copy a run to TensorBoard, MLflow or W&B"),
+    "hang": ("samestep.observe.hang_report", "print the stacks of all ranks of a hang"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a program and return its exit code; an unknown name is one line and exit code 2."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if name in ("-h", "--help"):
+        print(_help(), end="")
+        return 0
+    if name == "--version":
+        print(f"samestep {__version__}")
+        return 0
+    if name not in PROGRAMS:
+        problem = f"there is no command {name!r}" if name else "COMMAND is missing"
+        print(f"error: {problem}: choose {', '.join(PROGRAMS)} (see samestep --help)", file=sys.stderr)
+        return 2
+    module, _ = PROGRAMS[name]
+    code: int = importlib.import_module(module).main(rest)
+    return code
+
+
+def _help() -> str:
+    lines = ["usage: samestep COMMAND [options]", "", "Run, test and observe distributed-training programs.", ""]
+    lines += ["commands (each has --help):"]
+    lines += [f"  {name:8}{summary}" for name, (_, summary) in PROGRAMS.items()]
+    lines += ["", "options:", "  --version  print the version", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

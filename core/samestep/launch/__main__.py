@@ -1,7 +1,0 @@
-"""``python -m samestep.launch``: the command ``samestep``."""
-
-import sys
-
-from samestep.launch.cli import main
-
-sys.exit(main())
