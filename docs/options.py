@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
 sys.path.insert(0, str(ROOT / "core"))
 
-from samestep.check import command  # noqa: E402
+from samestep.check import command as check_command  # noqa: E402
 from samestep.launch import run_command  # noqa: E402
 from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa: E402
 
@@ -99,7 +99,7 @@ def page(parsers: Mapping[str, Parser]) -> str:
             *(row(each, star=each.dest in RESUME_MUTABLE.union(parser.resume_mutable)) for each in own),
             "",
         ]
-    for name, each in {"run": run_command.build_parser(), "check": command.build_parser()}.items():
+    for name, each in {"run": run_command.build_parser(), "check": check_command.build_parser()}.items():
         lines += [f"## samestep {name}", "", text(each.description), "", *table(each), ""]
     for name, module in PROGRAMS.items():
         parser = captured(module)

@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Sequence
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
-from samestep.torch.options import add_local_rank
+from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float, bounded_int
 
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.003}
 WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float
-from samestep.torch.options import add_local_rank
+from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LOGGERS = ("csv", "tensorboard", "none")

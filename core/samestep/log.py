@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 
 from tqdm import tqdm
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, untrusted
+from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, events, untrusted
 from samestep.env import launch_script
 from samestep.monitor import Monitor
 from samestep.stop import Stopped
@@ -94,7 +94,7 @@ def warning(text: str, kind: str = "") -> None:
     _to_console(_console_errors, f"warning: {text}")
 
 
-def error(text: str, kind: str = "failure", **fields: Any) -> None:
+def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
     """Report a failure in one line on the console's standard error, in the file, and as an event of this kind."""
     line = " ".join(text.split())
     _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
@@ -129,7 +129,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
         error(str(problem))
         code = 2 if isinstance(problem, ConfigError) else 1
     except RetryableError as problem:
-        error(str(problem), "rollback")
+        error(str(problem), events.ROLLBACK)
         os._exit(1)
     except RemoteRankError as problem:
         code = problem.exit_code
@@ -160,7 +160,7 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
         call_with_timeout(1.0, no_restart, stopped.exit_code)
     call_with_timeout(1.0, info, str(stopped))
     if _rank == 0:
-        call_with_timeout(1.0, lambda: _monitor.record_event("signal", text=str(stopped)))
+        call_with_timeout(1.0, lambda: _monitor.record_event(events.SIGNAL, text=str(stopped)))
     os._exit(stopped.exit_code)
 
 

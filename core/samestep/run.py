@@ -24,7 +24,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log, stop
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, events, log, stop
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
@@ -241,7 +241,7 @@ class Run:
         steps = f"steps {self.first_step} to {self.last_step}, run dir {options.run_dir}"
         where = ": ".join(dict.fromkeys([device, metadata.get("gpus", metadata.get("device", device))]))
         if world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
-            self.monitor.record_event("start", last_step=self.last_step, ranks=world.world_size)
+            self.monitor.record_event(events.START, last_step=self.last_step, ranks=world.world_size)
         log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))

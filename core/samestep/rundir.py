@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, log, untrusted
+from samestep import ConfigError, NonRetryableError, checkpoint, events, log, untrusted
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
 
@@ -67,7 +67,7 @@ def resolve(
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
     saved = None
     if options.resume or not fresh:
-        warn = (lambda text: log.warning(text, "damage")) if verify else lambda text: None
+        warn = (lambda text: log.warning(text, events.DAMAGE)) if verify else lambda text: None
         saved = checkpoint.newest(run_dir, warn, verify, reader, groups)
     else:
         archive_previous_run(run_dir)

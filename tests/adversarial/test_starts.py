@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pytest
 from attempts import Attempt, check
-from samestep import NonRetryableError, untrusted
+from samestep import NonRetryableError, events, untrusted
 from samestep.launch import job, supervise, user_folder
-from samestep.recovery import events
 from scratch_project import LIMIT, ScratchProject, end_of, wait_for
 
 # A rank that core's own watchdog watches; ``alive`` waits for its first heartbeat.

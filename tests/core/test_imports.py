@@ -14,7 +14,8 @@ from programs import CORE, LIMIT, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 2000  # lines of code of the package that importing mnist_ddp loads
-PATHS = sorted(path for path in Path(CORE, "samestep").rglob("*.py") if path.parent.name != "torch")
+TORCH = ("torch", "torchrun")  # samestep.torch, and the launcher's module that runs torchrun
+PATHS = sorted(path for path in Path(CORE, "samestep").rglob("*.py") if not {path.parent.name, path.stem} & {*TORCH})
 FRAMEWORKS = "torch torchvision lightning pytorch_lightning horovod paddle mindspore tensorflow jax".split()
 
 IMPORT = """

@@ -30,9 +30,8 @@ for name in apps:
 own = {name for name in sys.modules if name.partition(".")[0] == "samestep"}
 modules = ("app", "environments", "job", "migration", "supervise", "trackers", "user_folder")
 launch = {"samestep.launch", *(f"samestep.launch.{name}" for name in modules)}
-apps_use = {"samestep.torch", "samestep.torch.options"}  # of the standard library, too
-needs = {"samestep", "samestep.recovery", "samestep.recovery.events", "samestep.options", "samestep.untrusted"}
-assert own == {*needs, *launch, *apps_use}, own
+needs = {"samestep", "samestep.events", "samestep.options", "samestep.untrusted"}
+assert own == {*needs, *launch}, own
 assert app.__file__.startswith(core), app.__file__
 locks = app.Environment(Path(root), "trackers")
 assert "numpy==" in locks.locks()[0].read_text() and locks.pins()

@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from samestep import events
 from samestep.observe import report, run_reader, watch
 from samestep.observe.report_page import KINDS
 from samestep.observe.run_reader import RESTART, Event
-from samestep.recovery import events
 
 STORED = Path(__file__).parent / "stored" / "0.1" / "restarted"  # a rank was killed, then one stopped, then the job
 HANG_TEXT = (

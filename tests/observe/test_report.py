@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import rundirs
+from samestep import events
 from samestep.env import World
 from samestep.metrics import Metrics
 from samestep.observe import report, report_page, run_reader
 from samestep.observe.report_page import Page, Table
 from samestep.options import Options
-from samestep.recovery import events, hang_diagnosis
+from samestep.recovery import hang_diagnosis
 from samestep.recovery.watchdog import Watchdog
 
 LOADS = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}

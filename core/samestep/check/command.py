@@ -175,8 +175,8 @@ def _escape(text: str) -> str:
 
 
 def page(results: Sequence[Result], command: Sequence[str]) -> str:
-    """Return the results as HTML, in the style of the report; the page loads nothing."""
-    style = Path(__file__).parents[1].joinpath("observe", "page", "report.css").read_text()
+    """Return the results as HTML; the page loads nothing."""
+    style = Path(__file__).with_name("page.css").read_text()
     counts = ", ".join(f"{sum(each.verdict == v for each in results)} {v}" for v in ("passed", *VERDICTS.values()))
     rows = ""
     for each in results:

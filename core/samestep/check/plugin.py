@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from samestep import ConfigError
-from samestep.options import Parser
 
 
 @pytest.fixture
@@ -24,11 +23,9 @@ def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
         from samestep.check import command as program
 
         monkeypatch.chdir(folder or pytestconfig.rootpath)
-        parser = Parser(prog="samestep")
-        program.add_options(parser.add_subparsers(dest="command"))
         words = shlex.split(command) if isinstance(command, str) else [*command]
         try:
-            options = parser.parse(["check", *arguments])
+            options = program.build_parser().parse(arguments)
             results = program.check(options, words, program.parse_rows("--faults", options.faults))
         except ConfigError as error:
             pytest.fail(f"samestep check: {error}", pytrace=False)

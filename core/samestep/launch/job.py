@@ -1,7 +1,7 @@
 """Run a job on this machine: resolve its run dir and data, check the other machines, start its launcher and restart it.
 
-Launch scripts (`samestep.launch.app`) and ``samestep run`` (`samestep.launch.run_command`) use it, in the environment of the
-ranks. At the top level it imports the standard library alone.
+Launch scripts (`samestep.launch.app`) and ``samestep run`` (`samestep.launch.run_command`) use it, in the environment
+of the ranks. At the top level it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from samestep import ConfigError, NonRetryableError, untrusted
+from samestep import ConfigError, NonRetryableError, events, untrusted
 from samestep.launch import supervise, user_folder
 from samestep.launch.supervise import print_stderr
 from samestep.launch.trackers import TrackerProcess
 from samestep.options import Options
-from samestep.recovery import events
 
 if TYPE_CHECKING:
     from samestep.launch.preflight import NodeInfo, Rendezvous
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep, with code that must be the same
-TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep.torch.run"  # modules
+TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep.launch.torchrun"  # modules
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from samestep import ConfigError, untrusted
-from samestep.recovery import events
+from samestep import ConfigError, events, untrusted
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save

@@ -18,8 +18,8 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
+from samestep import events
 from samestep.observe.run_reader import RESTART, STRAGGLER, Event, RunData
-from samestep.recovery import events
 from samestep.untrusted import printable
 
 FOLDER = Path(__file__).with_name("page")

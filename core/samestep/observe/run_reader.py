@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep import ConfigError, checkpoint, untrusted
-from samestep.recovery import events
+from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
 
 RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them

@@ -26,10 +26,10 @@ import numpy as np
 
 from samestep import NonRetryableError, log
 from samestep.env import World, launch_script
+from samestep.events import HANG, append_event
 from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
-from samestep.recovery.events import HANG, append_event
 from samestep.recovery.rank_files import current_frames, is_in_collective, own_location, stack
 from samestep.recovery.straggler import StragglerDetector
 from samestep.untrusted import open_regular, write_json
