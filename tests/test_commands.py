@@ -22,6 +22,7 @@ from commands import Command
 from harness import APPS, options_of
 from repository import Ended, clone, ran
 from samestep import ConfigError
+from samestep.__main__ import PROGRAMS
 from samestep.check.command import build_parser as check_parser
 from samestep.check.command import parse_rows
 from samestep.checkpoint import save_weights
@@ -53,10 +54,12 @@ def shell(repository: Path, text: str) -> Ended:
     environ["PATH"] = f"{repository / 'bin'}{os.pathsep}{environ['PATH']}"
     environ["HOME"] = str(repository.parent)
     (repository / "bin").mkdir(exist_ok=True)
-    for name in ("python", "python3", "python3.11"):
+    python = shlex.quote(sys.executable)
+    programs = {"samestep": f"{python} -m samestep", **dict.fromkeys(("python", "python3", "python3.11"), python)}
+    for name, program in programs.items():
         link = repository / "bin" / name
         if not link.exists():
-            link.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+            link.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
             link.chmod(0o755)
     return ran(repository, "bash", "-c", text, environ=environ, limit=LIMIT)
 
@@ -183,7 +186,7 @@ def parsed(repository: Path, text: str) -> Iterator[str]:
 
 def samestep(repository: Path, text: str) -> Iterator[str]:
     words = shlex.split(text)[1:]
-    if words in (["run"], ["check"]):  # names the command
+    if len(words) == 1 and words[0] in PROGRAMS:  # names the command
         return
     try:
         if words[0] == "check":
