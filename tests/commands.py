@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NOT_RUN = "docs/commands.md"
 # Pages that show messages of programs, not commands, and the page that lists commands.
-LEFT_OUT = {NOT_RUN, "docs/messages.md", "core/CHANGELOG.md"}
+LEFT_OUT = {NOT_RUN, "docs/messages.md", "CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
     *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),

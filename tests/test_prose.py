@@ -128,7 +128,7 @@ def test_an_exemption_needs_a_reason() -> None:
 
 def test_older_entries_of_the_changelog_are_not_counted() -> None:
     text = "# Changelog\n\n## 2\n\nThis is counted.\n\n## 1\n\nThis is not counted.\n"
-    assert markdown(text, "core/CHANGELOG.md") == [("core/CHANGELOG.md:5", "This is counted.")]
+    assert markdown(text, "CHANGELOG.md") == [("CHANGELOG.md:5", "This is counted.")]
 
 
 def test_comments_and_docstrings_of_python() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tomllib
 
-CORE = Path(__file__).resolve().parents[1] / "core"
+ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 600.0  # seconds; a package index may be slow
 
 
@@ -44,12 +44,12 @@ def run(*command: str | Path, folder: Path, **variables: str) -> str:
 
 
 def build(folder: Path) -> Built:
-    """Build the sdist of core/ in ``folder``, and the wheel from the content of the sdist."""
-    backend = tomllib.loads((CORE / "pyproject.toml").read_text())["build-system"]["requires"]
+    """Build the sdist in ``folder``, and the wheel from the content of the sdist."""
+    backend = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     tools = str(folder / "tools")
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", tools, *backend, folder=folder)
     hatchling = (sys.executable, "-m", "hatchling", "build", "-d", folder)
-    run(*hatchling, "-t", "sdist", folder=CORE, PYTHONPATH=tools)
+    run(*hatchling, "-t", "sdist", folder=ROOT, PYTHONPATH=tools)
     sdist = next(folder.glob("*.tar.gz"))
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")

@@ -101,8 +101,8 @@ def entries(text: str) -> list[Entry]:
 
 
 def core_requirements() -> str:
-    """Return the requirements of core: of its folder, or of its wheel in a project that is a copy of one app."""
-    project = ROOT / "core" / "pyproject.toml"
+    """Return the requirements of core: of the repository, or of its wheel in a project that is a copy of one app."""
+    project = ROOT / "pyproject.toml"
     if project.exists():
         needs: list[str] = tomllib.loads(project.read_text())["project"]["dependencies"]
     else:

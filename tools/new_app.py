@@ -134,7 +134,7 @@ class Copy:
         for line in wanted:
             line = re.sub(r"^description = .*", f"description = {self.origin}, driven through its launch script", line)
             line = re.sub(r" (tests/[\w./-]+)", lambda match: match[0] if match[1] in own else "", line)
-            lines.append(line.replace("-e core", f"vendor/{self.wheel}") if self.wheel else line)
+            lines.append(line.replace("-e .", f"vendor/{self.wheel}") if self.wheel else line)
         return self.rename("\n".join(lines))
 
     def _test_files(self) -> list[str]:
@@ -301,7 +301,7 @@ def build_wheel(folder: Path) -> Path:
     venv = folder / "venv"  # a system's Python may come without pip
     run([sys.executable, "-m", "venv", str(venv)], f"{sys.executable} cannot make an environment to build in", folder)
     command = [str(venv / "bin/python"), *"-m pip wheel --quiet --disable-pip-version-check --no-deps".split()]
-    run([*command, f"--wheel-dir={folder}", str(ROOT / "core")], "pip cannot build core's wheel", folder)
+    run([*command, f"--wheel-dir={folder}", str(ROOT)], "pip cannot build the wheel of samestep", folder)
     return next(folder.glob("samestep-*.whl"))
 
 

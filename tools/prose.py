@@ -88,7 +88,7 @@ def sentences(place: str, paragraph: str) -> Iterator[Sentence]:
 
 def paragraphs(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each paragraph and list item of a Markdown page."""
-    if name == "core/CHANGELOG.md":
+    if name == "CHANGELOG.md":
         text = "\n## ".join(text.split("\n## ")[:2])
     block: list[str] = []
     start, fenced = 1, False

@@ -28,7 +28,7 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ROOT / "core" / "pyproject.toml"
+PROJECT = ROOT / "pyproject.toml"
 TRACKERS = ROOT / "core" / "samestep" / "launch" / "tracker_locks"
 RECORD = Path(__file__).with_suffix(".json")
 PYTHONS = ("3.11", "3.10", "3.12", "3.13", "3.14")  # the one that the tests use is looked for first

@@ -234,7 +234,7 @@ CONTENT = {
     "apps/toy/build.py": "0",
     "apps/toy/tools/more.txt": "0",
     "apps/toy/other.py": "0",
-    "core/pyproject.toml": "[project]\n",
+    "pyproject.toml": "[project]\n",
 }
 
 
@@ -252,7 +252,7 @@ CONTENT = {
         ("apps/toy/build.py", "1", True),
         ("apps/toy/tools/more.txt", "1", True),
         ("apps/toy/other.py", "1", False),
-        ("core/pyproject.toml", "[project]\nname = 'x'\n", False),  # core is not installed, and the lock has its needs
+        ("pyproject.toml", "[project]\nname = 'x'\n", False),  # core is not installed, and the lock has its needs
     ],
 )
 def test_what_decides_an_environment(

@@ -420,7 +420,7 @@ def test_an_app_of_samestep_0_1_is_refused_with_the_place_of_the_new_names(
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: {root}/apps/toy/train.py:{line}: samestep 0.2 has no {name}: its new name is in the table under 0.2.0 "
-        "in core/CHANGELOG.md\n"
+        "in CHANGELOG.md\n"
     )
     table = (REPOSITORY / "core" / "CHANGELOG.md").read_text().partition("## 0.1.0")[0]
     assert f"| `{name.removeprefix('samestep.')}" in table

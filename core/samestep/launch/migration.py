@@ -26,7 +26,7 @@ def check_imports(folder: Path) -> None:
         for line, name in _used_names(path):
             module = name.partition(".")[0]
             if old := next(iter(OLD.intersection((name, module))), None):
-                where = "in the table under 0.2.0 in core/CHANGELOG.md"
+                where = "in the table under 0.2.0 in CHANGELOG.md"
                 raise ConfigError(f"{path}:{line}: samestep 0.2 has no samestep.{old}: its new name is {where}")
 
 
