@@ -7,11 +7,11 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
 os.environ.pop("PYTHONSAFEPATH", None)  # apps import files of their own folder
-# A project that is a copy of one app has a wheel in place of core/. The first stage imports from it; the second runs in
+# A project that is a copy of one app has a wheel in place of these folders. The first stage imports from it; the second runs in
 # an environment that has it installed, because its data are files.
 wheel = next(root.glob("vendor/samestep-*.whl"), None)
 here = 0 if getattr(sys.flags, "safe_path", False) else 1  # whether sys.path begins with this folder
-sys.path[:here] = [str(root / "core")]
+sys.path[:here] = [str(root / folder) for folder in ("core", "launch", "observe", "check")]
 if wheel and not os.environ.get("SAMESTEP_SECOND_STAGE"):
     sys.path[:1] = [str(wheel)]
 elif wheel:

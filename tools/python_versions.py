@@ -88,7 +88,7 @@ def resolve(path: Path) -> dict[str, Any]:
         ]
         command += [f"--python-version={python}", f"--python-platform={PLATFORM}", "--only-binary=:all:"]
         done = subprocess.run(
-            [*command, str(path), str(CORE)], capture_output=True, text=True, timeout=300, check=False
+            [*command, str(path), str(PROJECT)], capture_output=True, text=True, timeout=300, check=False
         )
         if done.returncode != 0:
             said = " ".join(done.stderr.split())
@@ -102,7 +102,7 @@ def resolve(path: Path) -> dict[str, Any]:
 def pins(text: str) -> list[str]:
     """Return the requirements in ``text``, without comments, and core's."""
     lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in text.splitlines()]
-    return [*filter(None, lines), *tomllib.loads(CORE.read_text())["project"]["dependencies"]]
+    return [*filter(None, lines), *tomllib.loads(PROJECT.read_text())["project"]["dependencies"]]
 
 
 def pythons(text: str, record: dict[str, Any]) -> list[str]:
@@ -114,7 +114,7 @@ def pythons(text: str, record: dict[str, Any]) -> list[str]:
 def differences(text: str, record: dict[str, Any] | None) -> list[str]:
     """Return in words how a requirements.in with the content ``text`` differs from the record."""
     if record is None or record["pins"] != pins(text):
-        return [f"{RECORD.name} was not made of its pins and {CORE.relative_to(ROOT)}"]
+        return [f"{RECORD.name} was not made of its pins and {PROJECT.relative_to(ROOT)}"]
     line, derived = LINE.search(text), " ".join(pythons(text, record))
     return [] if line and line.group(1) == derived else [f"it lacks the line `# python: {derived}`"]
 

@@ -35,6 +35,12 @@ TRACKERS = "trackers"  # the environment of --track, whose requirements are part
 STAMP = "samestep-stamp"
 END_SECONDS = 2.0  # for a step of the set-up to end after TERM
 IS_PYTHON = ["-c", "import sys; print(sys.version_info >= (3, 9))"]
+PACKAGE_FOLDERS = ("core", "launch", "observe", "check")
+# The command of an environment. sh starts it, because a #! line cannot name a path with spaces.
+COMMAND = """\
+#!/bin/sh
+exec {python} -m samestep "$@"
+"""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has builds for CPUs that PyPI lacks: torch 2.13.0+cpu
 # pip's message if a file has another hash than the lock lists, and how it names that file.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
@@ -50,15 +56,20 @@ def find_wheel(root: Path) -> Path | None:
     return wheels[0] if wheels else None
 
 
+def source_path(root: Path) -> list[str]:
+    """Return the folders of the project that have packages of samestep, as entries of Python's path."""
+    return [str(root / folder) for folder in PACKAGE_FOLDERS]
+
+
 def given_python(root: Path) -> str | None:
     """Return the interpreter that PYTHON names; None if the variable is not set.
 
-    Core is put on PYTHONPATH, before a samestep that may be there. A wheel of core is not put there. It must be
-    installed like the app's pins, because its data are files.
+    The project's packages are put on PYTHONPATH, before a samestep that may be there. A wheel is not put there. It must
+    be installed like the app's pins, because its data are files.
     """
     given, path = os.environ.get("PYTHON"), os.environ.get("PYTHONPATH")
     if (given or path) and find_wheel(root) is None:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root / "core"), path]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*source_path(root), path]))
     if not given:
         return None
     python = shutil.which(given)
@@ -137,7 +148,7 @@ class Environment:
             version,
             [sorted(filter(None, each)) for each in lines],
             sorted(built),
-            hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else str(self.root / "core"),
+            hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else source_path(self.root),
             [setup, *((self.source / name).read_text() for name in built_from)],
             *([dict(sorted(settings.items()))] if settings else []),
         ]
@@ -194,8 +205,11 @@ class Environment:
             if wheel:  # it came with the project, and the environment's name depends on its content
                 self._run([*pip, "--no-index", str(wheel)], settings)
             else:  # all that an editable install does, without a build
-                core = next(venv.glob("lib/python*/site-packages")) / "samestep.pth"
-                core.write_text(f"{self.root / 'core'}\n")
+                site_packages = next(venv.glob("lib/python*/site-packages"))
+                (site_packages / "samestep.pth").write_text("".join(f"{path}\n" for path in source_path(self.root)))
+                command = venv / "bin" / "samestep"
+                command.write_text(COMMAND.format(python=shlex.quote(python)))
+                command.chmod(0o755)
             if self.setup.exists():
                 self._run(["bash", str(self.setup), python], settings)
         except BaseException:

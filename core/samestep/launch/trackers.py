@@ -85,7 +85,7 @@ class TrackerProcess:
             self._process = self._popen(run_dir)
 
     def _popen(self, run_dir: Path) -> subprocess.Popen[str] | None:
-        command = [self._python, "-m", "samestep.observe.track", str(run_dir), "--to", ",".join(self._names)]
+        command = [self._python, "-m", "samestep", "track", str(run_dir), "--to", ",".join(self._names)]
         try:
             with (run_dir / "log" / "track.log").open("ab") as log:
                 process = subprocess.Popen(
