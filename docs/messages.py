@@ -53,7 +53,7 @@ PACKAGE, LAUNCHER = "All apps: the package `samestep`", "The launch script and `
 PARTS = {
     "core/samestep": PACKAGE,
     **{f"core/samestep/{name}": PACKAGE for name in ("data", "recovery", "sharded", "torch", "observe")},
-    "core/samestep/check": "`samestep check`",
+    "check/samestep_check": "`samestep check`",
     "core/samestep/launch": LAUNCHER,
 }
 

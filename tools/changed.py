@@ -29,7 +29,7 @@ RULES = [
     ("tools/new_app.py", "lint core copies"),
     ("tools/templates/*", "core copies"),
     ("tools/*", "lint core"),
-    ("core/samestep/check/*", "lint core mnist_ddp-cpu"),
+    ("check/samestep_check/*", "lint core mnist_ddp-cpu"),
     ("core/samestep/launch/preflight.py", "lint core multihost"),
     ("core/samestep/launch/trackers.py", "lint core trackers"),
     ("core/samestep/launch/tracker_locks/*", "core trackers"),

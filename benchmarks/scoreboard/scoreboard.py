@@ -30,9 +30,9 @@ from pathlib import Path
 
 import sources
 from samestep import ConfigError
-from samestep.check import command as checker
-from samestep.check.rows import ROWS
 from samestep.options import Parser
+from samestep_check import command as checker
+from samestep_check.rows import ROWS
 from subjects import SUBJECTS, Subject
 
 MARKS = ("<!-- measured by benchmarks/scoreboard/scoreboard.py -->", "<!-- end of what was measured -->")

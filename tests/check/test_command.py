@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import tutorial
-from samestep.check.job import Records
+from samestep_check.job import Records
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
@@ -127,7 +127,7 @@ def test_the_fixture_fails_a_test_with_the_table(tmp_path: Path) -> None:
         f"def test_good(samestep_check): samestep_check({command!r}, '--faults=epoch-order')\n"
         f"def test_bad(samestep_check): samestep_check({command!r}, '--faults=evaluation')\n"
     )
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "samestep.check.plugin", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "samestep_check.plugin", "-p", "no:cacheprovider"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "evaluation          failed       at 2 ranks" in done.stdout

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tutorial
-from samestep.check import job
+from samestep_check import job
 from test_command import Done, Replaced, check, program
 
 TRAIN = Path(__file__).with_name("program") / "train.py"

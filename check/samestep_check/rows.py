@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.check.job import Step
-from samestep.check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
+from samestep_check.job import Step
+from samestep_check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
 
 NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
 QUICK = 12  # first rows

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-
 from samestep import ConfigError
 
 
@@ -20,7 +19,7 @@ def samestep_check(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch)
     """
 
     def run(command: str | Sequence[str], *arguments: str, folder: str | Path | None = None) -> None:
-        from samestep.check import command as program
+        from samestep_check import command as program
 
         monkeypatch.chdir(folder or pytestconfig.rootpath)
         words = shlex.split(command) if isinstance(command, str) else [*command]

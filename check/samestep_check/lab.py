@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
-from samestep.check.job import Job, Records, Step, started
 from samestep.options import Options
+
+from samestep_check.job import Job, Records, Step, started
 
 PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step

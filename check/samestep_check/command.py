@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from samestep import ConfigError, NonRetryableError
-from samestep.check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
-from samestep.check.rows import QUICK, ROWS
 from samestep.env import JOB_VARIABLES
 from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
 from samestep.stop import STOP_SIGNALS, Stopped
 from samestep.untrusted import open_closed_streams, printable
+
+from samestep_check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
+from samestep_check.rows import QUICK, ROWS
 
 VERDICTS = {Failed: "failed", CannotTell: "cannot tell", NotSeen: "not seen"}
 
@@ -206,7 +207,7 @@ def junit(results: Sequence[Result]) -> str:
         text = _escape(f"{each.verdict}: {each.seen}")
         inner = f"<{tag}>{text}</{tag}>" if tag == "system-out" else f'<{tag} message="{text}"/>'
         lines.append(
-            f'<testcase classname="samestep.check" name="{each.row}" time="{each.took:.1f}">{inner}</testcase>'
+            f'<testcase classname="samestep_check" name="{each.row}" time="{each.took:.1f}">{inner}</testcase>'
         )
     failed = sum(each.verdict == "failed" for each in results)
     skipped = sum(each.verdict in ("cannot tell", "not seen") for each in results)
