@@ -121,7 +121,7 @@ def captured(module: str) -> Parser:
 
     before, Parser.parse = Parser.parse, parse  # type: ignore[method-assign]
     try:
-        importlib.import_module(f"samestep.observe.{module}").main([])
+        importlib.import_module(f"samestep_observe.{module}").main([])
     except Captured as found:
         parser: Parser = found.args[0]
         return parser

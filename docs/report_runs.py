@@ -72,7 +72,7 @@ def watched(run_dir: Path, output: Path) -> Iterator[None]:
     pid, terminal = pty.fork()
     if pid == 0:
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "core"), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-        os.execve(sys.executable, [sys.executable, "-m", "samestep.observe.watch", str(run_dir)], environ)
+        os.execve(sys.executable, [sys.executable, "-m", "samestep_observe.watch", str(run_dir)], environ)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     shown: list[bytes] = []
 
@@ -123,7 +123,7 @@ def main() -> None:
         with watched(folder / "watched", folder / "frames.txt"):
             train("torch", 2, folder / "watched", same, "--epochs=4", kill=(60,))
     page = folder / "report.html"
-    command = [sys.executable, "-m", "samestep.observe.report", *map(str, runs.values()), "-o", str(page)]
+    command = [sys.executable, "-m", "samestep_observe.report", *map(str, runs.values()), "-o", str(page)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT / "core")}, check=True)
     chromium = [os.environ.get("CHROMIUM", "chromium"), "--headless", "--no-sandbox", "--hide-scrollbars"]
     chromium += [f"--window-size={WINDOW}", f"--user-data-dir={folder / 'profile'}"]

@@ -14,10 +14,10 @@ from samestep import __version__
 PROGRAMS = {  # the module of each, and its summary
     "run": ("samestep.launch.run_command", "run a program on N ranks, and restart it after failures"),
     "check": ("samestep_check.command", "test a training script under faults, in copies of its folder"),
-    "report": ("samestep.observe.report", "compare runs on one HTML page"),
-    "watch": ("samestep.observe.watch", "show a run in the terminal, live"),
-    "track": ("samestep.observe.track", "copy a run to TensorBoard, MLflow or W&B"),
-    "hang": ("samestep.observe.hang_report", "print the stacks of all ranks of a hang"),
+    "report": ("samestep_observe.report", "compare runs on one HTML page"),
+    "watch": ("samestep_observe.watch", "show a run in the terminal, live"),
+    "track": ("samestep_observe.track", "copy a run to TensorBoard, MLflow or W&B"),
+    "hang": ("samestep_observe.hang_report", "print the stacks of all ranks of a hang"),
 }
 
 

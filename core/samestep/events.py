@@ -1,6 +1,6 @@
 """Record the events of a run in ``<run-dir>/log/events.jsonl``: one JSON object per line, with a kind.
 
-Readers such as `samestep.observe` rely on these kinds and fields, never on the wording of a message. Standard library
+Readers such as `samestep_observe` rely on these kinds and fields, never on the wording of a message. Standard library
 only: a launch script writes events before a framework is installed.
 """
 

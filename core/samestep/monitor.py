@@ -62,7 +62,7 @@ class Monitor:
         """
 
     def record_event(self, kind: str, **fields: Any) -> None:
-        """Record an event of the run, with a machine-readable kind, for `samestep.observe`."""
+        """Record an event of the run, with a machine-readable kind, for `samestep_observe`."""
 
     def launcher_died(self) -> bool:
         """Return whether the launcher that started this rank is gone."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samestep.observe import hang_report, report, report_page, run_reader, watch
+from samestep_observe import hang_report, report, report_page, run_reader, watch
 from scratch_project import CORE
 
 ESCAPE = "\x1b]0;title\x07\x1b[2J\r\n\u202e\ud800"

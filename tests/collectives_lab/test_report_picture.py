@@ -1,4 +1,4 @@
-"""The picture of `samestep.observe.report --png`, here because this app's environment has matplotlib."""
+"""The picture of `samestep_observe.report --png`, here because this app's environment has matplotlib."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 
 from samestep.metrics import Metrics
-from samestep.observe import report
+from samestep_observe import report
 
 
 def test_plots_are_drawn_by_matplotlib(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import samestep
 from programs import CORE, LIMIT
 from samestep import log, untrusted
 from samestep.env import World
-from samestep.observe import hang_report
 from samestep.options import Options
 from samestep.recovery import hang_diagnosis, rank_files, watchdog
+from samestep_observe import hang_report
 
 HOST = socket.gethostname()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from samestep import ConfigError
 from samestep.launch import trackers
-from samestep.observe import track
+from samestep_observe import track
 from scratch_project import CORE, REPOSITORY, ScratchProject
 
 

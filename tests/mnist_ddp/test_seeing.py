@@ -1,4 +1,4 @@
-"""A real run as `samestep.observe.watch` and `samestep.observe.report` show it: while it trains, and after a kill."""
+"""A real run as `samestep_observe.watch` and `samestep_observe.report` show it: while it trains, and after a kill."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from harness import ROOT, Harness
 from processes import listening
-from samestep.observe import run_reader
-from samestep.observe.run_reader import world_size_of
+from samestep_observe import run_reader
+from samestep_observe.run_reader import world_size_of
 
 
 def output_of(harness: Harness, *arguments: str | Path) -> str:
@@ -33,7 +33,7 @@ def output_of(harness: Harness, *arguments: str | Path) -> str:
 def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> None:
     job = harness.start(2, *harness.app.small, "--epochs=6")
     job.wait_for_step(6)
-    live = output_of(harness, "samestep.observe.watch", job.run_dir, "--once")
+    live = output_of(harness, "samestep_observe.watch", job.run_dir, "--once")
     assert live.splitlines()[:2] == ["running", f"mnist_ddp  {job.run_dir}"]
     assert re.search(r"^step \d+ of 96  [█░]+ \d+%$", live, re.MULTILINE)
     assert re.search(r"samples/s  .* steps/s  .* left$", live, re.MULTILINE)
@@ -43,10 +43,10 @@ def test_a_run_is_seen_while_it_trains_and_after_a_kill(harness: Harness) -> Non
     assert listening(harness.left_running()) == {"0100007F"}  # on one machine: the store too
     os.kill(job.ranks()[1], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
-    after = output_of(harness, "samestep.observe.watch", job.run_dir)
+    after = output_of(harness, "samestep_observe.watch", job.run_dir)
     assert "finished at step 96" in after
     assert f"started 2 times; resumed at step {result['resumed_from_step']}" in after
-    output_of(harness, "samestep.observe.report", job.run_dir, "-o", "report.html")
+    output_of(harness, "samestep_observe.report", job.run_dir, "-o", "report.html")
     data = run_reader.read(job.run_dir)
     assert (data.problems, data.log.last_step, world_size_of(data.metrics.header, {})) == ([], 96, 2)
     assert [event.step for event in data.events if event.kind == "restart"] == [result["resumed_from_step"]]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from samestep import events
-from samestep.observe import report, run_reader, watch
-from samestep.observe.report_page import KINDS
-from samestep.observe.run_reader import RESTART, Event
+from samestep_observe import report, run_reader, watch
+from samestep_observe.report_page import KINDS
+from samestep_observe.run_reader import RESTART, Event
 
 STORED = Path(__file__).parent / "stored" / "0.1" / "restarted"  # a rank was killed, then one stopped, then the job
 HANG_TEXT = (

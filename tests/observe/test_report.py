@@ -17,11 +17,11 @@ import rundirs
 from samestep import events
 from samestep.env import World
 from samestep.metrics import Metrics
-from samestep.observe import report, report_page, run_reader
-from samestep.observe.report_page import Page, Table
 from samestep.options import Options
 from samestep.recovery import hang_diagnosis
 from samestep.recovery.watchdog import Watchdog
+from samestep_observe import report, report_page, run_reader
+from samestep_observe.report_page import Page, Table
 
 LOADS = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
 VOID = {"meta", "br", "link", "img"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import browser
 import pytest
 import rundirs
-from samestep.observe import report
+from samestep_observe import report
 
 WIDTHS = {"a phone": 360, "a desktop": 1280}
 

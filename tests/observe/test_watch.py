@@ -26,8 +26,8 @@ from types import SimpleNamespace
 import pytest
 import rundirs
 from programs import CORE, HOLD, default_signals, environment, running
-from samestep.observe import run_reader, watch
-from samestep.observe.run_reader import Curve
+from samestep_observe import run_reader, watch
+from samestep_observe.run_reader import Curve
 
 LIMIT = 60.0  # seconds, far more than an answer needs
 JOB = "a job"
@@ -249,7 +249,7 @@ class Terminal:
             with contextlib.suppress(BaseException):
                 default_signals()
                 environ = {**os.environ, "PYTHONPATH": CORE, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-                command = [sys.executable, "-m", "samestep.observe.watch", str(run_dir), "--every", "0.1"]
+                command = [sys.executable, "-m", "samestep_observe.watch", str(run_dir), "--every", "0.1"]
                 os.execve(sys.executable, command, environ)
             os._exit(127)
         self.pid, self.text, self._decoder = pid, "", codecs.getincrementaldecoder("utf-8")()
@@ -341,7 +341,7 @@ def test_it_exits_for_a_run_that_was_killed(made: dict[str, Path]) -> None:
 
 
 def test_without_a_terminal_it_prints_plain_text(made: dict[str, Path]) -> None:
-    command = [sys.executable, "-m", "samestep.observe.watch", str(made["killed"])]
+    command = [sys.executable, "-m", "samestep_observe.watch", str(made["killed"])]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout

@@ -19,7 +19,7 @@ from processes import free_port
 from readback import OF, database, of_mlflow, records, runs, scalars, written
 from samestep import checkpoint
 from samestep.metrics import Metrics
-from samestep.observe import track
+from samestep_observe import track
 
 LIMIT = 900.0  # seconds, needed only on a machine with much other work
 
@@ -270,7 +270,7 @@ def test_a_server_that_stops_and_restarts_gets_everything(
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "samestep.observe.track", str(tmp_path), *arguments]
+    command = [sys.executable, "-m", "samestep_observe.track", str(tmp_path), *arguments]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

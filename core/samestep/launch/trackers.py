@@ -1,6 +1,6 @@
 """Run --track: a process beside the job that passes a run's metrics to trackers.
 
-The process is `samestep.observe.track`, which reads only metrics.jsonl. Training neither waits for it nor fails with
+The process is `samestep_observe.track`, which reads only metrics.jsonl. Training neither waits for it nor fails with
 it. Its Python is in ``.venvs/trackers``, or named by PYTHON. It shares no environment, pipe or lock with the job, and
 has the lowest priority. It ends when its standard input closes, at the end of this process.
 
@@ -143,5 +143,5 @@ class TrackerProcess:
 
     def _command(self, name: str) -> str:
         path = [f"PYTHONPATH={shlex.quote(str(self._root / 'core'))}"] if os.environ.get("PYTHON") else []
-        command = [self._python, "-m", "samestep.observe.track", str(self._run_dir), "--to", name]
+        command = [self._python, "-m", "samestep_observe.track", str(self._run_dir), "--to", name]
         return " ".join([*path, shlex.join(command)])

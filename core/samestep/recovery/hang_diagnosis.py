@@ -3,7 +3,7 @@
 Each rank writes ``log/hang-<r>.json``: its location in the program, its last collective, and the stacks of all its
 threads, taken from within. A rank that cannot answer is examined from outside, by its last heartbeat, the state of its
 process, and ``log/stack-<r>.txt``. A C thread of Python writes stacks to this file if the interpreter is blocked. From
-these files every rank computes the same diagnosis. `samestep.observe.hang_report` prints the files.
+these files every rank computes the same diagnosis. `samestep_observe.hang_report` prints the files.
 
 A rank waits for the others if a collective that it called has not ended, or if its code called into a framework's
 module of collectives. The rank itself detects both at run time. Only a rank that hangs imports this module.

@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
-from samestep.observe import run_reader
-from samestep.observe.command import new_parser, run_command
 from samestep.options import Options
 from samestep.recovery.hang_diagnosis import format_ranges, read_stacks
 from samestep.untrusted import Check, check, integer, printable, text
+
+from samestep_observe import run_reader
+from samestep_observe.command import new_parser, run_command
 
 SAME_HANG_SECONDS = 60.0  # within which files are of one hang
 MIN_COLUMNS = 60  # that a stack needs

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, checkpoint
-from samestep.observe import report_page, run_reader
-from samestep.observe.command import new_parser, run_command
-from samestep.observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
-from samestep.observe.run_reader import Curve, RunData, finite_number, world_size_of
 from samestep.options import Options
 from samestep.untrusted import printable
+
+from samestep_observe import report_page, run_reader
+from samestep_observe.command import new_parser, run_command
+from samestep_observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
+from samestep_observe.run_reader import Curve, RunData, finite_number, world_size_of
 
 # This module selects panels and tables. `report_page` turns them into HTML, with plots as SVG, without a plotting
 # library, so that the page is light, and sharp at any width.

@@ -37,17 +37,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep import ConfigError, checkpoint
-from samestep.observe import run_reader
-from samestep.observe.command import new_parser, run_command
-from samestep.observe.run_reader import FileTail
-from samestep.observe.tracker import Line, MetricsBatch, Tracker
 from samestep.options import Options
+
+from samestep_observe import run_reader
+from samestep_observe.command import new_parser, run_command
+from samestep_observe.run_reader import FileTail
+from samestep_observe.tracker import Line, MetricsBatch, Tracker
 
 # Each tracker's module and class, and the modules that it needs.
 TRACKERS = {
-    "tensorboard": ("samestep.observe.track_tensorboard", "TensorBoard", ("tensorboard",)),
-    "mlflow": ("samestep.observe.track_mlflow", "MLflow", ("mlflow", "sqlalchemy", "alembic")),
-    "wandb": ("samestep.observe.track_wandb", "Wandb", ("wandb",)),
+    "tensorboard": ("samestep_observe.track_tensorboard", "TensorBoard", ("tensorboard",)),
+    "mlflow": ("samestep_observe.track_mlflow", "MLflow", ("mlflow", "sqlalchemy", "alembic")),
+    "wandb": ("samestep_observe.track_wandb", "Wandb", ("wandb",)),
 }
 POLL_SECONDS = 1.0
 MAX_RETRY_SECONDS = 15.0  # between two tries while a tracker fails

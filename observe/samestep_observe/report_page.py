@@ -19,8 +19,9 @@ from string import Template
 from typing import NamedTuple
 
 from samestep import events
-from samestep.observe.run_reader import RESTART, STRAGGLER, Event, RunData
 from samestep.untrusted import printable
+
+from samestep_observe.run_reader import RESTART, STRAGGLER, Event, RunData
 
 FOLDER = Path(__file__).with_name("page")
 HEIGHT = 240  # pixels of a plot; its width is the window's

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 
-from samestep.observe.tracker import Line, MetricsBatch, flatten
+from samestep_observe.tracker import Line, MetricsBatch, flatten
 
 TAG = "samestep.run"
 STEP_METRIC = "loss"  # every line has it, so its steps are all steps in MLflow

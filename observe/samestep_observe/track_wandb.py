@@ -19,7 +19,7 @@ from typing import Any
 import wandb
 from wandb.proto import wandb_internal_pb2 as records
 
-from samestep.observe.tracker import AtomicFileTracker, Line, MetricsBatch
+from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
 # The format is LevelDB's log with a header: blocks, in which each chunk of a record has its CRC-32, length and type.
 BLOCK, HEADER = 32768, struct.pack("<4sHB", b":W&B", 0xBEE1, 0)

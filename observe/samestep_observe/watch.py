@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-
 from samestep import ConfigError
-from samestep.observe import run_reader
-from samestep.observe.command import new_parser, run_command
-from samestep.observe.run_reader import RESTART, Curve, Heartbeat, State, finite_number
 from samestep.options import Options, bounded_float
 from samestep.untrusted import printable
+
+from samestep_observe import run_reader
+from samestep_observe.command import new_parser, run_command
+from samestep_observe.run_reader import RESTART, Curve, Heartbeat, State, finite_number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 5.0  # without a heartbeat: the rank is stopped or dead, or its disk hangs

@@ -16,7 +16,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from samestep.observe.tracker import AtomicFileTracker, Line, MetricsBatch
+from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
 FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
 
