@@ -54,7 +54,7 @@ PARTS = {
     "core/samestep": PACKAGE,
     **{f"core/samestep/{name}": PACKAGE for name in ("data", "recovery", "sharded", "torch", "observe")},
     "check/samestep_check": "`samestep check`",
-    "core/samestep/launch": LAUNCHER,
+    "launch/samestep_launch": LAUNCHER,
 }
 
 

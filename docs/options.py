@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
 sys.path.insert(0, str(ROOT / "core"))
 
-from samestep.launch import run_command  # noqa: E402
 from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa: E402
 from samestep_check import command as check_command  # noqa: E402
+from samestep_launch import run_command  # noqa: E402
 
 PROGRAMS = {"report": "report", "watch": "watch", "track": "track", "hang": "hang_report"}  # with their modules
 HEAD = """\

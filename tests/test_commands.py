@@ -24,9 +24,9 @@ from repository import Ended, clone, ran
 from samestep import ConfigError
 from samestep.__main__ import PROGRAMS
 from samestep.checkpoint import save_weights
-from samestep.launch import run_command
 from samestep_check.command import build_parser as check_parser
 from samestep_check.command import parse_rows
+from samestep_launch import run_command
 
 ROOT = commands.ROOT
 LIMIT = 120.0

@@ -26,9 +26,9 @@ PASSED_ON = {
     "apps/*/placement.py",  # make_rank_table.py has the words
     "apps/*/distributed.py",  # Horovod's options.py has the words
     "core/samestep/log.py",  # it prints all others
-    "core/samestep/launch/app.py",
-    "core/samestep/launch/preflight.py",
-    "core/samestep/launch/supervise.py",  # its watch has the words
+    "launch/samestep_launch/app.py",
+    "launch/samestep_launch/preflight.py",
+    "launch/samestep_launch/supervise.py",  # its watch has the words
 }
 
 

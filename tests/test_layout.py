@@ -132,7 +132,7 @@ def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> Non
     tool, pythons = (runpy.run_path(str(ROOT / "tools" / f"{name}.py")) for name in ("lock", "python_versions"))
     line = re.compile(
         r"[a-z0-9-]+==[\w.+]+( ; [\w.'() =<>!]+)? \\|    --hash=sha256:[0-9a-f]{64}( \\)?|"
-        r"    # +(via )?([a-z0-9-]+|-r (apps/\w+|core/samestep/launch/tracker_locks)/\w+\.in)|    # via|"
+        r"    # +(via )?([a-z0-9-]+|-r (apps/\w+|launch/samestep_launch/tracker_locks)/\w+\.in)|    # via|"
         r"# Made by `bash scripts/test\.sh -e locks -- .*"
     )
     for source in [*ROOT.glob("apps/*/*.in"), *tool["TRACKERS"].glob("*.in")]:

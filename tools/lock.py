@@ -14,7 +14,7 @@ packages.
 ``requirements-cuda.txt`` is what PyPI's wheels need. ``requirements-cpu.txt`` is the same without NVIDIA's packages,
 and with the build of torch that does not need them; an app that pulls in none of them has this one alone. Any other
 ``*.in`` of an app has a lock of the same name. The requirements of ``--track``
-(``core/samestep/launch/tracker_locks``) are treated as an app named ``trackers``.
+(``launch/samestep_launch/tracker_locks``) are treated as an app named ``trackers``.
 """
 
 from __future__ import annotations

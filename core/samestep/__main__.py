@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from samestep import __version__
 
 PROGRAMS = {  # the module of each, and its summary
-    "run": ("samestep.launch.run_command", "run a program on N ranks, and restart it after failures"),
+    "run": ("samestep_launch.run_command", "run a program on N ranks, and restart it after failures"),
     "check": ("samestep_check.command", "test a training script under faults, in copies of its folder"),
     "report": ("samestep_observe.report", "compare runs on one HTML page"),
     "watch": ("samestep_observe.watch", "show a run in the terminal, live"),

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import connect, free_port
 from samestep import ConfigError, NonRetryableError
-from samestep.launch import preflight
-from samestep.launch.preflight import PROTOCOL, JsonConnection, NodeInfo, Rendezvous
+from samestep_launch import preflight
+from samestep_launch.preflight import PROTOCOL, JsonConnection, NodeInfo, Rendezvous
 from scratch_project import CORE, ScratchProject, end_of
 
 SECRET = b"what the machines of this job have in common"
@@ -58,7 +58,7 @@ def machine_0(secret: bytes = b"", limit: float = LIMIT) -> Iterator[tuple[int, 
 
 HOST = """
 import json, sys
-from samestep.launch import preflight
+from samestep_launch import preflight
 node, port, limit = json.loads(sys.argv[1])
 preflight.preflight(preflight.NodeInfo(**node), "127.0.0.1", port, limit, lambda: {"job": "j"}, lambda plan: None)
 """

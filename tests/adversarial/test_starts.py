@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from attempts import Attempt, check
 from samestep import NonRetryableError, events, untrusted
-from samestep.launch import job, supervise, user_folder
+from samestep_launch import job, supervise, user_folder
 from scratch_project import LIMIT, ScratchProject, end_of, wait_for
 
 # A rank that core's own watchdog watches; ``alive`` waits for its first heartbeat.

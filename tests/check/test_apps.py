@@ -35,7 +35,7 @@ def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, 
     limits = "--row-limit=240", "--total-limit=1800"
     done, verdicts = check(
         *(folder, f"--adapter={PLAIN.with_name(adapter)}.py", *limits, "--"),
-        *(sys.executable, "-m", "samestep.launch", "run", *run.split()),
+        *(sys.executable, "-m", "samestep_launch", "run", *run.split()),
         *("--epochs=2", "--checkpoint-every=3", *options),
     )
     took = time.monotonic() - begun

@@ -76,7 +76,7 @@ def test_an_app_imports_no_framework_no_launcher_and_no_downloads_by_the_package
     tops = {name.split(".")[0] for name in loaded}
     assert not tops & {*FRAMEWORKS}
     ours = {name for name in loaded if name.split(".")[0] == "samestep"}
-    assert not [name for name in ours if name.startswith(("samestep.launch", "samestep_observe"))]
+    assert not [name for name in ours if name.startswith(("samestep_launch", "samestep_observe"))]
     assert "samestep.data.download" not in ours
 
 

@@ -101,7 +101,7 @@ def test_a_project_elsewhere_imports_it_and_its_digits(built: Built, tmp_path: P
     script = tmp_path / "venv" / "bin" / "samestep"
     assert run(script, "--version", folder=tmp_path) == f"samestep {samestep.__version__}\n"
     assert run(script, "run", "--help", folder=tmp_path) == run(
-        python, "-m", "samestep.launch", "run", "--help", folder=tmp_path
+        python, "-m", "samestep_launch", "run", "--help", folder=tmp_path
     )
     # The README's programs run as they stand.
     blocks = re.findall(r"^```python\n(.*?)^```$", (CORE / "README.md").read_text(), re.MULTILINE | re.DOTALL)

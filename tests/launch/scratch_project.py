@@ -205,11 +205,11 @@ def project_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "apps" / app / "requirements-cpu.txt").write_text("# Nothing\n")
     (root / "apps" / "table" / "table.py").write_text(TABLE)
     for name, constant, seconds in (
-        ("core/samestep/launch/supervise.py", "STOP_SECONDS", "1.5"),
-        ("core/samestep/launch/supervise.py", "DIAGNOSIS_SECONDS", "1.5"),
-        ("core/samestep/launch/supervise.py", "START_SECONDS", "1.5"),
+        ("launch/samestep_launch/supervise.py", "STOP_SECONDS", "1.5"),
+        ("launch/samestep_launch/supervise.py", "DIAGNOSIS_SECONDS", "1.5"),
+        ("launch/samestep_launch/supervise.py", "START_SECONDS", "1.5"),
         ("core/samestep/rundir.py", "LOCK_SECONDS", "0.5"),
-        ("core/samestep/launch/preflight.py", "WAIT_NOTICE_AFTER", "1.5"),
+        ("launch/samestep_launch/preflight.py", "WAIT_NOTICE_AFTER", "1.5"),
     ):
         path = root / name
         text, count = re.subn(rf"^{constant} = [\d.]+", f"{constant} = {seconds}", path.read_text(), flags=re.MULTILINE)

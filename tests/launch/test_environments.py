@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy
 import pytest
 from samestep import ConfigError
-from samestep.launch import environments
-from samestep.launch.environments import Environment
+from samestep_launch import environments
+from samestep_launch.environments import Environment
 from scratch_project import ScratchProject, end_of, gone, wait_for
 
 # On PATH as python3 and python3.11. It claims to be of another version where a file says so.

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 from processes import is_running
 from samestep import ConfigError
-from samestep.launch import app, migration
-from samestep.launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
 from samestep.options import Options
+from samestep_launch import app, migration
+from samestep_launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
 from scratch_project import (
     CORE,
     LIMIT,
@@ -306,7 +306,7 @@ def test_a_given_python_without_the_requirements_is_told_before_anything_starts(
 
 RESERVE = """
 import contextlib, json, sys
-from samestep.launch import user_folder
+from samestep_launch import user_folder
 with contextlib.ExitStack() as stack:
     ports = [stack.enter_context(user_folder.reserved_port(None)) for _ in range(400)]
     print(json.dumps(ports), flush=True)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from processes import connect, free_port
 from samestep import ConfigError, NonRetryableError
-from samestep.launch import preflight
-from samestep.launch.preflight import NodeInfo, Rendezvous
+from samestep_launch import preflight
+from samestep_launch.preflight import NodeInfo, Rendezvous
 from scratch_project import REPOSITORY, ScratchProject, end_of
 
 NODE = NodeInfo(

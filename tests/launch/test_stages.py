@@ -23,13 +23,13 @@ root, core, *apps = sys.argv[1:]
 sys.path.insert(0, core)
 missing = [name for name in ("numpy", "safetensors", "tqdm", "pytest", "pip") if importlib.util.find_spec(name) is None]
 assert "numpy" in missing and "pytest" in missing, "third-party packages can be imported here, so nothing is shown"
-from samestep.launch import app
+from samestep_launch import app
 for name in apps:
     module = app._app_options(Path(root), name)
     module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
 own = {name for name in sys.modules if name.partition(".")[0] == "samestep"}
 modules = ("app", "environments", "job", "migration", "supervise", "trackers", "user_folder")
-launch = {"samestep.launch", *(f"samestep.launch.{name}" for name in modules)}
+launch = {"samestep_launch", *(f"samestep_launch.{name}" for name in modules)}
 needs = {"samestep", "samestep.events", "samestep.options", "samestep.untrusted"}
 assert own == {*needs, *launch}, own
 assert app.__file__.startswith(core), app.__file__
@@ -85,4 +85,4 @@ def test_what_runs_in_a_rank_imports_nothing_of_the_launcher(path: Path) -> None
         if isinstance(node, ast.ImportFrom):
             names += [node.module or ""]
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-        assert not [name for name in names if name.startswith("samestep.launch")]
+        assert not [name for name in names if name.startswith("samestep_launch")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from samestep import ConfigError
-from samestep.launch import trackers
+from samestep_launch import trackers
 from samestep_observe import track
 from scratch_project import CORE, REPOSITORY, ScratchProject
 

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.launch.environments import TRACKERS as NAME
-from samestep.launch.environments import Environment
-from samestep.launch.supervise import Stopped, print_stderr
 from samestep.options import bounded_float
 from samestep.untrusted import printable
+
+from samestep_launch.environments import TRACKERS as NAME
+from samestep_launch.environments import Environment
+from samestep_launch.supervise import Stopped, print_stderr
 
 TRACKERS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 MODULES = {"mlflow-skinny": "mlflow"}  # of packages whose module has another name

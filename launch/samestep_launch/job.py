@@ -1,6 +1,6 @@
 """Run a job on this machine: resolve its run dir and data, check the other machines, start its launcher and restart it.
 
-Launch scripts (`samestep.launch.app`) and ``samestep run`` (`samestep.launch.run_command`) use it, in the environment
+Launch scripts (`samestep_launch.app`) and ``samestep run`` (`samestep_launch.run_command`) use it, in the environment
 of the ranks. At the top level it imports the standard library alone.
 """
 
@@ -23,17 +23,18 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from samestep import ConfigError, NonRetryableError, events, untrusted
-from samestep.launch import supervise, user_folder
-from samestep.launch.supervise import print_stderr
-from samestep.launch.trackers import TrackerProcess
 from samestep.options import Options
 
+from samestep_launch import supervise, user_folder
+from samestep_launch.supervise import print_stderr
+from samestep_launch.trackers import TrackerProcess
+
 if TYPE_CHECKING:
-    from samestep.launch.preflight import NodeInfo, Rendezvous
+    from samestep_launch.preflight import NodeInfo, Rendezvous
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep, with code that must be the same
-TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep.launch.torchrun"  # modules
+TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep_launch.torchrun"  # modules
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
@@ -106,7 +107,7 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:
         raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
     if count == 1:
         return Nodes(count, rank, addr, port)
-    from samestep.launch.preflight import read_secret  # one machine does not load it
+    from samestep_launch.preflight import read_secret  # one machine does not load it
 
     return Nodes(count, rank, addr, port, read_secret(environ))
 
@@ -190,8 +191,9 @@ class Job:
 def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str, str]) -> NodeInfo:
     """Return this machine's description for the others; ``root`` is where the paths of ``code`` begin."""
     from samestep import __file__ as module
-    from samestep.launch.preflight import NodeInfo, digests
     from samestep.options import as_json
+
+    from samestep_launch.preflight import NodeInfo, digests
 
     differ = {*MAY_DIFFER, *job.settings.get("may_differ", ())}
     package = [path for folder in RANK_FOLDERS for path in Path(module).parent.joinpath(folder).glob("*.py")]
@@ -241,7 +243,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         if new and not state.name and job.options.run_dir:  # nothing has started
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if node and state.name and reason:
-            from samestep.launch import preflight
+            from samestep_launch import preflight
 
             with contextlib.suppress(supervise.Stopped):
                 limit = SHORT if state.verdict is None else LONG  # without a verdict all machines see the failure
@@ -294,7 +296,8 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
     """Wait for the job's other machines; they check the plan of machine 0 here."""
     from samestep import rundir
     from samestep.data import datasets
-    from samestep.launch import preflight
+
+    from samestep_launch import preflight
 
     def prepare(plan: Mapping[str, Any]) -> None:
         if not {"run_dir", "job"} <= plan.keys():
@@ -327,7 +330,7 @@ def _late_machines(job: Job, node: NodeInfo | None, met: Rendezvous | None) -> A
     """Admit machines that come back while the launcher runs, for an app that can continue without them."""
     if not (node and met and job.nodes.rank == 0 and "port" in met.plan):
         return contextlib.nullcontext()
-    from samestep.launch import preflight
+    from samestep_launch import preflight
 
     return preflight.admit_late(node, *job.nodes.place, met, job.nodes.secret)
 

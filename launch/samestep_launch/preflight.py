@@ -39,7 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, NonRetryableError, untrusted
-from samestep.launch.supervise import Stopped, print_stderr
+
+from samestep_launch.supervise import Stopped, print_stderr
 
 PROTOCOL = "samestep preflight 2"
 WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samestep import NonRetryableError
-from samestep.launch.supervise import block_signals, print_stderr
 from samestep.untrusted import open_regular, own_folder
+
+from samestep_launch.supervise import block_signals, print_stderr
 
 BASE = Path("/tmp")  # not TMPDIR, because all jobs of a user must find the same locks
 PORTS = range(20_000, 32_768)  # below the ports of connections, so that they stay free until a launcher listens

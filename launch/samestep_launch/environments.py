@@ -29,7 +29,8 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from samestep import ConfigError, NonRetryableError
-from samestep.launch.supervise import STOPS, block_signals, print_stderr, read_text
+
+from samestep_launch.supervise import STOPS, block_signals, print_stderr, read_text
 
 TRACKERS = "trackers"  # the environment of --track, whose requirements are part of this package
 STAMP = "samestep-stamp"

@@ -1,4 +1,4 @@
-"""Run torchrun for a job on one machine, with its store on 127.0.0.1 alone: ``python -m samestep.launch.torchrun``.
+"""Run torchrun for a job on one machine, with its store on 127.0.0.1 alone: ``python -m samestep_launch.torchrun``.
 
 torchrun's own store listens on all addresses of the machine, without authentication, and no option changes that. The
 arguments are torchrun's; the store listens at ``--master-addr`` and ``--master-port``.

@@ -1,4 +1,4 @@
-"""Start an app of this project: check the call, make its environment, and hand the job to `samestep.launch.job`.
+"""Start an app of this project: check the call, make its environment, and hand the job to `samestep_launch.job`.
 
 ``scripts/run_<app>.sh`` passes its framework's launcher as a template, and the user's arguments::
 
@@ -44,13 +44,14 @@ from typing import Any
 
 from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
-from samestep.launch import environments, supervise, trackers
-from samestep.launch.environments import Environment
-from samestep.launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
-from samestep.launch.migration import check_imports
-from samestep.launch.supervise import print_stderr
 from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import open_closed_streams, printable
+
+from samestep_launch import environments, supervise, trackers
+from samestep_launch.environments import Environment
+from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
+from samestep_launch.migration import check_imports
+from samestep_launch.supervise import print_stderr
 
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8

@@ -33,10 +33,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
-from samestep.launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
-from samestep.launch.job import Job, node_info, parse_integer, read_nodes, run_job
-from samestep.launch.launchers import DIRECT, LAUNCHERS, Launcher
 from samestep.options import GROUPS, Parser, bounded_int, seconds
+
+from samestep_launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
+from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job
+from samestep_launch.launchers import DIRECT, LAUNCHERS, Launcher
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The launchers of ``samestep run``, with their commands as templates for `samestep.launch.job.Job.command`.
+"""The launchers of ``samestep run``, with their commands as templates for `samestep_launch.job.Job.command`.
 
 A module of None means that the first word is a program on PATH. ``settings`` is an app's LAUNCHER table.
 """
