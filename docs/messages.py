@@ -50,9 +50,11 @@ after `error: `. An ellipsis (…) is a placeholder for values, so search this p
 | again | the launch script restarts the job from its newest good checkpoint, up to `--max-restarts` times; then 1 |
 """
 PACKAGE, LAUNCHER = "All apps: the package `samestep`", "The launch script and `samestep run`"
+OBSERVE = "`samestep report`, `watch`, `track` and `hang`"
 PARTS = {
     "core/samestep": PACKAGE,
-    **{f"core/samestep/{name}": PACKAGE for name in ("data", "recovery", "sharded", "torch", "observe")},
+    **{f"core/samestep/{name}": PACKAGE for name in ("data", "recovery", "sharded", "torch")},
+    "observe/samestep_observe": OBSERVE,
     "check/samestep_check": "`samestep check`",
     "launch/samestep_launch": LAUNCHER,
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
-sys.path.insert(0, str(ROOT / "core"))
+sys.path[:0] = [str(ROOT / folder) for folder in ("core", "launch", "observe", "check")]
 
 from samestep.options import RESUME_MUTABLE, Options, Parser, add_common  # noqa: E402
 from samestep_check import command as check_command  # noqa: E402

@@ -7,8 +7,8 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
 os.environ.pop("PYTHONSAFEPATH", None)  # apps import files of their own folder
-# A project that is a copy of one app has a wheel in place of these folders. The first stage imports from it; the second runs in
-# an environment that has it installed, because its data are files.
+# A project that is a copy of one app has a wheel in place of the four folders below. The first stage imports from it;
+# the second runs in an environment that has it installed, because its data are files.
 wheel = next(root.glob("vendor/samestep-*.whl"), None)
 here = 0 if getattr(sys.flags, "safe_path", False) else 1  # whether sys.path begins with this folder
 sys.path[:here] = [str(root / folder) for folder in ("core", "launch", "observe", "check")]
@@ -20,7 +20,7 @@ elif wheel:
         install = f"{sys.executable} -m pip install {wheel}"
         print(f"error: {sys.executable} lacks samestep: {install}; or unset PYTHON to have one made", file=sys.stderr)
         sys.exit(2)
-    if not any(Path(folder, "launch").is_dir() for folder in package.submodule_search_locations or ()):
+    if not any(Path(folder, "rundir.py").is_file() for folder in package.submodule_search_locations or ()):
         print(f"error: {package.origin} hides the package samestep: take it off PYTHONPATH", file=sys.stderr)
         sys.exit(2)
 

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = {  # by their folders, which are entries of Python's path
+    "core": "samestep",
+    "launch": "samestep_launch",
+    "observe": "samestep_observe",
+    "check": "samestep_check",
+}
 
 
 def without_git() -> dict[str, str]:

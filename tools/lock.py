@@ -34,7 +34,7 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-TRACKERS = ROOT / "core" / "samestep" / "launch" / "tracker_locks"
+TRACKERS = ROOT / "launch" / "samestep_launch" / "tracker_locks"
 PYPI = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")  # a mirror has the same files
 GPU = re.compile(r"(nvidia|cuda)-.*|triton")  # packages that only a build for NVIDIA's GPUs needs
 

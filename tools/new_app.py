@@ -39,7 +39,7 @@ GENERATED_PAGES = {"docs/devices.md": "docs/device_paths.py", "docs/messages.md"
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
-    *("tools/code_lines.py", "tools/lock.py", "tools/quick_imports.py"),
+    *("tools/lock.py", "tools/quick_imports.py"),
     *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
     *("mypy.ini", "pytest.ini", "ruff.toml"),
 )

@@ -29,7 +29,7 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "pyproject.toml"
-TRACKERS = ROOT / "core" / "samestep" / "launch" / "tracker_locks"
+TRACKERS = ROOT / "launch" / "samestep_launch" / "tracker_locks"
 RECORD = Path(__file__).with_suffix(".json")
 PYTHONS = ("3.11", "3.10", "3.12", "3.13", "3.14")  # the one that the tests use is looked for first
 PLATFORM = "x86_64-manylinux_2_28"

@@ -7,7 +7,7 @@ Modules that every rank uses:
 * ``sharding``: this rank's samples.
 * ``schedules``: learning rates.
 * ``run`` and ``rundir``: the life of one run, and its folder.
-* ``stop``, ``step_timer``, ``monitor``.
+* ``stop``, ``step_timer``, ``monitor``, ``events``.
 
 Packages that build on them:
 
@@ -15,13 +15,14 @@ Packages that build on them:
 * ``recovery``: watchdog, hang diagnosis, straggler detection, replica check.
 * ``sharded``: checkpoints of models that no rank holds.
 * ``torch``: shared code of PyTorch apps.
-* ``observe``: report, watch, trackers.
-* ``launch``: launch scripts and ``samestep run``.
+
+Three packages beside this one build on it, and no rank imports them: ``samestep_launch`` (launch scripts,
+``samestep run``), ``samestep_observe`` (report, watch, trackers) and ``samestep_check`` (``samestep check``).
 
 This module imports nothing.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 class ConfigError(Exception):
@@ -42,7 +43,3 @@ class RemoteRankError(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"another rank failed with exit code {exit_code}")
         self.exit_code = exit_code
-
-
-# The names of samestep 0.1.
-UserError, FatalError, RestartError, RankZeroError = ConfigError, NonRetryableError, RetryableError, RemoteRankError

@@ -5,7 +5,7 @@ Their packages are found by name, so that this package imports none of them.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {problem}: choose {', '.join(PROGRAMS)} (see samestep --help)", file=sys.stderr)
         return 2
     module, _ = PROGRAMS[name]
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        print(f"error: samestep {name} needs the package {package}: pip install samestep", file=sys.stderr)
+        return 2
     code: int = importlib.import_module(module).main(rest)
     return code
 

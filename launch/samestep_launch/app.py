@@ -50,12 +50,18 @@ from samestep.untrusted import open_closed_streams, printable
 from samestep_launch import environments, supervise, trackers
 from samestep_launch.environments import Environment
 from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
-from samestep_launch.migration import check_imports
-from samestep_launch.supervise import print_stderr
+from samestep_launch.supervise import print_stderr, read_text
 
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
 UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
+
+_OLD_MODULES = (
+    *("launch", "observe", "check", "autopsy", "report", "track", "watch"),
+    *(r"recovery(?:\.| import )events", r"torch(?:\.| import )(?:options|run)"),
+)
+# An import of a module that 0.2 had.
+MOVED = re.compile(rf"\s*(?:from|import) samestep(?:\.| import )({'|'.join(_OLD_MODULES)})\b")
 
 HELP = """\
 N is the number of ranks on this machine. The first start installs packages into
@@ -203,11 +209,21 @@ def _app_options(root: Path, app: str) -> Any:
         raise ConfigError(
             f"unknown app {app}: " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
         )
-    check_imports(path.parent)
+    _check_imports(path.parent)
     sys.path.append(str(path.parent))  # last, because apps give their files plain names
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _check_imports(folder: Path) -> None:
+    """Raise ConfigError if a file of the app imports a module that version 0.3 moved or removed."""
+    for path in sorted(folder.glob("*.py")):
+        for number, line in enumerate((read_text(path) or "").splitlines(), start=1):
+            if old := MOVED.match(line):
+                name = old[1].replace(" import ", ".")
+                where = "its new name is in the table under 0.3.0 in CHANGELOG.md"
+                raise ConfigError(f"{path}:{number}: samestep 0.3 has no samestep.{name}: {where}")
 
 
 def _check_paths(options: Options) -> None:

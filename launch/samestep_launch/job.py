@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from samestep_launch.preflight import NodeInfo, Rendezvous
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
-RANK_FOLDERS = ("", "data", "launch", "recovery", "sharded", "torch")  # of samestep, with code that must be the same
 TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep_launch.torchrun"  # modules
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
@@ -190,13 +189,14 @@ class Job:
 
 def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str, str]) -> NodeInfo:
     """Return this machine's description for the others; ``root`` is where the paths of ``code`` begin."""
-    from samestep import __file__ as module
+    import samestep
     from samestep.options import as_json
 
     from samestep_launch.preflight import NodeInfo, digests
 
     differ = {*MAY_DIFFER, *job.settings.get("may_differ", ())}
-    package = [path for folder in RANK_FOLDERS for path in Path(module).parent.joinpath(folder).glob("*.py")]
+    # The code of ranks and launchers must be the same on all machines.
+    package = [*Path(samestep.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]
     return NodeInfo(
         app=job.name,
         machine=job.nodes.rank,

@@ -42,7 +42,7 @@ from samestep import ConfigError, NonRetryableError, untrusted
 
 from samestep_launch.supervise import Stopped, print_stderr
 
-PROTOCOL = "samestep preflight 2"
+PROTOCOL = "samestep preflight 3"
 WAIT_NOTICE_AFTER = 5.0  # seconds of waiting after which the console names the missing machines
 RETRY = 0.5  # seconds between attempts to connect
 REPLY_TIMEOUT = 5.0  # seconds in which a launch script replies; other programs do not

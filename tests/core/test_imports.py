@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,7 @@ import pytest
 from programs import CORE, LIMIT, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 2000  # lines of code of the package that importing mnist_ddp loads
-TORCH = ("torch", "torchrun")  # samestep.torch, and the launcher's module that runs torchrun
-PATHS = sorted(path for path in Path(CORE, "samestep").rglob("*.py") if not {path.parent.name, path.stem} & {*TORCH})
+PATHS = sorted(path for path in Path(CORE, "samestep").rglob("*.py") if path.parent.name != "torch")
 FRAMEWORKS = "torch torchvision lightning pytorch_lightning horovod paddle mindspore tensorflow jax".split()
 
 IMPORT = """
@@ -65,9 +62,7 @@ def test_the_smallest_app_imports_a_thin_part_of_the_package(loaded: dict[str, s
     ours = {name: Path(file) for name, file in loaded.items() if file and name.split(".")[0] == "samestep"}
     assert {"samestep", "samestep.run", "samestep.checkpoint", "samestep.recovery.watchdog"} <= ours.keys()
     assert all(path.is_relative_to(CORE) for path in ours.values())
-    count = runpy.run_path(str(ROOT / "tools" / "code_lines.py"))["count"]
-    lines = {name: count(path.read_text()) for name, path in ours.items()}
-    assert sum(lines.values()) <= MAX_LINES, lines
+    assert not {"samestep.sharded", "samestep.data.datasets", "samestep.recovery.hang_diagnosis"} & ours.keys()
 
 
 def test_an_app_imports_no_framework_no_launcher_and_no_downloads_by_the_package(
@@ -75,9 +70,8 @@ def test_an_app_imports_no_framework_no_launcher_and_no_downloads_by_the_package
 ) -> None:
     tops = {name.split(".")[0] for name in loaded}
     assert not tops & {*FRAMEWORKS}
-    ours = {name for name in loaded if name.split(".")[0] == "samestep"}
-    assert not [name for name in ours if name.startswith(("samestep_launch", "samestep_observe"))]
-    assert "samestep.data.download" not in ours
+    assert not [name for name in tops if name.startswith("samestep_")]
+    assert "samestep.data.download" not in loaded
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(CORE)))

@@ -1,4 +1,4 @@
-"""A scratch project for the launch scripts' tests: a copy of core and of the doors in scripts/, and toy apps.
+"""A scratch project for the launch scripts' tests: a copy of the packages and of the doors in scripts/, and toy apps.
 
 It is started by bash, as a user would; its launchers and ranks are small programs of the standard library, but real
 processes.
@@ -22,11 +22,10 @@ from typing import Any
 
 import processes
 import pytest
-import samestep
 from processes import marked
+from repository import PACKAGES, REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CORE = Path(samestep.__file__).resolve().parents[1]
+CORE, LAUNCH = REPOSITORY / "core", REPOSITORY / "launch"
 LIMIT = 40.0  # seconds that nothing here needs
 OURS = re.compile(
     "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
@@ -193,7 +192,8 @@ CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info")
 @pytest.fixture(scope="session")
 def project_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
-    shutil.copytree(CORE, root / "core", ignore=CACHES)
+    for folder in PACKAGES:
+        shutil.copytree(REPOSITORY / folder, root / folder, ignore=CACHES)
     (root / "scripts").mkdir()
     for door in ("launch.py", "launch.sh"):
         shutil.copy(REPOSITORY / "scripts" / door, root / "scripts")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from repository import PACKAGES
 from samestep import ConfigError
 from samestep_launch import environments
 from samestep_launch.environments import Environment
@@ -127,7 +128,7 @@ class Street:
 def street(project: ScratchProject, tmp_path: Path) -> Iterator[Street]:
     made = Street(project, tmp_path / "street")
     # Nothing is installed in it: requirements are compared with the imported packages elsewhere.
-    source = made.root / "core" / "samestep" / "launch" / "environments.py"
+    source = made.root / "launch" / "samestep_launch" / "environments.py"
     text, count = re.subn(r"(def check_requirements\(.*?\) -> None:\n)", r"\1        return\n", source.read_text())
     assert count == 1
     source.write_text(text)
@@ -148,8 +149,9 @@ def test_the_first_start_makes_the_environment_and_the_next_finds_it(street: Str
     assert pip_note.startswith(f"{venv}/bin/python install ")
     assert pip_note.endswith(f" --no-deps --require-hashes --only-binary=:all: -r {venv / 'requirements.txt'}")
     assert (venv / "requirements.txt").read_text() == "# Made of toy's\ntorch==1.0\n"
-    (core,) = venv.glob("lib/python*/site-packages/samestep.pth")
-    assert core.read_text() == f"{street.root / 'core'}\n"
+    (path_file,) = venv.glob("lib/python*/site-packages/samestep.pth")
+    assert path_file.read_text().splitlines() == [str(street.root / folder) for folder in PACKAGES]
+    assert (venv / "bin" / "samestep").read_text().endswith(f'exec {venv}/bin/python -m samestep "$@"\n')
     again = end_of(street.start())
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
     assert len(street.notes()) == 2
@@ -160,11 +162,14 @@ def test_a_project_of_its_own_has_core_as_a_wheel(street: Street, monkeypatch: p
     wheel = street.root / "vendor" / "samestep-0.1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as file:
-        for path in (street.root / "core" / "samestep").rglob("*.py"):
-            file.write(path, path.relative_to(street.root / "core"))
-    installed = (street.root / "core").rename(street.work / "core")
-    lacking = {**street.environ, "PYTHONPATH": street.environ["PYTHONPATH"].replace(f":{street.root / 'core'}:", ":")}
-    street.environ["PYTHONPATH"] += f":{installed}"
+        for folder, package in PACKAGES.items():
+            for path in (street.root / folder / package).rglob("*.py"):
+                file.write(path, path.relative_to(street.root / folder))
+    (street.work / "installed").mkdir()
+    installed = [(street.root / folder).rename(street.work / "installed" / folder) for folder in PACKAGES]
+    path = street.environ["PYTHONPATH"].split(":")
+    lacking = {**street.environ, "PYTHONPATH": ":".join(each for each in path if each != str(street.root / "core"))}
+    street.environ["PYTHONPATH"] += "".join(f":{folder}" for folder in installed)
     first = street.python()
     assert street.notes()[-1].endswith(f" --no-deps --no-index {wheel}")
 
@@ -514,7 +519,7 @@ def test_a_wheel_that_the_lock_does_not_list_is_refused_until_it_is_allowed(stre
 @pytest.mark.soak
 def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street) -> None:
     """With a word, and before anything is downloaded."""
-    path = street.root / "core" / "samestep" / "launch" / "environments.py"
+    path = street.root / "launch" / "samestep_launch" / "environments.py"
     text, count = re.subn(r'(?m)^CPU_INDEX = ".*"', 'CPU_INDEX = "file:///nowhere"', path.read_text())
     text, more = re.subn(r"(def _has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)
     assert (count, more) == (1, 1)

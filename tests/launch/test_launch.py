@@ -22,7 +22,7 @@ import pytest
 from processes import is_running
 from samestep import ConfigError
 from samestep.options import Options
-from samestep_launch import app, migration
+from samestep_launch import app
 from samestep_launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
 from scratch_project import (
     CORE,
@@ -392,24 +392,20 @@ def test_without_restarts_the_first_failure_is_the_last() -> None:
     assert decide(FAILED, [], 0, LOGS) == Decision(1, f"error: the job ended with code 7: {SEE}")
 
 
-# --- an app of samestep 0.1 ----------------------------------------------------------------------------------------
+# --- an app of samestep 0.2 ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("code", "name"),
     [
-        ("from samestep import signals", "samestep.signals"),
-        ("from samestep import env, watchdog as dog", "samestep.watchdog"),
-        ("import samestep.phases", "samestep.phases"),
-        ("def f():\n    from samestep.rollback import odd_ones", "samestep.rollback"),
-        ("from samestep.options import Parser, whole", "samestep.options.whole"),
-        ("from samestep import options as o\no.arithmetic(1)", "samestep.options.arithmetic"),
-        ("from samestep.sharding import Rows", "samestep.sharding.Rows"),
-        ("from samestep import run\nx: run.Due", "samestep.run.Due"),
-        ("from samestep.sharded import Piece", "samestep.sharded.Piece"),
+        ("from samestep.launch import job", "samestep.launch"),
+        ("from samestep import observe", "samestep.observe"),
+        ("import samestep.check.plugin", "samestep.check"),
+        ("def f():\n    from samestep.recovery import events", "samestep.recovery.events"),
+        ("from samestep.torch.options import add_local_rank", "samestep.torch.options"),
     ],
 )
-def test_an_app_of_samestep_0_1_is_refused_with_the_place_of_the_new_names(
+def test_an_app_of_samestep_0_2_is_refused_with_the_place_of_the_new_names(
     project: ScratchProject, tmp_path: Path, code: str, name: str
 ) -> None:
     root = tmp_path / "old"
@@ -419,20 +415,18 @@ def test_an_app_of_samestep_0_1_is_refused_with_the_place_of_the_new_names(
     line = code.count("\n") + 2
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: {root}/apps/toy/train.py:{line}: samestep 0.2 has no {name}: its new name is in the table under 0.2.0 "
+        f"error: {root}/apps/toy/train.py:{line}: samestep 0.3 has no {name}: its new name is in the table under 0.3.0 "
         "in CHANGELOG.md\n"
     )
-    table = (REPOSITORY / "core" / "CHANGELOG.md").read_text().partition("## 0.1.0")[0]
-    assert f"| `{name.removeprefix('samestep.')}" in table
+    table = (REPOSITORY / "CHANGELOG.md").read_text().partition("## 0.2.0")[0]
+    assert f"| `{name}" in table
 
 
 def test_names_that_only_look_old_are_allowed(tmp_path: Path) -> None:
-    code = "import signals, samestep\nfrom . import datasets\nfrom samestep import env\noptions = 1\noptions.whole\n"
-    (tmp_path / "train.py").write_text(
-        code + "from samestep.data import datasets\nfrom samestep.torch import weights\n"
-    )
-    (tmp_path / "broken.py").write_text("from samestep import signals (\n")  # Python itself reports it
-    migration.check_imports(tmp_path)
+    code = "import launch, samestep\nfrom . import observe\nfrom samestep import env, events\n"
+    code += "import samestep_launch.job\nfrom samestep.recovery import watchdog\nfrom samestep.torch import weights\n"
+    (tmp_path / "train.py").write_text(code)
+    app._check_imports(tmp_path)
 
 
 # --- starts and restarts -----------------------------------------------------------------------------------------
@@ -751,7 +745,7 @@ def test_a_signal_stops_all_descendants(project: ScratchProject, number: int, co
 def test_a_second_ctrl_c_kills_at_once(project: ScratchProject, tmp_path: Path) -> None:
     root = tmp_path / "patient"
     shutil.copytree(project.root, root)
-    path = root / "core" / "samestep" / "launch" / "supervise.py"
+    path = root / "launch" / "samestep_launch" / "supervise.py"
     path.write_text(re.sub(r"^STOP_SECONDS = .*", f"STOP_SECONDS = {10 * LIMIT}", path.read_text(), flags=re.MULTILINE))
     patient = ScratchProject(root, project.work)
     patient.mark = project.mark

@@ -9,30 +9,31 @@ import sys
 from pathlib import Path
 
 import pytest
-from scratch_project import CORE, REPOSITORY
+from repository import PACKAGES
+from scratch_project import LAUNCH, REPOSITORY
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
-FOLDER = CORE / "samestep" / "launch"
-MODULES = ["__init__", "__main__", "app", "cli", "environments", "job", "launchers", "migration", "preflight"]
-MODULES += ["supervise", "trackers", "user_folder"]
+FOLDER = LAUNCH / "samestep_launch"
+MODULES = ["__init__", "app", "environments", "job", "launchers", "preflight", "run_command", "supervise"]
+MODULES += ["torchrun", "trackers", "user_folder"]
 
 FIRST_STAGE = """
 import importlib.util, sys
 from pathlib import Path
-root, core, *apps = sys.argv[1:]
-sys.path.insert(0, core)
+root, path, *apps = sys.argv[1:]
+sys.path[:0] = path.split(":")
 missing = [name for name in ("numpy", "safetensors", "tqdm", "pytest", "pip") if importlib.util.find_spec(name) is None]
 assert "numpy" in missing and "pytest" in missing, "third-party packages can be imported here, so nothing is shown"
 from samestep_launch import app
 for name in apps:
     module = app._app_options(Path(root), name)
     module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
-own = {name for name in sys.modules if name.partition(".")[0] == "samestep"}
-modules = ("app", "environments", "job", "migration", "supervise", "trackers", "user_folder")
+own = {name for name in sys.modules if name.startswith("samestep")}
+modules = ("app", "environments", "job", "supervise", "trackers", "user_folder")
 launch = {"samestep_launch", *(f"samestep_launch.{name}" for name in modules)}
-needs = {"samestep", "samestep.events", "samestep.options", "samestep.untrusted"}
-assert own == {*needs, *launch}, own
-assert app.__file__.startswith(core), app.__file__
+needs = {f"samestep.{name}" for name in ("env", "events", "options", "untrusted")}
+assert own == {"samestep", *needs, *launch}, own
+assert app.__file__.startswith(tuple(path.split(":"))), app.__file__
 locks = app.Environment(Path(root), "trackers")
 assert "numpy==" in locks.locks()[0].read_text() and locks.pins()
 print("ok")
@@ -52,16 +53,22 @@ def interpreters() -> list[str]:
 @pytest.mark.parametrize("zipped", [False, True])
 def test_the_first_stage_needs_only_the_standard_library(python: str, zipped: bool, tmp_path: Path) -> None:
     """With every app's options; samestep.{checkpoint,data,log,rundir} are for the second stage. Also from a wheel."""
-    core = CORE
+    path = [str(REPOSITORY / folder) for folder in PACKAGES]
     if zipped:
-        core = Path(shutil.make_archive(str(tmp_path / "samestep"), "zip", CORE, "samestep"))
-    paths = [str(REPOSITORY), str(core)]
+        for folder, package in PACKAGES.items():
+            shutil.copytree(REPOSITORY / folder / package, tmp_path / "content" / package)
+        path = [shutil.make_archive(str(tmp_path / "samestep"), "zip", tmp_path / "content")]
     done = subprocess.run(  # -I and -S: no PYTHONPATH, no site-packages
-        [python, "-I", "-S", "-c", FIRST_STAGE, *paths, *APPS], capture_output=True, text=True, timeout=30, check=False
+        [python, "-I", "-S", "-c", FIRST_STAGE, str(REPOSITORY), ":".join(path), *APPS],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
+# The launcher's torchrun runs in the app's environment.
 @pytest.mark.parametrize("name", MODULES)
 def test_the_first_stage_is_written_in_the_language_of_python_3_9(name: str) -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == MODULES
@@ -85,4 +92,4 @@ def test_what_runs_in_a_rank_imports_nothing_of_the_launcher(path: Path) -> None
         if isinstance(node, ast.ImportFrom):
             names += [node.module or ""]
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-        assert not [name for name in names if name.startswith("samestep_launch")]
+        assert not [name for name in names if name.startswith("samestep_")]

@@ -10,7 +10,7 @@ import pytest
 from samestep import ConfigError
 from samestep_launch import trackers
 from samestep_observe import track
-from scratch_project import CORE, REPOSITORY, ScratchProject
+from scratch_project import LAUNCH, REPOSITORY, ScratchProject
 
 
 @pytest.mark.parametrize("text", ["", "tensorbord", "mlflow,", "tensorboard wandb", "a\nb"])
@@ -40,7 +40,7 @@ def test_both_know_the_same_trackers_and_the_lock_has_all_they_need() -> None:
     assert [*trackers.TRACKERS] == [*track.TRACKERS]
     for name, packages in trackers.TRACKERS.items():
         assert tuple(trackers.MODULES.get(package, package) for package in packages) == track.TRACKERS[name][2]
-    folder = CORE / "samestep" / "launch" / "tracker_locks"
+    folder = LAUNCH / "samestep_launch" / "tracker_locks"
     pins = runpy.run_path(str(REPOSITORY / "tools" / "python_versions.py"))["pins"]
     pinned = {pin.partition("==")[0] for pin in pins((folder / "requirements.in").read_text()) if "==" in pin}
     assert pinned == {package for packages in trackers.TRACKERS.values() for package in packages}
