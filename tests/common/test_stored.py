@@ -5,6 +5,10 @@
 * ``options``: the options of both runs, one a line.
 * ``run/`` or ``run.tar.xz``: a run dir of --max-steps=2, without logs and final weights.
 * ``longer/metrics.jsonl``: the losses of a run of --max-steps=6.
+* ``longer/result.json``, from version 0.2 on: its result. On the same processor, a resume of ``run`` on 1 rank with
+  OMP_NUM_THREADS=1 ends with the same weights_sha256. Other processors round differently, so no test compares it.
+
+A run in ``run.tar.xz`` began with weights whose channels repeat, because a file of them is small.
 """
 
 from __future__ import annotations
@@ -14,10 +18,16 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from harness import ROOT, Harness, losses, relative_difference
+from harness import ROOT, Harness, losses, metrics, relative_difference
 
 # A processor or a number of ranks of its own rounds in another way.
 TOLERANCE = 1e-6
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Resume each stored run of the app."""
+    stored = ROOT / "tests" / metafunc.config.getoption("--app") / "stored"
+    metafunc.parametrize("version", sorted(path.parent.name for path in stored.glob("*/options")))
 
 
 def restore(folder: Path, target: Path) -> Path:
@@ -32,12 +42,14 @@ def restore(folder: Path, target: Path) -> Path:
 @pytest.mark.stored_run
 @pytest.mark.weights
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_run_of_version_0_1_resumes_with_the_same_losses(harness: Harness, n: int) -> None:
-    folder = ROOT / "tests" / harness.app.name / "stored" / "version-0.1"
+def test_a_stored_run_resumes_with_the_same_losses(harness: Harness, version: str, n: int) -> None:
+    folder = ROOT / "tests" / harness.app.name / "stored" / version
     run_dir = restore(folder, harness.folder)
     options = (folder / "options").read_text().split()
     result = harness.train(n, *options, "--max-steps=6", run_dir=run_dir)
     assert (result["resumed_from_step"], result["steps"]) == (2, 6)
-    expected = losses(folder / "longer")
-    assert len(expected) == 6
-    assert relative_difference(expected, losses(run_dir)) < TOLERANCE
+    expected = folder / "longer"
+    assert len(losses(expected)) == 6
+    assert relative_difference(losses(expected), losses(run_dir)) < max(TOLERANCE, harness.app.tolerance)
+    accuracies, expected_accuracies = ([line.get("accuracy") for line in metrics(path)] for path in (run_dir, expected))
+    assert accuracies == expected_accuracies
