@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from attempts import DONE, Attempt, check
-from repository import ran
-from scratch_project import LAUNCHER, LIMIT, REPOSITORY, ScratchProject, environment
+from repository import REPOSITORY, ran
+from scratch_project import LAUNCHER, LIMIT, ScratchProject, environment
 
 NOBODY = 65534
 LONG = "x" * 300

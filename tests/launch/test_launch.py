@@ -20,22 +20,12 @@ from pathlib import Path
 
 import pytest
 from processes import is_running
+from repository import REPOSITORY
 from samestep import ConfigError
 from samestep.options import Options
 from samestep_launch import app
 from samestep_launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
-from scratch_project import (
-    CORE,
-    LIMIT,
-    REPOSITORY,
-    SLEEPER,
-    STUBBORN,
-    ScratchProject,
-    end_of,
-    environment,
-    gone,
-    wait_for,
-)
+from scratch_project import CORE, LIMIT, SLEEPER, STUBBORN, ScratchProject, end_of, environment, gone, wait_for
 
 # --- which machine of how many? ----------------------------------------------------------------------------------
 

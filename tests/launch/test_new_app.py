@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import clone
-from scratch_project import CORE, REPOSITORY, environment, wait_for
+from repository import REPOSITORY, clone
+from scratch_project import CORE, environment, wait_for
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("tests/*/app_spec.py"))
 ALL = sorted(path.name for path in REPOSITORY.glob("apps/*") if (path / "options.py").exists())

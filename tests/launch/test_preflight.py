@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from processes import connect, free_port
+from repository import REPOSITORY
 from samestep import ConfigError, NonRetryableError
 from samestep_launch import preflight
 from samestep_launch.preflight import NodeInfo, Rendezvous
-from scratch_project import REPOSITORY, ScratchProject, end_of
+from scratch_project import ScratchProject, end_of
 
 NODE = NodeInfo(
     app="toy",

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from processes import is_running
+from repository import REPOSITORY
 from samestep_launch import job
 from samestep_launch.launchers import LAUNCHERS
-from scratch_project import CORE, LIMIT, REPOSITORY, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
+from scratch_project import CORE, LIMIT, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
 
 # A package torch whose torchrun starts ranks as processes, and ends with the first code that is not 0.
 TORCHRUN = """

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import PACKAGES
-from scratch_project import LAUNCH, REPOSITORY
+from repository import PACKAGES, REPOSITORY
+from scratch_project import LAUNCH
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 FOLDER = LAUNCH / "samestep_launch"

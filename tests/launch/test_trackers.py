@@ -7,10 +7,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 from samestep import ConfigError
 from samestep_launch import trackers
 from samestep_observe import track
-from scratch_project import LAUNCH, REPOSITORY, ScratchProject
+from scratch_project import LAUNCH, ScratchProject
 
 
 @pytest.mark.parametrize("text", ["", "tensorbord", "mlflow,", "tensorboard wandb", "a\nb"])

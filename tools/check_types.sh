@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Run mypy on everything:  bash tools/check_types.sh CACHE_DIR
+# Each app's folder is on Python's path when the app runs, so all apps have modules of the same names (data, model,
+# options). mypy knows one module of a name, hence a call for each app, and for each benchmark of one.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+cache=$1
+
+# check PATH FOLDER FILE...: run mypy in FOLDER with the folders of PATH, which begin at the root, as top-level modules.
+check() {
+  local path="$root/${1//:/:$root/}" folder=$2
+  shift 2
+  echo "mypy $folder $*"
+  (cd "$folder" && MYPYPATH=$path mypy --config-file="$root/mypy.ini" --cache-dir="$cache" "$@")
+}
+
+check . . core launch observe check scripts tools docs
+check tests:tests/check:tests/common:tests/core:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
+  --exclude '^tests/(adversarial/|launch/|(core|observe)/conftest)' tests
+check tests:tests/launch:tests/adversarial . --exclude adversarial/conftest tests/launch tests/adversarial
+for app in apps/*/; do
+  check . "$app" .
+  loop=benchmarks/loops/$(basename "$app").py
+  if [ -f "$loop" ]; then
+    check "$app" benchmarks/loops "$(basename "$loop")"
+  fi
+done
+check apps/resnet50_mindspore:benchmarks/loops . benchmarks/resnet50_step.py
+check apps/mnist_ddp . benchmarks/[!fr]*.py
+check apps/gpt_fsdp . benchmarks/fsdp_*.py
+check benchmarks/loops:benchmarks/elsewhere . benchmarks/elsewhere
+check . benchmarks/loops accelerate_loop.py lightning_loop.py textbook_ddp.py
+check apps/cifar_ddp benchmarks/loops time_to_accuracy.py
+check benchmarks/scoreboard . benchmarks/scoreboard
