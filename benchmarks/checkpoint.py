@@ -61,7 +61,7 @@ def large_model(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, folder: Path) -> dict[str, list[float]]:  # noqa: C901
     """Milliseconds of each contestant in each round."""
     steps = iter(range(1, 10**6))
 

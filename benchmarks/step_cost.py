@@ -51,7 +51,7 @@ AT_ONCE = 10  # steps that are timed together, and between two log lines
 BATCH = 128  # images over all ranks
 
 
-def main() -> None:
+def main() -> None:  # noqa: C901
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--virtual-ranks", type=int, nargs="+", metavar="V", help="measure these instead")

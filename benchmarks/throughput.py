@@ -336,7 +336,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def main() -> None:  # noqa: C901
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")

@@ -100,7 +100,7 @@ class Source:
                         line = " ".join(words.removeprefix("error: ").split())
                         yield re.sub(f"{ELLIPSIS}+", ELLIPSIS, line).rstrip(": "), code
 
-    def words(self, node: ast.expr, bound: Scope, depth: int = 0) -> list[str]:
+    def words(self, node: ast.expr, bound: Scope, depth: int = 0) -> list[str]:  # noqa: C901
         """Return the strings that an expression may be, with ELLIPSIS for run-time values; ``bound`` are parameters."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]

@@ -92,7 +92,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:  # noqa: C901
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     if options.lr is None:

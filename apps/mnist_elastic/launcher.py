@@ -283,7 +283,7 @@ class Job:
         process = RemoteProcess(agent, **values) if agent else start(self._program, self._address, **values)
         self._ranks[rank] = Rank(process, name, failures=failures)
 
-    def _check_ranks(self) -> None:
+    def _check_ranks(self) -> None:  # noqa: C901
         """Start ranks again that have ended or do not answer. Raises if that cannot help, or if all have left."""
         now, timeout = time.monotonic(), self._options.timeout
         for rank, each in [*self._ranks.items()]:
@@ -352,7 +352,7 @@ class Job:
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message) -> None:  # noqa: C901
         values, channel = message.values, message.channel
         rank = next((rank for rank, each in self._ranks.items() if each.channel is channel), None)
         kind = values.get("kind")

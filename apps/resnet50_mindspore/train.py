@@ -99,7 +99,7 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
-def train(run: Run, options: Options) -> None:
+def train(run: Run, options: Options) -> None:  # noqa: C901
     """Train from the first step, or from the checkpoint that the run resumes."""
     world, drops = run.world, bool(options.drop_remainder)
     model = build_model(options.depth, options.freeze_bn, options.seed)

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import sources
 from samestep import ConfigError
-from samestep.options import Parser
 from samestep_check import command as checker
 from samestep_check.rows import ROWS
 from subjects import SUBJECTS, Subject
@@ -43,9 +42,8 @@ Cells = dict[str, dict[str, dict[str, str]]]  # row, subject: verdict, what was 
 
 def measure(subject: Subject, rows: Sequence[str], given: Path | None, keep: Path | None) -> dict[str, tuple[str, str]]:
     """Return the verdict of each row, and its line."""
-    parser, environ = Parser(prog="samestep"), dict(os.environ)
-    checker.add_options(parser.add_subparsers(dest="command"))
-    options = parser.parse(["check", *LIMITS, *subject.options, *([f"--keep={keep}"] if keep else [])])
+    environ = dict(os.environ)
+    options = checker.build_parser().parse([*LIMITS, *subject.options, *([f"--keep={keep}"] if keep else [])])
     results = {}
     with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary, contextlib.chdir(temporary):
         Path("home").mkdir()
@@ -181,7 +179,7 @@ def terminated(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def main() -> None:
+def main() -> None:  # noqa: C901
     options = parse()
     signal.signal(signal.SIGTERM, terminated)
     names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")

@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
 class Process:
     """The records of one process."""
 
-    def __init__(self, events: Sequence[Mapping[str, Any]], pid: int) -> None:
+    def __init__(self, events: Sequence[Mapping[str, Any]], pid: int) -> None:  # noqa: C901
         self.pid, self.begun = pid, float(events[0]["time"])
         self.rank = next((each["rank"] for each in reversed(events) if each["rank"] is not None), None)
         self.steps: list[dict[str, Any]] = []

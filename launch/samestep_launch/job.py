@@ -65,7 +65,7 @@ class Nodes:
         return str(self.master_addr), int(self.master_port or 0)
 
 
-def read_nodes(environ: Mapping[str, str]) -> Nodes:
+def read_nodes(environ: Mapping[str, str]) -> Nodes:  # noqa: C901
     """Return the machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE that count machines.
 
     A Kubernetes Indexed Job gives the machine's number as JOB_COMPLETION_INDEX.
@@ -208,7 +208,7 @@ def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str,
     )
 
 
-def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:
+def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:  # noqa: C901
     """Run the job, restart it after failures, and return the exit code.
 
     On several machines the others receive a message at its end, because they would wait for this machine.

@@ -149,7 +149,7 @@ def _path(folder: Path, file: str) -> Path:
     return plain if os.path.exists(plain) else folder / f"{file}.gz"
 
 
-def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
+def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:  # noqa: C901
     if name not in NAMES:
         raise ConfigError(f"unknown dataset {name!r}: choose from {', '.join(NAMES)}")
     try:

@@ -73,7 +73,7 @@ def _list_modules_at_exit(path: str) -> None:
     os._exit = list_and_exit
 
 
-def _make_slow(rank: int, sharding: Any) -> None:
+def _make_slow(rank: int, sharding: Any) -> None:  # noqa: C901
     """Sleep in the phases that ``slow`` gives this rank, before what the program calls there does what it does."""
     local = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
     at: list[int] = []  # the step
@@ -116,7 +116,7 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
         _strike()
 
 
-def _arm() -> None:
+def _arm() -> None:  # noqa: C901
     from samestep import env, sharding
     from samestep.recovery import watchdog
 

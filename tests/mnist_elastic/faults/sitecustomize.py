@@ -36,7 +36,7 @@ def _strikes(fault: dict[str, Any], at: str, step: int) -> bool:
     return True
 
 
-def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:
+def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C901
     members: Any = module.Members
     complete = int(os.environ.get("SAMESTEP_COMPLETE", "0"))
     after_step, note, all_gather, copy_state = (
