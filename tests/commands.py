@@ -54,7 +54,7 @@ RULES = {
     "shown": rf"(?!RANK_TABLE_FILE=){ASSIGNMENTS}bash scripts/run_\w+\.sh( .*)?",
     "as it stands": r"(diff|bash docs/\w+\.sh|python3 docs/\w+\.py|python apps/\w+/make_rank_table\.py)( .*)?",
     # On a run dir that has just begun.
-    "seen": r"samestep (report|watch)( .*)?",
+    "seen": r"samestep (report|watch) \S.*",
     # With --dry-run.
     "planned": r"bash scripts/new_app\.sh .*",
     # The environments exist, and the words after -- select a test.
@@ -64,7 +64,7 @@ RULES = {
     # The program accepts the options.
     "parsed": rf"{ASSIGNMENTS}(python|torchrun|fleetrun|horovodrun|mpirun|msrun)\b[^&|;]* apps/\w+/train\.py( .*)?",
     # The command accepts its options, and the program exists.
-    "samestep": r"samestep (run|track|hang)|samestep run -[^&|;]* \S+\.py( .*)?|samestep check( .*)?",
+    "samestep": r"samestep (run|report|watch|track|hang)|samestep run -[^&|;]* \S+\.py( .*)?|samestep check( .*)?",
 }
 
 

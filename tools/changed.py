@@ -19,6 +19,7 @@ RULES = [
     ("*.md", "lint docs core"),
     ("docs/*", "lint docs core"),
     ("mkdocs.yml", "docs"),
+    ("pyproject.toml", ALL),
     ("apps/mnist_horovod/*", "lint core mnist_horovod-cpu mnist_horovod-mpi"),
     ("apps/*/*", "lint core {1}-cpu"),
     ("scripts/run_mnist_horovod.sh", "lint core mnist_horovod-cpu mnist_horovod-mpi"),

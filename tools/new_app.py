@@ -34,8 +34,13 @@ MAX_NAME_LENGTH = 18  # with longer names, lines of the copy exceed 120 characte
 TOX_FACTORS = {"ascend", "cpu", "gpu", "mpi", "mpich"}  # in the name of an environment they select lines of tox.ini
 PACKAGES = ("core", "launch", "observe", "check")
 TOP_FOLDERS = ("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools")
-READMES = {"README.md": "want your copy of", "README.zh.md": "复制自"}  # their tables of apps, and a copy's purpose
-GENERATED_PAGES = {"docs/devices.md": "docs/device_paths.py", "docs/messages.md": "docs/messages.py"}
+USE = {"en": "want your copy of", "zh": "复制自"}  # a copy's purpose, in README.md's table and README.zh.md's
+GENERATED_PAGES = {
+    "README.md": "docs/app_tables.py",
+    "README.zh.md": "docs/app_tables.py",
+    "docs/devices.md": "docs/device_paths.py",
+    "docs/messages.md": "docs/messages.py",
+}
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
@@ -100,8 +105,19 @@ class Copy:
         marks = '("core_only", "slow")' if re.search(r'skipped_marks=.*"slow"', files[spec]) else '("core_only",)'
         text, count = re.subn(pattern, rf"skipped_marks={marks}\1", files[spec])
         require(count == 1, f"tests/{self.origin}/app_spec.py has no skipped_marks=(...), or several: write one")
+        about = f"tests/{self.name}/about.json"
+        if about in files:
+            files[about] = self._about()
         files[spec] = re.sub(r'(?s)\A""".*?"""', f'"""What the common cases need to know of {self.name}."""', text)
         return {**files, f"apps/{self.name}/README.md": self.fill("app_readme.txt")}
+
+    def _about(self) -> str:
+        """Return the copy's line in the tables of apps: after its origin's, with the copy's purpose."""
+        origin = self.origin
+        about = json.loads(read(f"tests/{origin}/about.json"))
+        about["order"] += 1
+        about["use"] = {language: f"{words} [{origin}](apps/{origin})" for language, words in USE.items()}
+        return json.dumps(about, indent=2, ensure_ascii=False) + "\n"
 
     def fill(self, template: str, **values: str) -> str:
         """Return a template of tools/templates with the values of this copy."""
@@ -140,7 +156,8 @@ class Copy:
 
     def _test_files(self) -> list[str]:
         """Return the origin's test files that are about it alone, and the helpers these use."""
-        always = re.compile(rf"/(app_spec|conftest{'' if self.wheel else '|device_paths'})\.py$")
+        of_repository = "" if self.wheel else r"|device_paths\.py|about\.json"
+        always = re.compile(rf"/(app_spec\.py|conftest\.py{of_repository})$")
         files = [path for folder in test_folders(self.origin) for path in files_under(f"tests/{folder.name}")]
         texts = {path: read(path) for path in files}
         own = [path for path, text in texts.items() if always.search(path) or not self._is_about_more(text)]
@@ -257,19 +274,10 @@ def changed_lists(copy: Copy) -> dict[str, str]:
     tox = tox.replace(sections[-1], "\n\n".join([sections[-1], *map(copy.environment, sections)]))
     names = [end for line in re.findall(r"(?m)^env_list = (.*)", tox) for end in re.findall(rf"\b{origin}(-\w+)", line)]
     require(names, f"{origin} has no place in tox.ini's env_list: add it")
-    readmes = {}
-    for page, about in READMES.items():
-        text = read(page)
-        rows = re.findall(rf"(?m)^\| \[{origin}\]\(apps/{origin}\) .*\n", text)
-        require(rows, f"{origin} has no line in {page}'s table of apps: add it")
-        cells = copy.rename(rows[0]).split("|")
-        cells[2] = f" {about} [{origin}](apps/{origin}) "
-        readmes[page] = text.replace(rows[0], rows[0] + "|".join(cells))
     record = json.loads(read("tools/python_versions.json"))
     record = dict(sorted({**record, copy.name: record[origin]}.items()))
     return {
         "tox.ini": re.sub(r"(?m)^env_list = .*", rf"\g<0>{''.join(f', {copy.name}{each}' for each in names)}", tox),
-        **readmes,
         "tools/python_versions.json": json.dumps(record, indent=2) + "\n",
     }
 
@@ -362,7 +370,7 @@ def check(options: argparse.Namespace) -> None:
     if out is None:
         require(not wheel, "--wheel goes with --out: without --out the copy uses the repository's core")
         tops = ("apps", "docs", "tests/common", *(f"tests/{app}" for app in apps))
-        paths = [*READMES, "CONTRIBUTING.md", *(path for top in tops for path in files_under(top))]
+        paths = ["README.md", "README.zh.md", "CONTRIBUTING.md", *(path for top in tops for path in files_under(top))]
         pages = [path for path in paths if path.endswith((".md", ".py")) and "_" not in name]
         uses = [path for path in pages if re.search(name_pattern(name), read(path))]
         require(not uses, f"{name} is a word in {', '.join(uses[:1])}: choose another name, such as my_{name}")

@@ -62,7 +62,7 @@ def test_the_smallest_app_imports_a_thin_part_of_the_package(loaded: dict[str, s
     ours = {name: Path(file) for name, file in loaded.items() if file and name.split(".")[0] == "samestep"}
     assert {"samestep", "samestep.run", "samestep.checkpoint", "samestep.recovery.watchdog"} <= ours.keys()
     assert all(path.is_relative_to(CORE) for path in ours.values())
-    assert not {"samestep.sharded", "samestep.data.datasets", "samestep.recovery.hang_diagnosis"} & ours.keys()
+    assert not {"samestep.sharded", "samestep.data.download", "samestep.recovery.hang_diagnosis"} & ours.keys()
 
 
 def test_an_app_imports_no_framework_no_launcher_and_no_downloads_by_the_package(

@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import samestep
 import tomllib
+from repository import PACKAGES
+from samestep.__main__ import PROGRAMS
 from wheel import LIMIT, Built, build, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core"
+LICENSES = ["LICENSE", "core/samestep/data/mnist-5k/README.md"]
 PROGRAM = """
 import importlib
 import re
@@ -26,9 +29,11 @@ from pathlib import Path
 import samestep
 from samestep.data import datasets
 
-files = [path.relative_to(samestep.__path__[0]) for path in Path(samestep.__path__[0]).rglob("[a-z]*.py")]
-names = [".".join(("samestep", *path.with_suffix("").parts)) for path in files]
-needs = re.compile(r"samestep\\.(torch|check\\.(inside|plugin)|.*track_)|.*__main__$")  # a framework, or it runs
+site = Path(samestep.__path__[0]).parent
+files = [path.relative_to(site) for package in site.glob("samestep*") for path in package.rglob("[a-z]*.py")]
+names = [".".join(path.with_suffix("").parts) for path in files]
+# Those of a framework, those of pytest or of a checked script, and what runs when it is imported.
+needs = re.compile(r"samestep\\.torch|samestep_check\\.(inside|plugin)|.*(\\.track_|torchrun$|__main__$)")
 modules = [importlib.import_module(name) for name in names if not needs.match(name)]
 digits = datasets.load("mnist-5k", Path("nowhere"))
 print(samestep.__file__, samestep.__version__, len(modules), digits.train_images.shape, digits.test_labels.shape)
@@ -48,41 +53,41 @@ def metadata(wheel: Path) -> Message:
 
 def test_they_hold_the_package_and_nothing_else(built: Built) -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "samestep"],
-        cwd=CORE,
+        ["git", "ls-files", "-co", "--exclude-standard", *(f"{folder}/{name}" for folder, name in PACKAGES.items())],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    package = set(listed.stdout.split())
-    assert {"samestep/py.typed", "samestep/data/mnist-5k/README.md"} <= package
+    sources = set(listed.stdout.split())
+    package = {path.partition("/")[2] for path in sources}
+    assert {"samestep/py.typed", "samestep/data/mnist-5k/README.md", "samestep_check/page.css"} <= package
     with zipfile.ZipFile(built.wheel) as archive:
         found = set(archive.namelist())
     about = f"samestep-{samestep.__version__}.dist-info"
-    licences = {f"{about}/licenses/{name}" for name in ("LICENSE", "samestep/data/mnist-5k/README.md")}
+    licences = {f"{about}/licenses/{name}" for name in LICENSES}
     assert found == package | licences | {
         f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt")
     }
     with tarfile.open(built.sdist) as archive:
         files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     # hatchling adds the last two by itself.
-    assert files == package | {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert files == sources | {"CHANGELOG.md", "LICENSE", "core/README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
 
 
 def test_what_they_say_of_themselves(built: Built) -> None:
     found = metadata(built.wheel)
     assert (found["Name"], found["Version"]) == ("samestep", samestep.__version__)
     assert found["License-Expression"] == "Apache-2.0 AND CC-BY-SA-3.0"  # the code's, and the digits'
-    assert found.get_all("License-File") == ["LICENSE", "samestep/data/mnist-5k/README.md"]
-    assert (CORE / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert found.get_all("License-File") == LICENSES
     assert found["Requires-Python"] == ">=3.10"
     assert found["Summary"]
     assert str(found.get_payload()).strip() == (CORE / "README.md").read_text().strip()
 
 
 def test_the_version_stands_in_one_place_and_the_newest_change_is_its() -> None:
-    assert "version" in tomllib.loads((CORE / "pyproject.toml").read_text())["project"]["dynamic"]
-    headings = re.findall(r"^## (\S+)", (CORE / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == samestep.__version__
 
 
@@ -93,16 +98,16 @@ def test_a_project_elsewhere_imports_it_and_its_digits(built: Built, tmp_path: P
     run(python, "-m", "pip", "install", "--quiet", "--no-compile", built.wheel, folder=tmp_path)
     output = run(python, "-c", PROGRAM, folder=tmp_path).split(maxsplit=3)
     assert Path(output[0]).is_relative_to(tmp_path / "venv")
-    paths = [path.relative_to(CORE / "samestep") for path in (CORE / "samestep").rglob("[a-z]*.py")]
-    modules = [path for path in paths if path.parts[0] != "torch" and not path.name.startswith(("track_", "plugin"))]
-    modules = [path for path in modules if path.parent.name != "inside"]
+    paths = [path for folder, name in PACKAGES.items() for path in (ROOT / folder / name).rglob("[a-z]*.py")]
+    left_out = re.compile(r"/(samestep/torch/.*|inside/.*|plugin|track_\w+|torchrun)\.py$")
+    modules = [path for path in paths if not left_out.search(str(path))]
     assert (output[1], int(output[2])) == (samestep.__version__, len(modules))
     assert output[3].strip() == "(4000, 28, 28) (1000,)"
     script = tmp_path / "venv" / "bin" / "samestep"
     assert run(script, "--version", folder=tmp_path) == f"samestep {samestep.__version__}\n"
-    assert run(script, "run", "--help", folder=tmp_path) == run(
-        python, "-m", "samestep_launch", "run", "--help", folder=tmp_path
-    )
+    for name in PROGRAMS:
+        assert f"usage: samestep {name} " in run(script, name, "--help", folder=tmp_path)
+    assert run(script, "--help", folder=tmp_path) == run(python, "-m", "samestep", "--help", folder=tmp_path)
     # The README's programs run as they stand.
     blocks = re.findall(r"^```python\n(.*?)^```$", (CORE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2

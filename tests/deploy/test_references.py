@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import PACKAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = sorted(path for path in (REPOSITORY / "deploy").rglob("*") if path.is_file())
@@ -20,7 +21,10 @@ OURS = re.compile(
     r"\b(?:NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|PET_\w+|JOB_COMPLETION_INDEX|HOROVOD_\w+|SAMESTEP_\w+"
     r"|RANK_TABLE_FILE|XDG_CACHE_HOME|OMP_NUM_THREADS)\b"
 )
-PATHS = re.compile(r"(?<![\w.-])(?:apps|benchmarks|core|deploy|docs|scripts|tests|tools)/[\w./-]*\w(?![\w*$<{])")
+FOLDERS = "|".join(("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools"))
+PATHS = re.compile(rf"(?<![\w.-])(?:{FOLDERS})/[\w./-]*\w(?![\w*$<{{])")
+    r"(?<![\w.-])(?:apps|benchmarks|check|core|deploy|launch|observe|docs|scripts|tests|tools)/[\w./-]*\w(?![\w*$<{])"
+)
 
 
 def name(path: Path) -> str:
@@ -40,7 +44,7 @@ def known_options(app: str, command: str = "") -> frozenset[str]:
 @functools.cache
 def programs() -> str:
     """All that reads variables."""
-    folders = [REPOSITORY / name for name in ("scripts", "core/samestep", "apps")]
+    folders = [REPOSITORY / name for name in ("scripts", *PACKAGES, "apps")]
     paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".sh"}]
     return "\n".join(path.read_text() for path in paths)
 

@@ -1,0 +1,79 @@
+"""Make the table of apps in README.md and in README.zh.md, each between its two marks.
+
+    python3 docs/app_tables.py            # writes the tables
+    python3 docs/app_tables.py --check    # compares, and writes nothing
+
+Each app describes itself in tests/<app>/about.json. The version of its framework is the pin in its requirements.in.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- apps: docs/app_tables.py makes this table -->", "<!-- end of the apps -->"
+HEADS = {
+    "en": "| app | use it if you | framework | command | tested on |",
+    "zh": "| app | 适用场景 | 框架 | 命令 | 测试环境 |",
+}
+PAGES = {"README.md": "en", "README.zh.md": "zh"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="make the tables of apps in README.md and README.zh.md")
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    check = parser.parse_args().check
+    for name, language in PAGES.items():
+        path = ROOT / name
+        before = path.read_text()
+        after = with_table(name, before, table(language))
+        if check and after != before:
+            sys.exit(f"error: the table of apps in {name} is not what about.json say: run docs/app_tables.py")
+        if not check:
+            path.write_text(after)
+
+
+def with_table(name: str, page: str, made: str) -> str:
+    """Return the text of a page with this table between its marks. Exits with one line if it lacks them."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        sys.exit(f"error: {name} lacks {BEGIN} or {END}: write both, each on a line of its own")
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def table(language: str) -> str:
+    """Return the table in a language of HEADS."""
+    apps = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("tests/*/about.json")}
+    lines = [HEADS[language], "|---|---|---|---|---|"]
+    for app in sorted(apps, key=lambda name: (apps[name]["order"], name)):
+        lines.append(row(app, apps[app], language))
+    return "\n".join(lines)
+
+
+def row(app: str, about: dict[str, Any], language: str) -> str:
+    framework = f"{about['framework']} {pin(app, about['package'])}"
+    command = f"`bash scripts/run_{app}.sh {about['command']}`"
+    cells = [f"[{app}](apps/{app})", about["use"][language], framework, command, about["tested"][language]]
+    return f"| {' | '.join(cells)} |"
+
+
+def pin(app: str, package: str) -> str:
+    """Return the version of a package that an app pins; a pin in a comment is of a package that its setup.sh builds."""
+    requirements = (ROOT / "apps" / app / "requirements.in").read_text()
+    pins = re.findall(rf"(?m)^(?:# )?{re.escape(package)}==(\S+)", requirements)
+    if not pins:
+        sys.exit(
+            f"error: apps/{app}/requirements.in pins no {package}, which tests/{app}/about.json names: name another"
+        )
+    return str(pins[0])
+
+
+if __name__ == "__main__":
+    main()
