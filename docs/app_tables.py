@@ -1,4 +1,4 @@
-"""Make the table of apps in README.md and in README.zh.md, each between its two marks.
+"""Make the table of apps in README.md and in README.zh.md.
 
     python3 docs/app_tables.py            # writes the tables
     python3 docs/app_tables.py --check    # compares, and writes nothing
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- apps: docs/app_tables.py makes this table -->", "<!-- end of the apps -->"
 HEADS = {
     "en": "| app | use it if you | framework | command | tested on |",
     "zh": "| app | 适用场景 | 框架 | 命令 | 测试环境 |",
 }
 PAGES = {"README.md": "en", "README.zh.md": "zh"}
+TABLE = re.compile(r"^\| app \|.*(?:\n\|.*)*", re.MULTILINE)
 
 
 def main() -> None:
@@ -40,12 +40,10 @@ def main() -> None:
 
 
 def with_table(name: str, page: str, made: str) -> str:
-    """Return the text of a page with this table between its marks. Exits with one line if it lacks them."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        sys.exit(f"error: {name} lacks {BEGIN} or {END}: write both, each on a line of its own")
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+    """Return the text of a page with this table in place of the one before. Exits with one line if there is none."""
+    if not TABLE.search(page):
+        sys.exit(f"error: {name} lacks its table of apps, which begins with `| app |`: write that line")
+    return TABLE.sub(made.replace("\\", r"\\"), page, count=1)
 
 
 def table(language: str) -> str:

@@ -23,8 +23,6 @@ OURS = re.compile(
 )
 FOLDERS = "|".join(("apps", "benchmarks", *PACKAGES, "deploy", "docs", "scripts", "tests", "tools"))
 PATHS = re.compile(rf"(?<![\w.-])(?:{FOLDERS})/[\w./-]*\w(?![\w*$<{{])")
-    r"(?<![\w.-])(?:apps|benchmarks|check|core|deploy|launch|observe|docs|scripts|tests|tools)/[\w./-]*\w(?![\w*$<{])"
-)
 
 
 def name(path: Path) -> str:

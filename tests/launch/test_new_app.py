@@ -194,7 +194,7 @@ def check_files(root: Path, app: str, name: str) -> None:
     tests = {path.replace(app, name) for path in originals - LEFT_BEHIND[app]}
     assert under(f"tests/{name}").keys() == tests
     for path, text in {**copy, **under(f"tests/{name}")}.items():
-        if path == "about.json":  # it says of what the app is a copy
+        if path == "about.json":  # names its origin
             continue
         kept = {*re.findall(rf"[\w./-]*(?<![A-Za-z0-9]){app}(?![A-Za-z0-9])[\w./-]*", text.decode(errors="ignore"))}
         assert [each for each in kept if not (root / re.sub(r"^(\.\./)+", "", each)).exists()] == [], path
@@ -250,7 +250,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """First the last step fails, then TERM arrives during it, then README.md lacks the marks of its table."""
+    """First the last step fails, then TERM arrives during it, then README.md lacks its table."""
     root, page = clone(tmp_path / "samestep"), Path("docs", "device_paths.py")
     (root / page).write_text("import sys\nfrom pathlib import Path\nsys.exit('error: nothing to show')\n")
     before = content(root)
@@ -278,7 +278,7 @@ def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
     before = content(root)
     done = new_app(root, "my_own", "--from", "mnist_ddp")
     assert (done.returncode, content(root)) == (2, before)
-    assert done.stderr.startswith("error: docs/app_tables.py cannot make README.md: error: README.md lacks <!-- apps")
+    assert done.stderr.startswith("error: docs/app_tables.py cannot make README.md: error: README.md lacks its table")
 
 
 def test_it_is_written_in_the_language_of_python_3_9() -> None:
