@@ -18,7 +18,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +37,6 @@ MAX_HOST = 255  # characters of a host's name
 # Kinds of events that no log file has: START of events.jsonl, from the second on, and the stragglers of metrics.jsonl.
 RESTART, STRAGGLER = "restart", "straggler"
 # Kinds of the lines in log/rank-<r>.log, for run dirs of samestep 0.1, without events.jsonl. The first match counts.
-EVENT_PATTERNS = {
-    events.HANG: re.compile(r"error: no progress for "),
-    events.ROLLBACK: re.compile(r"error: (.* differs? |.*\bat step \d+ the )"),
-    events.DAMAGE: re.compile(r"warning: checkpoint .* is damaged and skipped"),
-    events.SIGNAL: re.compile(r"stopped by [A-Z0-9]+"),
-    events.FAILURE: re.compile(r"error: "),
-}
-_START_PATTERN = re.compile(r", (\d{1,18}) ranks on [^,]+, steps (\d{1,18}) to (\d{1,18}), run dir ")
-_STEP_PATTERN = re.compile(r"\bstep (\d{1,18})\b")
 # With --log-format full, the level before the time, and the place in the code after it.
 _TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
 RankFiles = tuple[list[dict[str, Any]], list[str]]  # the objects in files of ranks, and the problems of other files
@@ -113,6 +103,15 @@ def _open(path: Path) -> Any:
 
 def _reason(error: OSError) -> str:
     return "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+
+
+def _problem(path: Path) -> str:
+    """Return why a file has nothing to read, or ""."""
+    try:
+        with _open(path) as file:
+            return "" if os.fstat(file.fileno()).st_size else "empty"
+    except OSError as error:
+        return _reason(error)
 
 
 class FileTail:
@@ -355,8 +354,8 @@ def _read_rank_files(run_dir: Path, pattern: str, required: Sequence[str], what:
 class Event(NamedTuple):
     """Something that happened to a run.
 
-    ``kind`` is RESTART, STRAGGLER or one of EVENT_PATTERNS. ``step`` is the number of updates done, None if it is
-    unknown. ``when`` is the local time, "" if it is unknown. ``file`` is the source, relative to the run dir.
+    ``kind`` is RESTART, STRAGGLER or one of `samestep.events.KINDS`. ``step`` is the number of updates done, None if it
+    is unknown. ``when`` is the local time, "" if it is unknown. ``file`` is the source, relative to the run dir.
     """
 
     kind: str
@@ -367,7 +366,7 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Read the events in log/ as they are written: events.jsonl, and the lines of samestep 0.1 in rank-<r>.log."""
+    """Read log/ as it is written: the events in events.jsonl, and the starts and the end of launcher.log."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "log"
@@ -375,8 +374,7 @@ class EventLog:
         self.launches: list[str] = []  # times at which the launcher was started
         self.tail: list[str] = []  # the last lines of launcher.log
         self._launcher, self._recorded = (FileTail(self._folder / name) for name in ("launcher.log", events.FILE_NAME))
-        self._ranks: dict[Path, FileTail] = {}
-        self._events: dict[str, list[Event]] = {}  # by file
+        self._events: list[Event] = []
         self._damaged = 0
         self._is_blank = False
 
@@ -386,19 +384,13 @@ class EventLog:
             self._add_launcher_line(line.decode(errors="replace"))
         for line in self._recorded.new_lines(self._reset_recorded):
             self._add_recorded(parse(line) or {})
-        for path in self._folder.glob("rank-*.log"):
-            self._ranks.setdefault(path, FileTail(path))
-        for path, tail in self._ranks.items():
-            for line in tail.new_lines(partial(self._events.pop, path.name, None)):
-                self._add_rank_line(path.name, line.decode(errors="replace"))
 
     def problems(self) -> list[str]:
         """Return the files' problems, a line each."""
-        problems = {path.name: tail.problem for path, tail in self._ranks.items()} or {"rank-0.log": "missing"}
-        if problems.get("rank-0.log") == "" and "rank-0.log" not in self._events:
-            problems["rank-0.log"] = "nothing in it is of a run"
+        problems = {path.name: _problem(path) for path in self._folder.glob("rank-*.log")}
+        problems = problems or {"rank-0.log": "missing"}
         problems["launcher.log"] = self._launcher.problem
-        if self._recorded.problem != "missing":  # samestep 0.1 has none
+        if self._recorded.problem != "missing":  # nothing has happened yet
             damaged = f"damaged: {self._damaged} lines left out: not events" if self._damaged else ""
             problems[events.FILE_NAME] = self._recorded.problem or damaged
         return [f"log/{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
@@ -406,14 +398,10 @@ class EventLog:
     def events(self) -> list[Event]:
         """Return the events in the order of time, without the first start.
 
-        An event that several ranks report appears once. From the first recorded start on, log lines are ignored.
+        An event that several ranks report appears once.
         """
-        recorded = self._events.get(events.FILE_NAME, [])
-        # A later version may have resumed a run of 0.1.
-        since = min((event.when for event in recorded if event.kind == RESTART), default="~")
-        parsed = [event for name in self._events if name != events.FILE_NAME for event in self._events[name]]
         unique: dict[str, Event] = {}
-        for event in sorted([*recorded, *(each for each in parsed if each.when < since)], key=lambda each: each.when):
+        for event in sorted(self._events, key=lambda each: each.when):
             unique.setdefault(f"{event.when} {event.text}" if event.kind == RESTART else event.text, event)
         first_start = next((event for event in unique.values() if event.kind == RESTART), None)
         return [event for event in unique.values() if event is not first_start or event.step]
@@ -422,7 +410,7 @@ class EventLog:
         self.launches, self.tail, self._is_blank = [], [], False
 
     def _reset_recorded(self) -> None:
-        self._damaged, self._events[events.FILE_NAME] = 0, []
+        self._damaged, self._events = 0, []
 
     def _add_launcher_line(self, line: str) -> None:
         if self._is_blank and (timed := _TIMED_LINE.match(line)):
@@ -439,32 +427,18 @@ class EventLog:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
         ranks, step, last_step = (non_negative_int(values.get(name)) for name in ("ranks", "step", "last_step"))
         if kind == events.START:
-            self._add_start(events.FILE_NAME, when, ranks or 0, step or 0, last_step)
+            self._add_start(when, ranks or 0, step or 0, last_step)
         else:
-            self._add_event(events.FILE_NAME, kind, step, when, str(values.get("text", kind)))
+            self._add_event(kind, step, when, str(values.get("text", kind)))
 
-    def _add_rank_line(self, name: str, line: str) -> None:
-        if not (timed := _TIMED_LINE.match(line)):
-            return
-        when, text = f"{timed[1]} {timed[2]}", timed[3].rstrip()
-        self._events.setdefault(name, [])  # the file is of a run
-        if start := _START_PATTERN.search(text):
-            if name == "rank-0.log":  # all ranks log it
-                self._add_start(name, when, *map(int, start.groups()))
-            return
-        kind = next((kind for kind, pattern in EVENT_PATTERNS.items() if pattern.match(text)), "")
-        if kind:
-            step = _STEP_PATTERN.search(text)
-            self._add_event(name, kind, int(step[1]) if step else None, when, text)
-
-    def _add_start(self, name: str, when: str, ranks: int, step: int, last_step: int | None) -> None:
+    def _add_start(self, when: str, ranks: int, step: int, last_step: int | None) -> None:
         self.last_step = last_step
         text = f"resumed at step {step}, {ranks} rank{'s' * (ranks != 1)}" if step else f"began, {ranks} ranks"
-        self._add_event(name, RESTART, step, when, text)
+        self._add_event(RESTART, step, when, text)
 
-    def _add_event(self, name: str, kind: str, step: int | None, when: str, text: str) -> None:
+    def _add_event(self, kind: str, step: int | None, when: str, text: str) -> None:
         text = text.removeprefix("error: ").removeprefix("warning: ")
-        self._events[name].append(Event(kind, step, when, text, f"log/{name}"))
+        self._events.append(Event(kind, step, when, text, f"log/{events.FILE_NAME}"))
 
 
 # --- the state of a run ----------------------------------------------------------------------------------------------

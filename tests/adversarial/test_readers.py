@@ -1,4 +1,4 @@
-"""autopsy, watch and report of run dirs that others wrote: one line or a report, and nothing that a terminal obeys."""
+"""samestep hang, watch and report of run dirs that others wrote: one line or a report, and no escape sequence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FILES: dict[str, Any] = {
     "checkpoints/step-00000004/manifest.json": {"manifest": {"step": 4}, "sha256": "ab"},
     ".lock": "",
 }
-PROGRAMS = ("autopsy", "watch", "report")
+PROGRAMS = ("hang", "watch", "report")
 
 
 def text_of(content: Any) -> str:
@@ -122,7 +122,7 @@ def read_by_all(run_dir: Path, output: Path) -> None:
 def start(program: str, *words: str | bytes | Path, cwd: Path, **environ: str) -> subprocess.CompletedProcess[bytes]:
     """One of the programs as a user starts it."""
     done = subprocess.run(
-        [sys.executable, "-m", f"samestep.{program}", *words],
+        [sys.executable, "-m", "samestep", program, *words],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(CORE), **environ},
         capture_output=True,

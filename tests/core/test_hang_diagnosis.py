@@ -180,8 +180,8 @@ def test_hangs_are_told_with_the_rank_and_its_line(
     found = hangs["unexplained"]  # what cannot explain its hang ends with a plain line
     who = f"rank 1 ({HOST}, pid {found.pids[1]}) last alive at step 3"
     assert found.lines[1] == f"error: no progress for {TIMEOUTS['unexplained']} s: {who}\n"
-    check_autopsy(hangs, capsys)
-    check_lone_autopsy(hangs["interpreter"], tmp_path / "lone", capsys)
+    check_hang_report(hangs, capsys)
+    check_lone_hang_report(hangs["interpreter"], tmp_path / "lone", capsys)
 
 
 def check_line(kind: str, found: Hang) -> None:
@@ -204,7 +204,7 @@ def check_line(kind: str, found: Hang) -> None:
         assert ", not in a collective; " in line
 
 
-def check_autopsy(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]) -> None:
+def check_hang_report(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for kind in ("loader", "interpreter"):
         assert hang_report.main([str(hangs[kind].run_dir)]) == 0
@@ -217,7 +217,7 @@ def check_autopsy(hangs: dict[str, Hang], capsys: pytest.CaptureFixture[str]) ->
         assert f"{name}:{len(PROGRAM.splitlines())} <module>\n      globals()[kind]()" in output
 
 
-def check_lone_autopsy(found: Hang, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def check_lone_hang_report(found: Hang, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody could tell of it: what is there is its last heartbeat, and the stack that a C thread wrote."""
     (folder / "log").mkdir(parents=True)
     for name in ("alive-1", "stack-1.txt"):
@@ -417,7 +417,7 @@ def test_files_that_block_or_are_damaged_are_passed_over(tmp_path: Path) -> None
     assert diagnosed(tmp_path, 7).startswith("6 of 7 ranks never seen from here: 1-6; rank 0 (h, pid 100) waits at")
 
 
-def test_autopsy_tells_ranks_that_stand_alike_once_and_names_those_it_knows_nothing_of(tmp_path: Path) -> None:
+def test_hang_report_tells_ranks_that_stand_alike_once_and_names_those_it_knows_nothing_of(tmp_path: Path) -> None:
     for rank in range(32):
         left(tmp_path, rank, SLEEPS if rank == 7 else WAITS, verdict="rank 7 sleeps")
     wide, narrow = (hang_report.report(hang_report.newest(tmp_path), False, columns) for columns in (140, 80))
@@ -441,7 +441,7 @@ def test_autopsy_tells_ranks_that_stand_alike_once_and_names_those_it_knows_noth
     ]
 
 
-def test_autopsy_takes_the_newest_hang_of_each_machines_run_dir(
+def test_hang_report_takes_the_newest_hang_of_each_machines_run_dir(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for machine in range(2):
@@ -458,7 +458,7 @@ def test_autopsy_takes_the_newest_hang_of_each_machines_run_dir(
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "no such folder"), ("run", "holds no hang")])
-def test_autopsy_of_nothing_is_one_line(
+def test_hang_report_of_nothing_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
 ) -> None:
     (tmp_path / "run" / "log").mkdir(parents=True)

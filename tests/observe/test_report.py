@@ -213,7 +213,7 @@ FILES = {  # and the damages that no problem line names
     "evaluation.json": {"missing", "of other types"},
     "log/events.jsonl": {"missing", "truncated"},
     "log/launcher.log": {"truncated", "garbage", "of other types", "a list", "deep", "one long line"},
-    "log/rank-0.log": {"truncated"},
+    "log/rank-0.log": {"truncated", "garbage", "of other types", "a list", "deep", "one long line"},
     "log/alive-0": {"missing"},
     "log/hang-0.json": {"missing"},
     MANIFEST: set(),
