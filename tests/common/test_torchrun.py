@@ -86,11 +86,27 @@ def test_one_process_by_plain_python(harness: Harness) -> None:
     assert result["launcher"] == "none"
 
 
+# Runs a program without the packages samestep_launch, samestep_observe and samestep_check.
+CORE_ALONE = """
+import os, runpy, sys
+
+class NoOtherPackage:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("samestep_"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NoOtherPackage())
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.core_only
 def test_plain_rank_and_world_size(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """As DLC and a person at two terminals set them: one process each, no launcher."""
+    """As DLC and a person at two terminals set them: one process each, no launcher. Core alone can be imported."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [sys.executable, train(harness), *harness.app.small, "--run-dir=run"]
+    command = [sys.executable, "-c", CORE_ALONE, train(harness), *harness.app.small, "--run-dir=run"]
     jobs = [harness.start_command(command, harness.folder / "run", **common, RANK=str(rank)) for rank in range(2)]
     first, second = (job.finish(limit=120) for job in jobs)
     result = harness.checked(first, 2)
