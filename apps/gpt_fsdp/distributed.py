@@ -13,18 +13,34 @@ from samestep.env import World
 from samestep.options import Options
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
 from samestep.torch import distributed as torch_distributed
-from samestep.torch.distributed import all_gather, backend, broadcast, last_collective, rendezvous, run_metadata
+from samestep.torch.distributed import (
+    all_gather,
+    backend,
+    broadcast,
+    last_collective,
+    rendezvous,
+    run_metadata,
+    summarize_error,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-__all__ = ["all_gather", "backend", "broadcast", "last_collective", "rendezvous", "run_metadata"]
+__all__ = [
+    "all_gather",
+    "backend",
+    "broadcast",
+    "last_collective",
+    "rendezvous",
+    "run_metadata",
+    "summarize_error",
+]
 
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
-def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's own GPU. Raises ConfigError if ranks would share GPUs."""
-    device = torch_distributed.choose_device(requested, world)
+def choose_device(requested: str, world: World, share: bool = False) -> torch.device:
+    """Return the CPU, or this rank's GPU; see `samestep.torch.distributed.choose_device`."""
+    device = torch_distributed.choose_device(requested, world, share)
     if device.type == "cpu":
         release_memory_early()
     return device

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import Options, Parser, add_common, add_share_gpu, add_virtual_ranks, bounded_float, bounded_int
 from samestep.torch.options import add_local_rank
 
 TEXTS = Path(__file__).resolve().parent / "text"
@@ -65,6 +65,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
     add_virtual_ranks(parser, "FSDP reduces gradients in its own order")
+    add_share_gpu(parser.group("Training"))
     default, count = "(default: %(default)s)", bounded_int(1)
     add = parser.group("Model").add_argument
     add("--layers", type=count, default=4, metavar="L", help=f"number of transformer blocks {default}")

@@ -48,7 +48,7 @@ from samestep.launch.environments import Environment
 from samestep.launch.job import OUTER_JOB, Job, Nodes, node_info, parse_integer, read_nodes, run_job
 from samestep.launch.migration import check_imports
 from samestep.launch.supervise import print_stderr
-from samestep.options import Options, check_virtual_ranks
+from samestep.options import Options, check_share_gpu, check_virtual_ranks
 from samestep.untrusted import printable
 
 MAX_RANKS = 10**5  # on one machine
@@ -134,6 +134,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(machines[0], machines[1], None, None) if machines else read_nodes(os.environ)
+    check_share_gpu(options, nodes.count)
     _check_paths(options)
     tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
 
