@@ -24,8 +24,9 @@ HELP_WIDTH = 80  # columns
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
-    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from threads "
-    "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best track share_gpu".split()
+    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device share_gpu "
+    "init_from threads max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only "
+    "keep_best track".split()
 )
 
 
@@ -233,7 +234,7 @@ def check_virtual_ranks(options: argparse.Namespace, ranks: int) -> None:
         raise ConfigError(f"--virtual-ranks {virtual_ranks} is below {ranks} ranks: start fewer")
 
 
-def add_share_gpu(parser: argparse.ArgumentParser) -> None:
+def add_share_gpu(parser: Any) -> None:
     """Add --share-gpu to a parser, or to one of its option groups."""
     share = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
     parser.add_argument("--share-gpu", action="store_true", help=share)

@@ -2,8 +2,8 @@
 
 TERM, USR1 (Slurm's ``--signal``) and the first Ctrl-C request the same: all ranks agree on a step, save it and exit
 with 128 + the signal. A rank exits at once at a second signal, at a signal before its first step, and if the ranks have
-not agreed within ``grace`` seconds. A rank also exits if another rank has ended: a launcher then sends TERM, and NCCL may
-wait for the ended rank longer than any grace. A thread does all that, because the main thread may wait in C code.
+not agreed within ``grace`` seconds. A rank also exits if another rank has ended: a launcher then sends TERM, and under
+NCCL the others would wait for the ended rank. A thread does all that, because the main thread may wait in C code.
 """
 
 from __future__ import annotations

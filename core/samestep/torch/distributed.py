@@ -252,7 +252,7 @@ def last_collective() -> dict[str, Any] | None:
 
 def _recorded(function: str) -> list[dict[str, Any]]:
     """Return the collectives that a recorder holds, the oldest first; [] if this build of torch lacks the recorder."""
-    dump = getattr(torch._C._distributed_c10d, function, None)  # type: ignore[attr-defined]
+    dump = getattr(torch._C._distributed_c10d, function, None)
     entries = json.loads(dump(True, False)).get("entries", []) if dump else []
     return [entry for entry in entries if not entry["is_p2p"]]
 
