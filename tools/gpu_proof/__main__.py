@@ -25,7 +25,7 @@ LIMITS = {"cuda": (540.0, 90.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all r
 
 def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
     """Prove a row and return its result; never raise."""
-    row = Row(proof, entry.name, priority)
+    row = Row(proof, entry.name, priority, entry.patience)
     try:
         outcome: dict[str, Any] = {"outcome": PASSED, **entry.call(row)}
     except NotRunError as reason:
@@ -41,8 +41,6 @@ def try_rows(proof: Proof, chosen: Sequence[Entry], results: Results, side_by_si
     """Prove rows and write each result as soon as it is known."""
 
     def prove(numbered: tuple[int, Entry]) -> None:
-        if time.monotonic() > proof.deadline:
-            return  # the file has it as not run
         results.note([try_row(proof, numbered[1], numbered[0])])
 
     with ThreadPoolExecutor(len(chosen) if side_by_side and chosen else 1) as pool:

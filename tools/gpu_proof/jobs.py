@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,13 +116,16 @@ class Row:
     proof: Proof
     name: str
     priority: int = 0
+    patience: float = 1.0  # multiplies the limit of a row
     begun: float | None = None  # of its first job
 
     def left(self) -> float:
-        """Return the seconds that are left. Raises TimeoutError if there are none."""
+        """Return the seconds that are left. Raises TimeoutError if there are none, NotRunError if none were."""
         now = time.monotonic()
+        if self.begun is None and now >= self.proof.deadline:
+            raise NotRunError("the proof's time was over")
         self.begun = self.begun or now
-        left = min(self.begun + self.proof.row_limit, self.proof.deadline) - now
+        left = min(self.begun + self.patience * self.proof.row_limit, self.proof.deadline) - now
         if left <= 0:
             raise TimeoutError("the row's time is over")
         return left
@@ -262,13 +266,17 @@ class Job:
 
 
 def start_process(
-    words: Sequence[str], folder: Path, device: str = "cuda", faults: Sequence[Fault] = (), **more: str
+    words: Sequence[str],
+    folder: Path,
+    device: str,
+    faults: Sequence[Fault] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str]:
-    """Start a program in the environment of jobs: this interpreter, few threads, and the caller's PYTHONPATH."""
+    """Start a program in the environment of jobs: this interpreter, one thread, and the caller's PYTHONPATH."""
     path = [str(FAULTS)] if faults else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
-    environ |= {"GPU_PROOF_FAULTS": json.dumps(list(faults)), **more}
+    environ |= {"GPU_PROOF_FAULTS": json.dumps(list(faults)), **variables}
     # Starts share what the compiler made. The launch script gives each job a TMPDIR of its own.
     environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     if device != "cuda":

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
         started = []
         for rank in map(str, range(ranks)):
             own = {**place, "RANK": rank, "LOCAL_RANK": rank}
-            started.append(start_process(program, row.proof.folder, row.proof.device, **own))
+            started.append(start_process(program, row.proof.folder, row.proof.device, variables=own))
         try:
             outputs = [process.communicate(timeout=row.left()) for process in started]
         except subprocess.TimeoutExpired:
@@ -149,7 +149,8 @@ def killed(row: Row, ranks: int) -> dict[str, Any]:
             job.wait(0)
             return job.run_dir
 
-    whole, run_dir = row.together([partial(row.undisturbed, "mnist_ddp", ranks, options), disturbed])
+    calls: list[Callable[[], Path]] = [partial(row.undisturbed, "mnist_ddp", ranks, options), disturbed]
+    whole, run_dir = row.together(calls)
     figures = check_resumed(whole, run_dir, times=1)
     if ended["seconds"] > END_LIMIT:
         raise RuntimeError(f"the other ranks ended after {ended['seconds']} s, not within {END_LIMIT:g} s: {ended}")
@@ -205,7 +206,8 @@ def stopped(row: Row, ranks: int) -> dict[str, Any]:
         run_dir = stop(row, "mnist_ddp", ranks, options, steps // 2 + 1)
         return row.run("mnist_ddp", ranks, options, run_dir=run_dir)
 
-    whole, run_dir = row.together([partial(row.undisturbed, "mnist_ddp", ranks, options), disturbed])
+    calls: list[Callable[[], Path]] = [partial(row.undisturbed, "mnist_ddp", ranks, options), disturbed]
+    whole, run_dir = row.together(calls)
     return {**check_resumed(whole, run_dir, times=1), "resumed from step": result(run_dir)["resumed_from_step"]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gpu_proof.jobs import (
 )
 from gpu_proof.several import MNIST, TOLERANCE, steps_of
 
-GPT = ["--layers=2", "--width=64", "--epochs=1000", "--dtype=float64", "--log-every=1"]
+GPT = ["--dataset=jargon-64k", "--layers=2", "--width=64", "--epochs=1000", "--dtype=float64", "--log-every=1"]
 MESHES = {"1x1": 1, "2x1": 2, "1x2": 2, "3x1": 3}
 STEPS, QUICK_STEPS = 10, 4
 
@@ -69,7 +70,8 @@ def elastic(row: Row) -> dict[str, Any]:
             job.wait(0)
             return job.run_dir
 
-    whole, run_dir = row.together([partial(row.run, "mnist_elastic", 1, options), disturbed])
+    calls: list[Callable[[], Path]] = [partial(row.run, "mnist_elastic", 1, options), disturbed]
+    whole, run_dir = row.together(calls)
     found = result(run_dir)
     hashes = {"one rank": result(whole)["weights_sha256"], "three, one killed": found["weights_sha256"]}
     check_equal("weights", hashes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ APPS: dict[str, list[str]] = {
     "mnist_lightning": ["--dataset=mnist-5k", "--dropout=0"],
     # A larger rate multiplies the rounding: at 0.1, float32 and float64 are 1e-3 apart on one CPU after 5 updates.
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0", "--lr=0.003"],
-    "gpt_fsdp": ["--layers=2", "--width=64"],
+    "gpt_fsdp": ["--dataset=jargon-64k", "--layers=2", "--width=64"],
 }
 FLOAT32, BFLOAT16 = 1e-4, 2e-2  # bfloat16 has 8 bits, and a device sums in an order of its own
 LOSSES: list[tuple[str, list[str], float]] = [
@@ -65,9 +65,11 @@ def recovery(row: Row, app: str, ranks: int) -> dict[str, Any]:
     def disturbed() -> Path:
         kill = {"rank": ranks - 1, "step": steps // 3, "kind": "kill"}
         run_dir = stop(row, app, ranks, options, 2 * steps // 3, before=kill, share=share)
-        return row.run(app, ranks, options, run_dir=run_dir, share=share)
+        row.run(app, ranks, options, run_dir=run_dir, share=share)
+        return run_dir
 
-    whole, run_dir = row.together([partial(row.run, app, ranks, options, share=share), disturbed])
+    calls: list[Callable[[], Path]] = [partial(row.run, app, ranks, options, share=share), disturbed]
+    whole, run_dir = row.together(calls)
     figures = check_resumed(whole, run_dir, times=2)
     return {**figures, "resumed from step": result(run_dir)["resumed_from_step"], "steps": steps}
 

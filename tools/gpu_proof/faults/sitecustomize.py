@@ -80,12 +80,13 @@ def _reseed(fault: dict[str, Any]) -> None:
 def _make_graphs() -> None:
     import torch
 
-    compile_module: Any = torch.compile
+    framework: Any = torch
+    compile_module = framework.compile
 
     def compile_to_graphs(*arguments: Any, options: dict[str, Any], **others: Any) -> Any:
         return compile_module(*arguments, options={**options, "triton.cudagraphs": True}, **others)
 
-    torch.compile = compile_to_graphs
+    framework.compile = compile_to_graphs
 
 
 KINDS = {"kill": _kill, "stop": _stop, "pause": _pause, "skip": _skip, "reseed": _reseed}
