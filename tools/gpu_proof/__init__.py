@@ -22,6 +22,6 @@ Several ranks share the GPU by --share-gpu: times of such rows say nothing about
 - accuracy: Seconds until mnist_ddp has 99% of MNIST's test set.
 - speed: Samples per second of mnist_ddp beside the textbook loop, and steps per second of cifar_ddp, compiled.
 
-Rows that measure no time run side by side, as far as there are processors. A row that hangs ends after --row-limit
-seconds, and no row begins after --limit seconds.
+Rows that measure no time run side by side, as far as there are processors. A job that hangs ends after --job-limit
+seconds, and all rows end after --limit seconds.
 """

@@ -20,7 +20,7 @@ from gpu_proof.jobs import NotRunError, Proof, Row, Slots  # noqa: E402
 from gpu_proof.report import ENDED_FIRST, NOT_RUN, PASSED, Results, machine_of, summary, table  # noqa: E402
 from gpu_proof.rows import Entry, entries  # noqa: E402
 
-LIMITS = {"cuda": (540.0, 90.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all rows, and of one
+LIMITS = {"cuda": (540.0, 80.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all rows, and of one job
 
 
 def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def choose(options: argparse.Namespace) -> list[Entry]:
 
 def prove(options: argparse.Namespace) -> int:
     """Run the chosen rows and return the exit code."""
-    limit, row_limit = LIMITS[options.device]
+    limit, job_limit = LIMITS[options.device]
     keep = bool(options.only or options.half)
     deadline = time.monotonic() + (options.limit or limit)
     results = Results(options.output, machine_of(options.device), time.strftime("%Y-%m-%d"), keep)
@@ -66,7 +66,7 @@ def prove(options: argparse.Namespace) -> int:
     slots = Slots(options.jobs or len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         settings = options.device, options.quick, options.mnist and options.mnist.resolve(), options.logs
-        proof = Proof(Path(name), *settings, options.row_limit or row_limit, deadline, slots)
+        proof = Proof(Path(name), *settings, options.job_limit or job_limit, deadline, slots)
         first = [entry for entry in chosen if entry.first]
         alone = [entry for entry in chosen if entry.alone]
         try_rows(proof, first, results, side_by_side=True)
@@ -96,7 +96,7 @@ def main() -> int:
         metavar="S",
         help="seconds after which no row begins or runs (default: 540; cpu: 4 hours)",
     )
-    add("--row-limit", type=float, metavar="S", help="seconds of one row (default: 90; cpu: 1800)")
+    add("--job-limit", type=float, metavar="S", help="seconds of one job of a row (default: 80; cpu: 1800)")
     add("--jobs", type=int, metavar="N", help="ranks that run side by side (default: one for each processor)")
     add("--table", type=Path, metavar="JSON", help="prove nothing; print an earlier output as a table")
     options = parser.parse_args()

@@ -73,8 +73,8 @@ class Proof:
         quick: whether few steps are enough.
         mnist: a folder of MNIST's files, or None.
         logs: where logs of failed jobs are kept, or None.
-        row_limit: seconds of a row from its first job on.
-        deadline: on the clock `time.monotonic`; no row runs longer.
+        job_limit: seconds of one job, with its restarts.
+        deadline: on the clock `time.monotonic`; no job runs longer.
         slots: limits the jobs.
     """
 
@@ -83,7 +83,7 @@ class Proof:
     quick: bool
     mnist: Path | None
     logs: Path | None
-    row_limit: float
+    job_limit: float
     deadline: float
     slots: Slots
     _numbers: int = 0
@@ -116,19 +116,21 @@ class Row:
     proof: Proof
     name: str
     priority: int = 0
-    patience: float = 1.0  # multiplies the limit of a row
-    begun: float | None = None  # of its first job
+    patience: float = 1.0  # multiplies the limit of a job
+    begun: float | None = None  # its first job
 
-    def left(self) -> float:
-        """Return the seconds that are left. Raises TimeoutError if there are none, NotRunError if none were."""
+    def begin_job(self) -> float:
+        """Return the deadline of a job that begins now.
+
+        Raises NotRunError if the proof's time is over before the first job, else TimeoutError.
+        """
         now = time.monotonic()
-        if self.begun is None and now >= self.proof.deadline:
+        if now >= self.proof.deadline and self.begun is None:
             raise NotRunError("the proof's time was over")
+        if now >= self.proof.deadline:
+            raise TimeoutError("the proof's time is over")
         self.begun = self.begun or now
-        left = min(self.begun + self.patience * self.proof.row_limit, self.proof.deadline) - now
-        if left <= 0:
-            raise TimeoutError("the row's time is over")
-        return left
+        return min(now + self.patience * self.proof.job_limit, self.proof.deadline)
 
     def together(self, calls: Sequence[Callable[[], Value]]) -> list[Value]:
         """Make calls side by side and return their results, in order."""
@@ -164,8 +166,8 @@ class Row:
         words += [f"--run-dir={run_dir}", f"--device={device}"]
         words += ["--share-gpu"] if device == "cuda" and share else []
         with self.proof.slots.take(ranks, self.priority):
-            self.left()
-            job = Job(self, run_dir, start_process(words, self.proof.folder, device, given), given)
+            deadline = self.begin_job()
+            job = Job(self, run_dir, start_process(words, self.proof.folder, device, given), given, deadline)
             try:
                 yield job
             except BaseException:
@@ -198,6 +200,7 @@ class Job:
     run_dir: Path
     process: subprocess.Popen[str]
     faults: Sequence[Mapping[str, Any]]
+    deadline: float
     _errors: str = ""
 
     def path(self, fault: int = 0) -> Path:
@@ -212,18 +215,16 @@ class Job:
             if self.process.poll() is not None:
                 self._errors = self.process.communicate()[1]
                 raise RuntimeError(f"{what} was not seen: the script ended with {self.reason()}")
-            try:
-                self.row.left()
-            except TimeoutError as error:
-                raise TimeoutError(f"{what} was not seen in time: {self.reason()}") from error
+            if time.monotonic() > self.deadline:
+                raise TimeoutError(f"{what} was not seen in time: {self.reason()}")
             time.sleep(0.02)
 
     def wait(self, code: int) -> str:
         """Wait for the script's end and return its stderr. Raises RuntimeError for another exit code."""
         try:
-            _, self._errors = self.process.communicate(timeout=self.row.left())
-        except (subprocess.TimeoutExpired, TimeoutError) as error:
-            raise TimeoutError(f"the script did not end in time: {self.reason()}") from error
+            _, self._errors = self.process.communicate(timeout=max(0.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the script did not end in time: {self.reason()}") from None
         if self.process.returncode != code:
             raise RuntimeError(f"exit code {self.process.returncode}, not {code}: {self.reason()}")
         return self._errors

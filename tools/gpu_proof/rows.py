@@ -20,7 +20,7 @@ class Entry(NamedTuple):
         alone: whether nothing may run beside it, because it measures time.
         quick: whether --quick has it.
         first: whether all others wait for it.
-        patience: multiplies --row-limit.
+        patience: multiplies --job-limit.
     """
 
     name: str

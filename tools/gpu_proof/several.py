@@ -68,12 +68,12 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
     place["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "core"), os.environ.get("PYTHONPATH")]))
     program = [sys.executable, str(Path(__file__).with_name("all_reduce.py")), row.proof.device]
     with row.proof.slots.take(ranks, row.priority):
-        started = []
+        deadline, started = row.begin_job(), []
         for rank in map(str, range(ranks)):
             own = {**place, "RANK": rank, "LOCAL_RANK": rank}
             started.append(start_process(program, row.proof.folder, row.proof.device, variables=own))
         try:
-            outputs = [process.communicate(timeout=row.left()) for process in started]
+            outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in started]
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"not done in time: {_kill(started)}") from None
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -109,15 +110,15 @@ def accuracy(row: Row) -> dict[str, Any]:
 
 def speed(row: Row) -> dict[str, Any]:
     """Measure mnist_ddp beside its own step on resident batches and beside the textbook loop; as many rounds as fit."""
-    output = row.proof.new_folder()
-    rounds = 1 if row.proof.quick else max(1, min(ROUNDS, int(row.left() / ROUND_SECONDS)))
+    output, left = row.proof.new_folder(), row.begin_job() - time.monotonic()
+    rounds = 1 if row.proof.quick else max(1, min(ROUNDS, int(left / ROUND_SECONDS) - 1))
     sizes = ["--warm-up=10", "--steps=20"] if row.proof.quick else ["--steps=200"]
     contestants = "app,limit" if row.proof.quick else "textbook,app,limit"
     command = [sys.executable, str(ROOT / "benchmarks" / "throughput.py"), "--apps=mnist_ddp", "--ranks=1", *sizes]
     command += [f"--device={row.proof.device}", f"--contestants={contestants}", "--attempts=1", f"--json={output}"]
     process = start_process([*command, f"--rounds={rounds}"], row.proof.folder, row.proof.device)
     try:
-        _, errors = process.communicate(timeout=row.left())
+        _, errors = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
         process.kill()
         raise TimeoutError(f"not measured in time: {last_errors(process.communicate()[1], 2)}") from None
