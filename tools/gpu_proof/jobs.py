@@ -65,7 +65,7 @@ class Slots:
 
 @dataclass
 class Proof:
-    """The settings of a proof, and what its rows share.
+    """The settings of a proof, and the results that its rows share.
 
     Attributes:
         folder: a temporary folder.

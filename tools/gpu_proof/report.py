@@ -34,7 +34,7 @@ class Results:
             self.values["rows"] = earlier["rows"]
 
     def note(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows, in place of those of the same names, and write the file."""
+        """Add rows, replace rows with the same names, and write the file."""
         with self._lock:
             names = {row["row"] for row in rows}
             self.values["rows"] = [row for row in self.values["rows"] if row["row"] not in names] + list(rows)

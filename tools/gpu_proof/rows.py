@@ -80,7 +80,7 @@ def _second_half() -> Iterator[Entry]:
     for app, n in single.RECOVERY.items():
         yield Entry(f"recovery {app}, {plural(n)}", partial(single.recovery, app=app, ranks=n), 2)
     for n in (3, 2, 1):
-        yield Entry(f"collectives, {plural(n)}", partial(single.collectives, ranks=n), 2)
+        yield Entry(f"collectives collectives_lab, {plural(n)}", partial(single.collectives, ranks=n), 2)
 
 
 def _alone() -> Iterator[Entry]:

@@ -158,7 +158,7 @@ def killed(row: Row, ranks: int) -> dict[str, Any]:
 
 
 def end_of_others(job: Job, ranks: int) -> dict[str, Any]:
-    """Wait until a rank is killed and all others have ended; return the seconds between, and what ended them."""
+    """Wait until a rank is killed and all others have ended; return the seconds between, and the cause of their end."""
     struck_at = job.wait_for("the kill", partial(time_of, job.path()))
     pids = job.pids()
     job.wait_for("the end of the other ranks", lambda: not any(map(is_alive, pids.values())))

@@ -38,7 +38,7 @@ LOSSES: list[tuple[str, list[str], float]] = [
 ]
 RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # ranks; mnist_ddp has rows of its own
 RECOVERY_STEPS = 20
-ROUNDS, ROUND_SECONDS = 5, 30.0  # of speed, and what a round may take
+ROUNDS, ROUND_SECONDS = 5, 30.0  # of speed, and the seconds of one round
 
 
 def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -> dict[str, Any]:
