@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from gpu_proof.report import PASSED, several_ranks_passed, summary, table  # noqa: E402
+from gpu_proof.report import PASSED, several_ranks_passed, table  # noqa: E402
 from gpu_proof.rows import entries  # noqa: E402
 
 PAGE = ROOT / "docs" / "devices.md"
@@ -35,19 +35,15 @@ HOW = ("run", "simulated", "read", "proof")  # proof: by the app's rows of these
 STATUS = {
     "README.md": (
         "All tests run on CPU. ",
-        "[device support]",
-        "The PyTorch apps ran on one GPU, with one rank: {summary}. NCCL with several ranks has not run. No app ran on "
-        "Ascend; ",
-        "The PyTorch apps also ran on one GPU, with 1 to 4 ranks that share it over NCCL: {summary}. No app ran on "
-        "Ascend; ",
+        " No app ran on Ascend ",
+        "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
+        "On one GPU, shared by 1 to 4 ranks over NCCL, {passed} of {rows} checks passed.",
     ),
     "README.zh.md": (
         "所有测试都在 CPU 上运行。",
-        "；各设备的代码路径如何验证，",
-        "PyTorch 应用还在一块 NVIDIA GPU 上以单个 rank 跑过（{zh}）。多个 rank 的 NCCL 尚未运行过，"
-        "也没有任何应用在昇腾（Ascend）上跑过",
-        "PyTorch 应用还在一块 NVIDIA GPU 上跑过，1 到 4 个 rank 通过 NCCL 共用这块 GPU（{zh}）。"
         "目前还没有任何应用在昇腾（Ascend）上跑过",
+        "在一块 NVIDIA GPU 上，{rows} 项检查通过 {passed} 项，多个 rank 的 NCCL 尚未运行过。",
+        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项。",
     ),
 }
 HEAD = """\
@@ -182,9 +178,8 @@ def readmes(results: Mapping[str, Any]) -> dict[Path, str]:
     """Return the text of each README with the status that the results allow."""
     texts = {}
     passed = sum(row["outcome"] == PASSED and row["row"] in ROWS for row in results["rows"])
-    values = {"summary": summary(results, ROWS), "zh": f"{len(ROWS)} 项验证中通过 {passed} 项"}
     for name, (before, after, one, several) in STATUS.items():
-        claim = (several if several_ranks_passed(results) else one).format(**values)
+        claim = (several if several_ranks_passed(results) else one).format(passed=passed, rows=len(ROWS))
         text = (ROOT / name).read_text()
         pattern = f"(?<={re.escape(before)}).*?(?={re.escape(after)})"
         texts[ROOT / name] = re.sub(pattern, lambda match, claim=claim: claim, text, count=1, flags=re.DOTALL)

@@ -26,7 +26,6 @@ from options import parse
 from samestep import env, log
 from samestep.options import Options
 from samestep.sharding import BatchSlice, shard
-from samestep.torch.distributed import summarize_error
 from show import Picture, Table, duration, new_figure, picture, publish, ranks_of, size
 from strategies import SCHEMES, STRATEGIES, ring_messages, sent
 from torch import Tensor
@@ -290,4 +289,4 @@ def _curves(result: dict[str, Any]) -> Picture:
 
 
 if __name__ == "__main__":
-    log.run(main, summarize_error)
+    log.run(main)

@@ -41,7 +41,7 @@ from distributed import (
 from options import check_size, parse, timed_calls
 from samestep import NonRetryableError, env, log
 from samestep.options import Options
-from samestep.torch.distributed import backend, summarize_error
+from samestep.torch.distributed import backend
 from show import SHOWN_RANKS, Picture, Table, duration, new_figure, picture, publish, ranks_of, size
 from strategies import exchange, neighbors
 from torch import Tensor
@@ -613,4 +613,4 @@ def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
 
 
 if __name__ == "__main__":
-    log.run(main, summarize_error)
+    log.run(main)

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from options import PLACES, check_size, parse
 from samestep import ConfigError, log
 from samestep.options import Options
-from samestep.torch.distributed import summarize_error
 from show import SHOWN_RANKS, Picture, Table, new_figure, picture, publish, ranks_of
 from strategies import STRATEGIES, Strategy
 from torch import nn
@@ -349,4 +348,4 @@ def _draw_timeline(axes: Any, blocks: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    log.run(main, summarize_error)
+    log.run(main)

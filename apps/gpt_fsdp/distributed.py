@@ -13,27 +13,11 @@ from samestep.env import World
 from samestep.options import Options
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
 from samestep.torch import distributed as torch_distributed
-from samestep.torch.distributed import (
-    all_gather,
-    backend,
-    broadcast,
-    last_collective,
-    rendezvous,
-    run_metadata,
-    summarize_error,
-)
+from samestep.torch.distributed import all_gather, backend, broadcast, last_collective, rendezvous, run_metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-__all__ = [
-    "all_gather",
-    "backend",
-    "broadcast",
-    "last_collective",
-    "rendezvous",
-    "run_metadata",
-    "summarize_error",
-]
+__all__ = ["all_gather", "backend", "broadcast", "last_collective", "rendezvous", "run_metadata"]
 
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 

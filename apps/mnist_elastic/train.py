@@ -115,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    log.run(main, distributed.summarize_error)
+    log.run(main)

@@ -119,7 +119,7 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
     elif options.logger == "tensorboard":
         loggers = [TensorBoardLogger(folder, name="lightning")]
     ranks = run.world.local_world_size or (run.world.local_rank or 0) + 1
-    shared = [device] * ranks if options.share_gpu else None  # of which the Trainer would take a GPU for each rank
+    shared = [device] * ranks if options.share_gpu else None  # without it, the Trainer takes a GPU for each rank
     return pl.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1 if shared else ranks,
@@ -175,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    log.run(main, distributed.summarize_error)
+    log.run(main)

@@ -70,8 +70,7 @@ torch.cuda.nccl.version = lambda: (2, 28, 9)
 current.clear()
 device = distributed.choose_device("auto", World(2, 3, local_rank=2, local_world_size=3, node_count=1), True)
 told["rank 2"] = [str(device), [str(each) for each in current], fractions, os.environ["NCCL_HOSTID"]]
-told["full"] = distributed.summarize_error("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB\\nmore")
-told["other"] = distributed.summarize_error("no file\\nmore")
+told["remedies"] = [distributed.log.remedies[0](text) for text in ("CUDA out of memory. Tried to", "no file")]
 for name, call in {
     "machines": lambda: distributed.choose_device("auto", World(0, 2, local_world_size=1, node_count=2), True),
     "too small": lambda: distributed.memory_fraction(8e9, 6),
@@ -167,14 +166,13 @@ def test_ranks_share_the_first_gpu(output: dict[str, Any]) -> None:
 
 def test_a_full_or_small_gpu_that_ranks_share_is_one_line_with_the_option(output: dict[str, Any]) -> None:
     part = "this rank's part of the GPU is full (--share-gpu): start fewer ranks"
-    assert output["full"] == f"CUDA out of memory: {part}"
-    assert output["other"] == "no file"
+    assert output["remedies"] == [f": {part}", ""]
     assert output["too small"] == "--share-gpu: 6 ranks do not fit into 8 GB of GPU memory: start fewer"
 
 
 def test_several_machines_and_an_old_driver_are_one_line(output: dict[str, Any]) -> None:
     assert output["machines"] == "--share-gpu is for one machine, and this job has 2: leave it out"
-    assert output["driver"] == "The NVIDIA driver on your system is too old (found version 11040)."
+    assert output["driver"] == "CUDA cannot start: The NVIDIA driver on your system is too old (found version 11040)."
 
 
 NCCL = """

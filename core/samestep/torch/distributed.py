@@ -52,7 +52,7 @@ def choose_device(requested: str, world: World, share: bool = False) -> torch.de
         # Before the rendezvous and `init_device_mesh`, which otherwise take LOCAL_RANK for the number of a GPU.
         torch.cuda.set_device(device)
     except RuntimeError as error:
-        raise NonRetryableError(log.first_line(str(error))) from error
+        raise NonRetryableError(f"CUDA cannot start: {log.first_line(str(error))}") from error
     if use == "shared":
         _share(device, world.rank, ranks)
     return device
@@ -114,6 +114,7 @@ def _share(device: torch.device, rank: int, ranks: int) -> None:
     torch.cuda.set_per_process_memory_fraction(memory_fraction(total, ranks), device)
     _sharing.update(sharing_variables(nccl_version(), rank))
     os.environ.update(_sharing)
+    log.remedies.append(_remedy)
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -124,12 +125,10 @@ def nccl_version() -> tuple[int, ...]:
         return ()
 
 
-def summarize_error(message: str) -> str:
-    """Return an error's first line; `log.run` calls it. For a full GPU that ranks share, it names the option."""
-    line = log.first_line(message)
-    if _sharing and "out of memory" in message:
-        return f"{line.split('. ')[0]}: this rank's part of the GPU is full (--share-gpu): start fewer ranks"
-    return line
+def _remedy(message: str) -> str:
+    """Return "" or the remedy for an error's ``message``: a GPU that ranks share is full."""
+    full = ": this rank's part of the GPU is full (--share-gpu): start fewer ranks"
+    return full if "out of memory" in message else ""
 
 
 def set_threads(threads: int | None) -> None:
