@@ -134,7 +134,8 @@ world = World(2, 3, 2, 3, 0, 1)
 device = distributed.choose_device("auto", world, options.share_gpu)
 trainer = train.build_trainer(SimpleNamespace(world=world), options, device, 1, pl.Callback())
 ddp = trainer.strategy
-told.append([str(device), str(ddp.root_device), ddp.determine_ddp_device_ids(), trainer.global_rank, trainer.world_size])
+place = trainer.global_rank, trainer.world_size
+told.append([str(device), str(ddp.root_device), ddp.determine_ddp_device_ids(), *place])
 print(json.dumps(told))
 """
 

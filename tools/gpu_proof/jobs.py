@@ -132,6 +132,18 @@ class Row:
         self.begun = self.begun or now
         return min(now + self.patience * self.proof.job_limit, self.proof.deadline)
 
+    def need(self, seconds: float) -> None:
+        """Raise NotRunError unless the proof has so many seconds left."""
+        left = self.proof.deadline - time.monotonic()
+        if left < seconds:
+            raise NotRunError(f"{max(0.0, left):.0f} s were left, and it needs about {seconds:.0f} s")
+
+    def late(self, text: str) -> Exception:
+        """Return the error for a job that exceeds its limit, or that the end of the proof cuts short."""
+        if time.monotonic() >= self.proof.deadline:
+            return NotRunError(f"the proof's time was over: {text}")
+        return TimeoutError(text)
+
     def together(self, calls: Sequence[Callable[[], Value]]) -> list[Value]:
         """Make calls side by side and return their results, in order."""
         with ThreadPoolExecutor(len(calls)) as pool:
@@ -216,7 +228,7 @@ class Job:
                 self._errors = self.process.communicate()[1]
                 raise RuntimeError(f"{what} was not seen: the script ended with {self.reason()}")
             if time.monotonic() > self.deadline:
-                raise TimeoutError(f"{what} was not seen in time: {self.reason()}")
+                raise self.row.late(f"{what} was not seen in time: {self.reason()}")
             time.sleep(0.02)
 
     def wait(self, code: int) -> str:
@@ -224,7 +236,7 @@ class Job:
         try:
             _, self._errors = self.process.communicate(timeout=max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the script did not end in time: {self.reason()}") from None
+            raise self.row.late(f"the script did not end in time: {self.reason()}") from None
         if self.process.returncode != code:
             raise RuntimeError(f"exit code {self.process.returncode}, not {code}: {self.reason()}")
         return self._errors

@@ -75,7 +75,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
         try:
             outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in started]
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"not done in time: {_kill(started)}") from None
+            raise row.late(f"not done in time: {_kill(started)}") from None
         finally:
             _kill(started)
     if any(process.returncode for process in started):

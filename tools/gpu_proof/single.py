@@ -38,6 +38,7 @@ LOSSES: list[tuple[str, list[str], float]] = [
 ]
 RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # ranks; mnist_ddp has rows of its own
 RECOVERY_STEPS = 20
+COMPILE_SECONDS = 60.0  # of a compiled run and its killed twin, if an earlier row has filled the compiler's cache
 ROUNDS, ROUND_SECONDS = 5, 30.0  # of speed, and the seconds of one round
 
 
@@ -110,6 +111,7 @@ def accuracy(row: Row) -> dict[str, Any]:
 
 def speed(row: Row) -> dict[str, Any]:
     """Measure mnist_ddp beside its own step on resident batches and beside the textbook loop; as many rounds as fit."""
+    row.need(2 * ROUND_SECONDS)
     output, left = row.proof.new_folder(), row.begin_job() - time.monotonic()
     rounds = 1 if row.proof.quick else max(1, min(ROUNDS, int(left / ROUND_SECONDS) - 1))
     sizes = ["--warm-up=10", "--steps=20"] if row.proof.quick else ["--steps=200"]
@@ -121,7 +123,7 @@ def speed(row: Row) -> dict[str, Any]:
         _, errors = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise TimeoutError(f"not measured in time: {last_errors(process.communicate()[1], 2)}") from None
+        raise row.late(f"not measured in time: {last_errors(process.communicate()[1], 2)}") from None
     if process.returncode:
         raise RuntimeError(" / ".join(last_errors(errors, 3))[-1000:])
     (measured,) = json.loads(output.read_text())["results"]
@@ -131,6 +133,7 @@ def speed(row: Row) -> dict[str, Any]:
 
 def compiled(row: Row, kind: str) -> dict[str, Any]:
     """Measure cifar_ddp's steps per second, eager, compiled or in CUDA graphs; a killed run has the same bits."""
+    row.need(COMPILE_SECONDS if kind != "eager" else ROUND_SECONDS)
     steps = 10 if row.proof.quick else 60
     options = [*CIFAR, f"--max-steps={steps}", f"--checkpoint-every={steps // 2}", "--log-every=10"]
     options = [each for each in options if not each.startswith("--accumulate")]
