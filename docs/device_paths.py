@@ -182,7 +182,7 @@ def readmes(results: Mapping[str, Any]) -> dict[Path, str]:
         claim = (several if several_ranks_passed(results) else one).format(passed=passed, rows=len(ROWS))
         text = (ROOT / name).read_text()
         pattern = f"(?<={re.escape(before)}).*?(?={re.escape(after)})"
-        texts[ROOT / name] = re.sub(pattern, lambda match, claim=claim: claim, text, count=1, flags=re.DOTALL)
+        texts[ROOT / name] = re.sub(pattern, claim, text, count=1, flags=re.DOTALL)
     return texts
 
 
