@@ -85,7 +85,7 @@ def _second_half() -> Iterator[Entry]:
 
 def _alone() -> Iterator[Entry]:
     yield Entry("accuracy mnist_ddp", single.accuracy, 2, alone=True)
-    yield Entry("speed mnist_ddp", single.speed, 2, alone=True, patience=SLOW)
+    yield Entry("speed mnist_ddp", single.speed, 2, alone=True, quick=True, patience=SLOW)
     for kind in ("eager", "--compile", "CUDA graphs"):
         call = partial(single.compiled, kind=kind)
         yield Entry(f"speed cifar_ddp, {kind}", call, 2, alone=True, patience=SLOW)
