@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -68,6 +69,9 @@ def prove(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         settings = options.device, options.quick, options.mnist and options.mnist.resolve(), options.logs
         proof = Proof(Path(name), *settings, options.job_limit or job_limit, deadline, slots)
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: setattr(proof, "deadline", time.monotonic())
+        )  # end all jobs
         first = [entry for entry in chosen if entry.first]
         alone = [entry for entry in chosen if entry.alone]
         try_rows(proof, first, results, side_by_side=True)

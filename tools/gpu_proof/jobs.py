@@ -132,6 +132,20 @@ class Row:
         self.begun = self.begun or now
         return min(now + self.patience * self.proof.job_limit, self.proof.deadline)
 
+    def left(self, deadline: float) -> float:
+        """Return the seconds until a job's ``deadline``, or until the proof's, which a signal may have moved."""
+        return min(deadline, self.proof.deadline) - time.monotonic()
+
+    def communicate(self, process: subprocess.Popen[str], deadline: float) -> tuple[str, str]:
+        """Wait for a process's end and return its output. Raises subprocess.TimeoutExpired at the deadline."""
+        while True:
+            left = self.left(deadline)
+            try:
+                return process.communicate(timeout=max(0.0, min(1.0, left)))
+            except subprocess.TimeoutExpired:
+                if left <= 0:
+                    raise
+
     def need(self, seconds: float) -> None:
         """Raise NotRunError unless the proof has so many seconds left."""
         left = self.proof.deadline - time.monotonic()
@@ -227,14 +241,14 @@ class Job:
             if self.process.poll() is not None:
                 self._errors = self.process.communicate()[1]
                 raise RuntimeError(f"{what} was not seen: the script ended with {self.reason()}")
-            if time.monotonic() > self.deadline:
+            if self.row.left(self.deadline) <= 0:
                 raise self.row.late(f"{what} was not seen in time: {self.reason()}")
             time.sleep(0.02)
 
     def wait(self, code: int) -> str:
         """Wait for the script's end and return its stderr. Raises RuntimeError for another exit code."""
         try:
-            _, self._errors = self.process.communicate(timeout=max(0.0, self.deadline - time.monotonic()))
+            _, self._errors = self.row.communicate(self.process, self.deadline)
         except subprocess.TimeoutExpired:
             raise self.row.late(f"the script did not end in time: {self.reason()}") from None
         if self.process.returncode != code:

@@ -73,7 +73,7 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
             own = {**place, "RANK": rank, "LOCAL_RANK": rank}
             started.append(start_process(program, row.proof.folder, row.proof.device, variables=own))
         try:
-            outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in started]
+            outputs = [row.communicate(process, deadline) for process in started]
         except subprocess.TimeoutExpired:
             raise row.late(f"not done in time: {_kill(started)}") from None
         finally:
@@ -91,7 +91,7 @@ def _kill(processes: Sequence[subprocess.Popen[str]]) -> str:
     for rank, process in enumerate(processes):
         if process.poll() is None:
             process.kill()
-            texts += [f"rank {rank}: {' / '.join(last_errors(process.communicate()[1], 2))[:600]}"]
+            texts.append(f"rank {rank}: {' / '.join(last_errors(process.communicate()[1], 2))[:600]}")
     return " | ".join(texts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,7 +111,8 @@ def accuracy(row: Row) -> dict[str, Any]:
 def speed(row: Row) -> dict[str, Any]:
     """Measure mnist_ddp beside its own step on resident batches and beside the textbook loop; as many rounds as fit."""
     row.need(2 * ROUND_SECONDS)
-    output, left = row.proof.new_folder(), row.begin_job() - time.monotonic()
+    output, deadline = row.proof.new_folder(), row.begin_job()
+    left = row.left(deadline)
     rounds = 1 if row.proof.quick else max(1, min(ROUNDS, int(left / ROUND_SECONDS) - 1))
     sizes = ["--warm-up=10", "--steps=20"] if row.proof.quick else ["--steps=200"]
     contestants = "app,limit" if row.proof.quick else "textbook,app,limit"
@@ -120,9 +120,9 @@ def speed(row: Row) -> dict[str, Any]:
     command += [f"--device={row.proof.device}", f"--contestants={contestants}", "--attempts=1", f"--json={output}"]
     process = start_process([*command, f"--rounds={rounds}"], row.proof.folder, row.proof.device)
     try:
-        _, errors = process.communicate(timeout=left)
+        _, errors = row.communicate(process, deadline)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.terminate()
         raise row.late(f"not measured in time: {last_errors(process.communicate()[1], 2)}") from None
     if process.returncode:
         raise RuntimeError(" / ".join(last_errors(errors, 3))[-1000:])
