@@ -61,6 +61,13 @@ def test_an_all_reduce_that_rank_1_skips_makes_hang_name_rank_1(row: Row) -> Non
 
 
 @pytest.mark.soak
+def test_a_rank_that_waits_in_c_code_ends_soon_after_another_is_killed(row: Row) -> None:
+    """NCCL waits so: no lost connection ends the wait, but the launcher's signal does."""
+    figures = several.killed(row, ranks=2, blocked=True)
+    assert figures["by"] == "the launcher's signal"
+
+
+@pytest.mark.soak
 def test_stopped_passes_on_a_cpu(row: Row) -> None:
     assert several.stopped(row, ranks=2)["resumed from step"] >= several.QUICK_STEPS // 2 + 1
 

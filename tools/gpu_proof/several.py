@@ -137,14 +137,18 @@ def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict
 # --- kills and stops -----------------------------------------------------------------------------------------------
 
 
-def killed(row: Row, ranks: int) -> dict[str, Any]:
-    """Kill a rank while the others wait in an all-reduce; they end, and the job resumes to the undisturbed weights."""
-    options, steps = options_of(row, "mnist_ddp"), steps_of(row, "mnist_ddp")
-    fault = {"rank": ranks - 1, "step": steps * 2 // 3, "kind": "kill"}
+def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
+    """Kill a rank while the others wait in an all-reduce; they end, and the job resumes to the undisturbed weights.
+
+    With ``blocked``, rank 0 waits in C code that no lost connection ends.
+    """
+    options, step = options_of(row, "mnist_ddp"), steps_of(row, "mnist_ddp") * 2 // 3
+    faults = [{"rank": ranks - 1, "step": step, "kind": "kill"}]
+    faults += [{"rank": 0, "step": step, "kind": "block"}] if blocked else []
     ended: dict[str, Any] = {}
 
     def disturbed() -> Path:
-        with row.start("mnist_ddp", ranks, options, faults=[fault]) as job:
+        with row.start("mnist_ddp", ranks, options, faults=faults) as job:
             ended.update(end_of_others(job, ranks))
             job.wait(0)
             return job.run_dir
@@ -185,7 +189,8 @@ def what_ended(log: Path) -> str:
     if "another rank has ended" in text:
         return "the launcher's signal"
     if "error: " in text:
-        return f"a lost connection ({last_errors(text, 1)[0].partition('error: ')[2][:80]})"
+        error = re.sub(r"\[/\S*\] ?", "", last_errors(text, 1)[0].partition("error: ")[2])  # without C++ source lines
+        return f"a lost connection ({error[:100]})"
     return "SIGKILL by the launcher"
 
 
@@ -241,7 +246,8 @@ def hang(row: Row, ranks: int, kind: str = "stop") -> dict[str, Any]:
         errors = job.wait(1).splitlines()
     report = next((line for line in errors if line.startswith("error: no progress for ")), "")
     suspect = re.search(r"no progress for \d+ s: rank 1 \([^)]*\) .*?(at \w+\.py:\d+ in \w+)", report)
-    collective = re.search(r"waits? in (\w+ \d+ [^;]*?) at \w+\.py:\d+ in \w+", report)
+    others = report.partition("; ")[2]
+    collective = re.search(r"waits? in (\w+ \d+ [^;]*?) at \w+\.py:\d+ in \w+", others)
     if not suspect or not collective:
         raise RuntimeError(f"the report does not name rank 1, its line and a collective: {report or errors}")
     return {"rank 1": suspect[1], "others wait in": collective[1]}

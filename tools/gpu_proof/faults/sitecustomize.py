@@ -5,6 +5,7 @@ and ``kind``. At the beginning of its step the rank does one of the following:
 
 * ``kill``: it waits until the other ranks have entered their all-reduce, and sends itself SIGKILL.
 * ``stop``: it sends itself SIGSTOP.
+* ``block``: its main thread waits in C code for ever, as under NCCL without a peer.
 * ``pause``: it writes the file ``path``, and waits for a stop signal.
 * ``skip``: it leaves out the next all-reduce that the program calls.
 * ``graphs``: before its first step, it lets torch.compile make CUDA graphs.
@@ -15,6 +16,7 @@ Each fault happens once in a job. The rest of the program is unchanged.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -41,6 +43,12 @@ def _kill(fault: dict[str, Any]) -> None:
 def _stop(fault: dict[str, Any]) -> None:
     Path(fault["path"]).write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _block(fault: dict[str, Any]) -> None:
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):  # it has the lock, and waits for it
+        libc.pthread_mutex_lock(mutex)
 
 
 def _pause(fault: dict[str, Any]) -> None:
@@ -89,7 +97,7 @@ def _make_graphs() -> None:
     framework.compile = compile_to_graphs
 
 
-KINDS = {"kill": _kill, "stop": _stop, "pause": _pause, "skip": _skip, "reseed": _reseed}
+KINDS = {"kill": _kill, "stop": _stop, "block": _block, "pause": _pause, "skip": _skip, "reseed": _reseed}
 
 
 def _arm(faults: list[dict[str, Any]]) -> None:
