@@ -1,10 +1,12 @@
 """Make docs/devices.md: the state of testing of every device path of every app.
 
-    python docs/device_paths.py            # writes the page
+    python docs/device_paths.py            # writes the page, and the status lines of both READMEs
     python docs/device_paths.py --check    # compares, and prints the differences
 
 Each app lists its own paths in tests/<app>/device_paths.py. A list must have the devices that the app's --device
-accepts, except auto. Each path that was run or simulated must name a test that exists. Standard library only.
+accepts, except auto. Each path that was run or simulated must name a test that exists. A path that a GPU must prove
+names rows of tools/gpu_proof.sh: its status is their outcome in benchmarks/gpu_proof.json, so that no page claims more.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -12,48 +14,82 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from gpu_proof.report import PASSED, several_ranks_passed, table  # noqa: E402
+from gpu_proof.rows import entries  # noqa: E402
+
 PAGE = ROOT / "docs" / "devices.md"
-HOW = ("run", "simulated", "read")
+GPU_PROOF = ROOT / "benchmarks" / "gpu_proof.json"
+ROWS = [entry.name for entry in entries()]  # of tools/gpu_proof.sh
+HOW = ("run", "simulated", "read", "proof")  # proof: by the app's rows of these kinds, such as "bits; killed"
+# The status in each README: the phrases around it, and its text without and with passed rows of several ranks.
+STATUS = {
+    "README.md": (
+        "All tests run on CPU. ",
+        " No app ran on Ascend ",
+        "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
+        "On one GPU, shared by 1 to 4 ranks over NCCL, {passed} of {rows} checks passed.",
+    ),
+    "README.zh.md": (
+        "所有测试都在 CPU 上运行。",
+        "目前还没有任何应用在昇腾（Ascend）上跑过",
+        "在一块 NVIDIA GPU 上，{rows} 项检查通过 {passed} 项，多个 rank 的 NCCL 尚未运行过。",
+        "在一块 NVIDIA GPU 上（1 到 4 个 rank 通过 NCCL 共用），{rows} 项检查通过 {passed} 项。",
+    ),
+}
 HEAD = """\
 # Devices
 
 This page lists the device paths of every app, and how each was tested. `docs/device_paths.py` makes it from
-`tests/<app>/device_paths.py`. The PyTorch apps have run on [one GPU](#one-gpu). No Ascend has been tested yet.
+`tests/<app>/device_paths.py` and `benchmarks/gpu_proof.json`. The PyTorch apps have run on [one GPU](#one-gpu). No
+Ascend has been tested yet.
 
 - **run**: the named test, or the named row of `tools/gpu_proof.sh`, ran on this device with this transport, on Linux,
   x86-64.
 - **simulated**: the test runs the app's own code, and replaces missing hardware or a missing function of a framework.
 - **read**: nothing has run. The app's code was compared with the named source of the framework. Expect problems if you
   are the first to run it.
+- **failed**, **not run**: a named row of `tools/gpu_proof.sh` failed, or did not run on a GPU.
 """
 
 ONE_GPU = """\
 ## One GPU
 
-`bash tools/gpu_proof.sh` on a machine with one NVIDIA GPU gave these results, in two calls. `python3 tools/gpu_proof.py
---table benchmarks/gpu_proof.json` prints them again. A run of `recovery` was killed, restarted, stopped and resumed.
-It ended with the weights of an undisturbed run, to the bit.
+One GPU is enough to test several ranks: with `--share-gpu` all ranks of a machine use its first GPU. Use this option
+for tests and demonstrations only, because several ranks are slower than one rank. NCCL does not support it. NCCL
+refuses two ranks with the same host and GPU, so the apps set an own `NCCL_HOSTID` for each rank. From NCCL 2.30 on they
+set `NCCL_MULTI_RANK_GPU_ENABLE=1` instead. Kills, hangs and collectives are then those of NCCL, but times say nothing
+about several GPUs.
 
-On the first machine, two rows failed. The second machine ran some of the rows: `recovery gpt_fsdp` passed, `speed` did
-not run, and mnist_lightning's rows failed for a missing package. The calls found four faults, all mended:
+To repeat the proof on a machine with one NVIDIA GPU, run this command. It takes at most 9 minutes. `--half 1` and
+`--half 2` run one half each, in at most 5 minutes:
+
+```bash
+bash tools/gpu_proof.sh
+```
+
+`bash tools/gpu_proof.sh --device cpu` runs the same rows over gloo. `bash tools/gpu_proof.sh --table
+benchmarks/gpu_proof.json` prints the table below. A GPU's weights differ from a CPU's in their last bits.
+
+Earlier runs of the proof found four faults, which are mended:
 
 - **gpt_fsdp could not resume on a GPU.** It restored Adam's step counters to the CPU, and the fused AdamW reads them on
   the GPU.
-- **The textbook loop of the benchmark aborted** where torchvision fits torch. The second call was cut before the row
-  ended.
+- **The textbook loop of the benchmark aborted** where torchvision fits torch.
 - **cifar_ddp with `--compile` trained wrongly with torch 2.11**, on a CPU too: that compiler has wrong gradients after
   a function that ends in a cast. With torch 2.13, which this app pins, gradients were right.
 - **Convolutions in float32 were in TF32**, which is torch's default on a GPU. The apps switch it off, and take
   deterministic algorithms alone.
 """
-GPU_PROOFS = [ROOT / "benchmarks" / name for name in ("gpu_proof.json", "gpu_proof_h100.json")]
 
 
 class DevicePath(NamedTuple):
@@ -63,7 +99,7 @@ class DevicePath(NamedTuple):
     transport: str
     part: str  # how the ranks are started, or which part of the program it is
     how: str  # one of HOW
-    by: str  # a folder of tests or file::function; for "read" a source
+    by: str  # a folder of tests or file::function; or a source (read), or kinds of rows (proof)
 
 
 def main() -> None:
@@ -72,13 +108,16 @@ def main() -> None:
     check = parser.parse_args().check
     lists = {path.parent.name: listed(path) for path in sorted(ROOT.glob("tests/*/device_paths.py"))}
     problems = [f"tests/{app}/device_paths.py: {each}" for app in lists for each in mistakes(app, lists[app])]
-    made = page(lists)
-    if check and not problems and (not PAGE.exists() or PAGE.read_text() != made):
-        problems = ["docs/devices.md is not what tests/<app>/device_paths.py say: run docs/device_paths.py"]
+    results = json.loads(GPU_PROOF.read_text())
+    made = {PAGE: page(lists, results), **readmes(results)}
+    if check and not problems:
+        wrong = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+        problems = [f"{path.relative_to(ROOT)} is not up to date: run docs/device_paths.py" for path in wrong]
     if problems:
         sys.exit("\n".join(f"error: {problem}" for problem in problems))
     if not check:
-        PAGE.write_text(made)
+        for path, text in made.items():
+            path.write_text(text)
 
 
 def listed(path: Path) -> list[DevicePath]:
@@ -93,7 +132,9 @@ def mistakes(app: str, paths: list[DevicePath]) -> Iterator[str]:
     for path in paths:
         if path.how not in HOW:
             yield f"{path.how!r} is not one of {', '.join(HOW)}"
-        elif path.how != "read" and not exists(path.by):
+        elif path.how == "proof" and (unknown := _unknown_kinds(path.by)):
+            yield f"tools/gpu_proof.sh has no row {unknown[0]!r}"
+        elif path.how in ("run", "simulated") and not exists(path.by):
             yield f"there is no test {path.by}: name a folder of tests, or file.py::test_function"
 
 
@@ -119,21 +160,53 @@ def tests(file: Path) -> dict[str, bool]:
     return {each.name: soak in map(ast.unparse, each.decorator_list) for each in functions}
 
 
-def page(lists: dict[str, list[DevicePath]]) -> str:
+def _unknown_kinds(kinds: str) -> list[str]:
+    return [kind for kind in kinds.split("; ") if not any(row.startswith(f"{kind} ") for row in ROWS)]
+
+
+def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
+    """Return "run" if all rows of an app passed that are of these ``kinds``, "failed" if one failed, else "not run"."""
+    outcomes = {row["row"]: str(row["outcome"]).partition(":")[0] for row in results["rows"]}
+    wanted = [row for kind in kinds.split("; ") for row in ROWS if re.match(rf"{kind} {app}\b", row)]
+    found = [outcomes.get(row, "not run") for row in wanted]
+    if found and all(outcome == PASSED for outcome in found):
+        return "run"
+    return "failed" if "failed" in found else "not run"
+
+
+def readmes(results: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the text of each README with the status that the results allow."""
+    texts = {}
+    passed = sum(row["outcome"] == PASSED and row["row"] in ROWS for row in results["rows"])
+    for name, (before, after, one, several) in STATUS.items():
+        claim = (several if several_ranks_passed(results) else one).format(passed=passed, rows=len(ROWS))
+        text = (ROOT / name).read_text()
+        pattern = f"(?<={re.escape(before)}).*?(?={re.escape(after)})"
+        texts[ROOT / name] = re.sub(pattern, claim, text, count=1, flags=re.DOTALL)
+    return texts
+
+
+def page(lists: dict[str, list[DevicePath]], results: Mapping[str, Any]) -> str:
     """Return the text of docs/devices.md."""
     lines = [HEAD]
     for app, paths in lists.items():
         lines += [f"## {app}", "", "| device | transport | part | status | shown by |", "|---|---|---|---|---|"]
         for path in paths:
-            file, _, function = path.by.partition("::")
-            by = f'[test](../{file} "{function}")' if function else f"[{file}](../{file})"
-            by = path.by if path.how == "read" else by
-            by += ", in the soak" if function and tests(ROOT / file).get(function) else ""
-            lines.append(f"| {path.device} | {path.transport} | {path.part} | {path.how} | {by} |")
+            lines.append(f"| {path.device} | {path.transport} | {path.part} | {_shown(app, path, results)} |")
         lines.append("")
-    table = runpy.run_path(str(ROOT / "tools" / "gpu_proof.py"))["table"]
-    tables = [table(json.loads(path.read_text())) for path in GPU_PROOFS]
-    return "\n".join([*lines, ONE_GPU, "\n\n".join(tables), ""])
+    return "\n".join([*lines, ONE_GPU, table(results, ROWS), ""])
+
+
+def _shown(app: str, path: DevicePath, results: Mapping[str, Any]) -> str:
+    """Return the cells of a path's status and evidence."""
+    if path.how == "read":
+        return f"read | {path.by}"
+    if path.how == "proof":
+        return f"{status(app, path.by, results)} | [proof](#one-gpu): {path.by.replace('; ', ', ')}"
+    file, _, function = path.by.partition("::")
+    by = f'[test](../{file} "{function}")' if function else f"[{file}](../{file})"
+    by += ", in the soak" if function and tests(ROOT / file).get(function) else ""
+    return f"{path.how} | {by}"
 
 
 if __name__ == "__main__":

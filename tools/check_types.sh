@@ -15,8 +15,8 @@ check() {
   (cd "$folder" && MYPYPATH=$path mypy --config-file="$root/mypy.ini" --cache-dir="$cache" "$@")
 }
 
-check . . core launch observe check scripts tools docs
-check tests:tests/check:tests/common:tests/core:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
+check tools . core launch observe check scripts tools docs
+check tests:tools:tests/check:tests/common:tests/core:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
   --exclude '^tests/(adversarial/|launch/|(core|observe)/conftest)' tests
 check tests:tests/launch:tests/adversarial . --exclude adversarial/conftest tests/launch tests/adversarial
 for app in apps/*/; do

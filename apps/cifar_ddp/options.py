@@ -11,7 +11,16 @@ import shutil
 from collections.abc import Sequence
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_share_gpu,
+    add_virtual_ranks,
+    bounded_float,
+    bounded_int,
+)
 
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.003}
 WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}
@@ -35,6 +44,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("input", "workers", "first_step_timeout"),
     )
     add_virtual_ranks(parser)
+    add_share_gpu(parser.group("Training"))
     default, fraction, positive = (
         "(default: %(default)s)",
         bounded_float(0.0, below=1.0),

@@ -68,6 +68,7 @@ def run_predict(torchrun: Sequence[str], n: int, options: Options) -> None:
     if not any(path.stem != "primitives-1" for path in options.run_dir.glob("primitives-*.json")):
         log.info(f"no sends are measured yet in this run dir: measuring on {max(n, 2)} ranks first")
         arguments = [f"--run-dir={options.run_dir}", f"--device={options.device}", f"--timeout={options.timeout}"]
+        arguments += ["--share-gpu"] * options.share_gpu
         start_ranks(torchrun, "primitives", max(n, 2), arguments + ["--quick"] * options.quick)
     predict.predict(options)
 

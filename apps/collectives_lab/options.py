@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
+from samestep.options import Options, Parser, add_share_gpu, bounded_float, bounded_int, seconds
 
 APP = "collectives_lab"
 COMMANDS = {
@@ -72,7 +72,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         full = text[0].upper() + text[1:] + "."
         own_usage = usage.replace("COMMAND", name) if usage else None
         commands[name] = subparsers.add_parser(name, help=text, description=full, usage=own_usage)
-        add = commands[name].add_argument_group("Run").add_argument
+        group = commands[name].add_argument_group("Run")
+        add = group.add_argument
         add(
             "--run-dir",
             type=Path,
@@ -82,6 +83,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         add("--quick", action="store_true", help="use fewer sizes, steps and repetitions; `all` takes minutes")
         devices = "device; auto takes a GPU if each rank has its own (default: auto)"
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
+        add_share_gpu(group)
         limit = f"maximum seconds of one collective; an error names it after that {DEFAULT}"
         add("--timeout", type=seconds, default=60.0, metavar="T", help=limit)
         add("--quiet", action="store_true", help="print no tables")

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_share_gpu,
+    add_virtual_ranks,
+    bounded_float,
+    bounded_int,
+)
 
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None: all
@@ -64,6 +73,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
     add_virtual_ranks(parser, "FSDP reduces gradients in its own order")
+    add_share_gpu(parser.group("Training"))
     default, count = "(default: %(default)s)", bounded_int(1)
     add = parser.group("Model").add_argument
     add("--layers", type=count, default=4, metavar="L", help=f"number of transformer blocks {default}")

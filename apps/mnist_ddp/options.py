@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_share_gpu,
+    add_virtual_ranks,
+    bounded_float,
+)
 
 TORCHVISION = "torchvision==0.28.0"  # for --input torchvision; the app's locks leave it out
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
@@ -35,6 +43,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("input", "backend", "log_format"),
     )
     add_virtual_ranks(parser)
+    add_share_gpu(parser.group("Training"))
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.group("Model").add_argument
     models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"

@@ -37,7 +37,7 @@ import safetensors.numpy
 import torch
 from agent import serve, start
 from data import load
-from membership import give_up_after
+from membership import choose_device, give_up_after, run_metadata
 from model import build_model
 from numpy.typing import NDArray
 from options import parse
@@ -202,16 +202,17 @@ class Job:
         """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
         if (self.run.world.node_count or 1) > 1:
             log.warning("lighthouse and store have no authentication: keep strangers off the network of this job")
-        run, options, device = self.run, self._options, torch.device("cpu")
+        run, options = self.run, self._options
+        self._device = choose_device(options, run.world)  # of the ranks: this process computes nothing
         distributed.set_threads(options.threads)
         model = build_model(options.model, options.dropout, getattr(torch, options.dtype), options.seed)
         optimizer = build_optimizer(options, model)
         run.restore(self._collectives, lambda groups: weights.load(model, optimizer, groups))
-        train_set, test_set = load(options.dataset, options.data_dir, device)
+        train_set, test_set = load(options.dataset, options.data_dir, torch.device("cpu"))
         cut = 0, 1, options.virtual_ranks
         batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
-        self._metadata = distributed.run_metadata(device)
-        run.start(batches, len(test_set.labels), options.model, "cpu", self._metadata)
+        self._metadata = run_metadata(self._device)
+        run.start(batches, len(test_set.labels), options.model, self._device.type, self._metadata)
         self._step = self._update = self._saved = run.first_step  # of records, ranks and checkpoints
 
     def train(self) -> None:
@@ -258,7 +259,7 @@ class Job:
         """Write and print the result."""
         counts = {"members": self._members, "rejoins": self._rejoins, "steps_repeated": len(self._repeated)}
         pauses = [round(each, 3) for each in self._pauses]
-        self.run.report("torch", torch.__version__, "gloo", "cpu", **counts, pauses=pauses)
+        self.run.report("torch", torch.__version__, "gloo", self._device.type, **counts, pauses=pauses)
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 

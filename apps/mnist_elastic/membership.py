@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
+from samestep.env import World
+from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Groups, Run
 from samestep.torch import distributed, virtual_ranks
@@ -44,12 +46,30 @@ STEPS = 4096  # sums hold step numbers modulo this, because float32 represents t
 CHECKS = 4  # what each sub-shard adds to the sum: a count, the step, a request to regroup, its loss
 
 
+def choose_device(options: Options, world: World) -> torch.device:
+    """Return the CPU, or with --share-gpu the first GPU. Ranks that come have no GPU of their own."""
+    if not options.share_gpu:
+        return torch.device("cpu")
+    return distributed.choose_device("cuda", world, share=True)
+
+
+def run_metadata(device: torch.device) -> dict[str, Any]:
+    """Return `distributed.run_metadata` for ranks that communicate by gloo on any device.
+
+    NCCL cannot end a collective whose peer has died without ending the process, except by torchft's own process group.
+    """
+    return {**distributed.run_metadata(device), "backend": "gloo"}
+
+
 class Failed(Exception):
     """Report that not all members completed a step or an evaluation."""
 
 
 class MemberWatchdog(Watchdog):
     """End a rank without progress, but not the job: the launcher starts the rank again."""
+
+    def rank_is_lost(self) -> bool:
+        return False  # the others continue without it
 
     def end(self) -> None:
         text = f"rank {self._world.rank} has made no progress for {self._options.timeout:g} s; ending"
@@ -135,7 +155,12 @@ class Members:
     """
 
     def __init__(
-        self, launcher: Launcher, run: Run, arrays: Callable[[], Groups], load: Callable[[Groups], None]
+        self,
+        launcher: Launcher,
+        run: Run,
+        arrays: Callable[[], Groups],
+        load: Callable[[Groups], None],
+        device: torch.device,
     ) -> None:
         """Announce this rank to the lighthouse.
 
@@ -144,12 +169,13 @@ class Members:
             run: counts the updates of this process, and has the options.
             arrays: returns the arrays of model and optimizer.
             load: loads such arrays.
+            device: has the model.
         """
         self.launcher, self.rank, self.world_size, self.regroup_due = launcher, 0, 1, True
         self._run, self._arrays, self._load = run, arrays, load
         self._step, self.evaluation_due = run.first_step, run.first_step == run.last_step
         self._loss = self._running_loss = 0.0  # of the last step, and of all steps since the last log line
-        self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype))
+        self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype), device=device)
         self._group, self._failures = "", 0
         self._failed_step: int | None = None
         address, port = launcher.store

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import Options, Parser, add_common, add_share_gpu, add_virtual_ranks, bounded_float, bounded_int
 
 LAUNCHER = {"late_machines": True}
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
@@ -29,10 +29,11 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         global_batch_size=128,
         lr="0.03 with sgd, 0.001 with adam",
         datasets=("mnist", "fashion-mnist", "mnist-5k"),
-        devices=("auto", "cpu"),
+        devices=("auto", "cpu", "cuda"),
         resume_mutable=("min_ranks", "allow_mixed"),
     )
     add_virtual_ranks(parser)
+    add_share_gpu(parser.group("Training"))
     parser.set_defaults(virtual_ranks=VIRTUAL_RANKS)
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.group("Fault tolerance").add_argument
@@ -58,6 +59,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.lr = LEARNING_RATES[options.optimizer]
     if not options.virtual_ranks:
         raise ConfigError("--virtual-ranks 0: this app sums in a fixed tree: name the most ranks that will train")
+    if options.device == "cuda" and not options.share_gpu:
+        raise ConfigError("--device cuda: ranks that come and go share one GPU: add --share-gpu")
     return options
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from data import Split, load
-from membership import Launcher, Members, MemberWatchdog
+from membership import Launcher, Members, MemberWatchdog, choose_device, run_metadata
 from model import build_model
 from options import parse
 from samestep import ConfigError, log
@@ -71,9 +71,9 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
     )
-    run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
+    run.start(batches, len(test_set.labels), options.model, device.type, run_metadata(device))
 
-    members = Members(launcher, run, lambda: weights.groups(model, optimizer), load_groups)
+    members = Members(launcher, run, lambda: weights.groups(model, optimizer), load_groups, device)
     for step in members.steps():  # the same step again, if a member was lost
         with members.attempt():
             if members.regroup_due:
@@ -101,15 +101,16 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
 
 
 def main() -> None:
-    options, device = parse(sys.argv[1:]), torch.device("cpu")
+    options = parse(sys.argv[1:])
     if "SAMESTEP_MEMBERS" not in os.environ:
         raise ConfigError("a rank needs its launcher: bash scripts/run_mnist_elastic.sh N")
     rank, world_size = int(os.environ["SAMESTEP_RANK"]), int(os.environ["SAMESTEP_RANKS"])
     # The launcher is rank 0, which writes the files of the run.
     world = World(rank, world_size, rank, world_size, 0, 1, launcher="torchft")
     run = Run(Path(__file__).resolve().parent.name, options, world, MemberWatchdog())
+    device = choose_device(options, world)
     distributed.set_threads(options.threads)
-    train(run, options, device, Launcher(rank, distributed.run_metadata(device)))
+    train(run, options, device, Launcher(rank, run_metadata(device)))
     run.monitor.stop()
 
 

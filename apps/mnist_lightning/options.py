@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_share_gpu,
+    add_virtual_ranks,
+    bounded_float,
+)
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LOGGERS = ("csv", "tensorboard", "none")
@@ -31,6 +39,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         resume_mutable=("logger",),
     )
     add_virtual_ranks(parser)
+    add_share_gpu(parser.group("Training"))
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.group("Model").add_argument
     models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"

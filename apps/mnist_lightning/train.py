@@ -118,11 +118,13 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
         loggers = [CSVLogger(folder, name="lightning")]
     elif options.logger == "tensorboard":
         loggers = [TensorBoardLogger(folder, name="lightning")]
+    ranks = run.world.local_world_size or (run.world.local_rank or 0) + 1
+    shared = [device] * ranks if options.share_gpu else None  # without it, the Trainer takes a GPU for each rank
     return pl.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=run.world.local_world_size or (run.world.local_rank or 0) + 1,
+        devices=1 if shared else ranks,
         num_nodes=run.world.node_count or 1,
-        strategy=DDPStrategy(cluster_environment=SamestepEnvironment(run.world)),
+        strategy=DDPStrategy(parallel_devices=shared, cluster_environment=SamestepEnvironment(run.world)),
         max_epochs=epochs,
         reload_dataloaders_every_n_epochs=1,
         logger=loggers or False,
@@ -164,7 +166,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
-    device = distributed.choose_device(options.device, run.world)
+    device = distributed.choose_device(options.device, run.world, options.share_gpu)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)

@@ -38,6 +38,7 @@ _file: Path | None = None  # once this process writes to it
 _rank = 0
 _quiet = False
 places = False  # whether a line of the file is `level|time|path|line| text` instead of `time text`
+remedies: list[Callable[[str], str]] = []  # a framework's own, for the message of an unknown failure; "" if none helps
 _bar: tqdm[Any] | None = None
 _monitor = Monitor()
 
@@ -143,6 +144,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             traceback.print_exc()
         where = f"; more in {_file}" if _file else ""
         summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
+        summary += "".join(remedy(str(problem)) for remedy in remedies)
         error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()

@@ -72,6 +72,10 @@ class Monitor:
         """Return whether ``count`` ranks of this job live on this machine."""
         return True
 
+    def rank_is_lost(self) -> bool:
+        """Return whether a rank of this job on this machine has ended, without which the others cannot continue."""
+        return False
+
     def describe_crashes(self) -> str:
         """Return "; rank 0 (host, pid 7) died ..." for ranks of this job that a signal killed, else ""."""
         return ""

@@ -11,6 +11,7 @@ import difflib
 import functools
 import os
 import re
+import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ HELP_WIDTH = 80  # columns
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
-    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device init_from threads "
-    "max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only keep_best track".split()
+    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device share_gpu "
+    "init_from threads max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only "
+    "keep_best track".split()
 )
 
 
@@ -95,6 +97,8 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"unknown argument {unknown[0]}: {hint}")
         if getattr(options, "virtual_ranks", None):
             options.threads = options.threads or 1  # a kernel's threads decide how its sums round
+        if getattr(options, "share_gpu", False) and options.device == "cpu":
+            raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
         if getattr(options, "evaluate_only", False):
             if not (options.run_dir or options.init_from):
                 raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
@@ -228,6 +232,23 @@ def check_virtual_ranks(options: argparse.Namespace, ranks: int) -> None:
     """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
     if (virtual_ranks := getattr(options, "virtual_ranks", None) or ranks) < ranks:
         raise ConfigError(f"--virtual-ranks {virtual_ranks} is below {ranks} ranks: start fewer")
+
+
+def add_share_gpu(parser: Any) -> None:
+    """Add --share-gpu to a parser, or to one of its option groups."""
+    share = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
+    parser.add_argument("--share-gpu", action="store_true", help=share)
+
+
+def check_share_gpu(options: argparse.Namespace, machines: int) -> None:
+    """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
+    if not getattr(options, "share_gpu", False):
+        return
+    if machines > 1:  # their host ids may be equal, and ranks communicate over the loopback interface
+        raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
+    has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")
+    if not has_driver and not os.environ.get("PYTHON"):  # another interpreter may use another kind of GPU
+        raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:

@@ -131,7 +131,8 @@ class Run:
         options.resolve_dataset = options.resolve_dataset or resolve_dataset
         self.eval_metrics: dict[str, Any] = {}
         self._overflows = False  # the last evaluation
-        self.stop_request, self.timer = stop.StopRequest(options.grace, self._exit), StepTimer()
+        self.stop_request = stop.StopRequest(options.grace, self._exit, self.monitor.rank_is_lost)
+        self.timer = StepTimer()
         self.monitor.start(world, options)
         self.stop_request.install()  # before the heartbeat by which the launch script finds the ranks
         if "SAMESTEP_LAUNCHER" in os.environ and options.run_dir:  # the launch script holds the run dir's lock

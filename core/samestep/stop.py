@@ -2,7 +2,8 @@
 
 TERM, USR1 (Slurm's ``--signal``) and the first Ctrl-C request the same: all ranks agree on a step, save it and exit
 with 128 + the signal. A rank exits at once at a second signal, at a signal before its first step, and if the ranks have
-not agreed within ``grace`` seconds. A thread does that, because the main thread may wait in C code.
+not agreed within ``grace`` seconds. A rank also exits if another rank has ended: a launcher then sends TERM, and under
+NCCL the others would wait for the ended rank. A thread does all that, because the main thread may wait in C code.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LOST_SECONDS = 3.0  # from a stop signal until a rank exits if another has ended: ranks that save exit together
 REPEAT_SECONDS = 1.0  # launchers repeat a signal, and a terminal sends it to a whole group: count those as one
 
 
@@ -33,11 +35,19 @@ class Stopped(BaseException):
 class StopRequest:
     """Hold the stop signal that this rank received."""
 
-    def __init__(self, grace: float, exit_now: Callable[[Stopped], None]) -> None:
-        """``grace`` is in seconds; ``exit_now`` ends the process at once, from any thread."""
+    def __init__(
+        self, grace: float, exit_now: Callable[[Stopped], None], rank_is_lost: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Prepare to receive a signal.
+
+        Args:
+            grace: seconds in which the ranks must agree on a step.
+            exit_now: ends the process at once, from any thread.
+            rank_is_lost: returns whether another rank of this machine has ended.
+        """
         self.number = 0  # the signal, or 0
         self.in_training = False  # after a step, ranks synchronize
-        self._grace, self._exit_now = grace, exit_now
+        self._grace, self._exit_now, self._rank_is_lost = grace, exit_now, rank_is_lost
         self._read_end = self._write_end = -1
 
     def install(self) -> None:
@@ -56,14 +66,22 @@ class StopRequest:
 
     def _signal_thread(self) -> None:
         self.number = first = self._next_signal(None)
-        begun, name = time.monotonic(), signal.Signals(first).name
-        repeats_end = begun + min(REPEAT_SECONDS, self._grace)
+        name = signal.Signals(first).name
         if not self.in_training:
             self._exit_now(Stopped(first, f"stopped by {name} before the first step", is_final=False))
-        while (second := self._next_signal(begun + self._grace)) and time.monotonic() < repeats_end:
-            pass
-        why = "a second signal" if second else f"no step could be saved within {self._grace:g} s (--grace)"
+        why = self._wait_until_hopeless(time.monotonic())
         self._exit_now(Stopped(first, f"stopped by {name}, unsaved: {why}", is_final=False))
+
+    def _wait_until_hopeless(self, begun: float) -> str:
+        """Return why no step can be saved. The first signal came at ``begun``; a rank that saves ends meanwhile."""
+        repeats_end = begun + min(REPEAT_SECONDS, self._grace)
+        for deadline in (begun + min(LOST_SECONDS, self._grace), begun + self._grace):
+            while self._next_signal(deadline):
+                if time.monotonic() >= repeats_end:
+                    return "a second signal"
+            if self._rank_is_lost():
+                return "another rank has ended"
+        return f"no step could be saved within {self._grace:g} s (--grace)"
 
     def _next_signal(self, deadline: float | None) -> int:
         """Return the next stop signal, or 0 at ``deadline`` on the clock `time.monotonic`."""

@@ -44,7 +44,7 @@ from typing import Any
 
 from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
-from samestep.options import Options, check_virtual_ranks
+from samestep.options import Options, check_share_gpu, check_virtual_ranks
 from samestep.untrusted import open_closed_streams, printable
 
 from samestep_launch import environments, supervise, trackers
@@ -142,6 +142,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(machines[0], machines[1], None, None) if machines else read_nodes(os.environ)
+    check_share_gpu(options, nodes.count)
     _check_paths(options)
     tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
 

@@ -17,18 +17,15 @@ PATHS = [
         "tests/cifar_ddp/test_device.py::test_a_step_an_evaluation_and_the_average_stay_on_the_device",
     ),
     (
-        *("cuda", "NCCL", "one rank: first losses as on the CPU, in float32, bfloat16 and with --compile", "run"),
-        "tools/gpu_proof.py::losses",
+        *("cuda", "NCCL", "one rank: first losses as on the CPU, in float32, bfloat16 and with --compile", "proof"),
+        "losses",
     ),
+    ("cuda", "NCCL", "one rank: a kill, a restart, a stop, a resume, equal bits", "proof", "recovery"),
+    ("cuda", "NCCL", "1 to 4 ranks on one GPU: equal bits by --virtual-ranks, also after a kill", "proof", "bits"),
+    ("cuda", "NCCL", "1 to 3 ranks on one GPU: equal losses in float64", "proof", "same step"),
+    ("cuda", "NCCL", "one rank, eager, --compile, CUDA graphs: equal bits after a kill", "proof", "speed"),
     (
-        "cuda",
-        "NCCL",
-        "one rank: a kill, a restart, a stop, a resume, equal bits",
-        "run",
-        "tools/gpu_proof.py::recovery",
-    ),
-    (
-        *("cuda", "NCCL", "several ranks: DistributedDataParallel(device_ids=[...]), all-reduce in backward", "read"),
+        *("cuda", "NCCL", "several GPUs: DistributedDataParallel(device_ids=[...]), all-reduce in backward", "read"),
         "torch/nn/parallel/distributed.py of torch 2.13.0",
     ),
 ]

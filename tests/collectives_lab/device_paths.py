@@ -28,11 +28,14 @@ PATHS = [
     ),
     ("cuda", "NCCL", "--device, GPUs against ranks", "simulated", CLOCKS),
     ("cuda", "NCCL", "timestamps wait for the stream", "simulated", CLOCKS),
-    ("cuda", "NCCL", "one rank: primitives, every collective and operator", "run", "tools/gpu_proof.py::collectives"),
+    (
+        *("cuda", "NCCL", "1 to 3 ranks on one GPU: primitives, every collective and operator", "proof"),
+        "collectives",
+    ),
     (
         "cuda",
         "NCCL",
-        "several ranks: collectives, operators, strategies",
+        "several GPUs: collectives, operators, strategies",
         "read",
         "torch/distributed/distributed_c10d.py of torch 2.13.0",
     ),

@@ -489,6 +489,7 @@ def test_whether_all_ranks_of_a_job_live_is_known(
     if second != "nowhere":
         (tmp_path / "alive-1").write_text(json.dumps({**dog.values(), "rank": 1, **others.get(second, {})}))
     assert dog.all_ranks_alive(ranks) == here
+    assert hang_diagnosis.rank_is_lost(tmp_path, dog.job, world_size=2) == (second == "gone")
 
 
 def test_a_crash_after_other_stacks_is_still_told(tmp_path: Path) -> None:

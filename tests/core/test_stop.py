@@ -98,6 +98,37 @@ def test_a_rank_that_ends_itself_lets_the_launch_script_restart(
     os.close(write_end)
 
 
+@pytest.mark.parametrize(
+    ("lost", "why"), [(True, "another rank has ended"), (False, "no step could be saved within 0.2 s")]
+)
+def test_a_rank_ends_before_the_grace_if_another_has_ended(
+    monkeypatch: pytest.MonkeyPatch, lost: bool, why: str
+) -> None:
+    """NCCL would wait for the ended rank until the grace is over, and the launcher does not start again until then."""
+    ended: list[Stopped] = []
+    asked: list[bool] = []
+
+    def end(stopped: Stopped) -> NoReturn:
+        ended.append(stopped)
+        raise EndedError
+
+    def rank_is_lost() -> bool:
+        asked.append(lost)
+        return lost
+
+    monkeypatch.setattr("samestep.stop.LOST_SECONDS", 0.1)
+    request = StopRequest(0.2, end, rank_is_lost)
+    request.in_training = True
+    request._read_end, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGTERM]))
+    with pytest.raises(EndedError):
+        request._signal_thread()
+    assert [(str(each).partition("unsaved: ")[2].partition(" (")[0], each.is_final) for each in ended] == [(why, False)]
+    assert asked == ([True] if lost else [False, False])
+    os.close(request._read_end)
+    os.close(write_end)
+
+
 def test_two_signals_at_once_are_two() -> None:
     request = StopRequest(1.0, never)
     request._read_end, write_end = os.pipe()

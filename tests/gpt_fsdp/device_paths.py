@@ -28,15 +28,11 @@ PATHS = [
         ),
         "tests/gpt_fsdp/test_device.py::test_a_step_an_evaluation_and_a_restored_state_stay_on_the_device",
     ),
+    ("cuda", "NCCL", "one rank: first losses as on the CPU, in float32 and bfloat16", "proof", "losses"),
+    ("cuda", "NCCL", "one rank: a kill, a restart, a stop, a resume, equal bits", "proof", "recovery"),
+    ("cuda", "NCCL", "four meshes on one GPU, and a checkpoint that another mesh resumes", "proof", "sharded"),
     (
-        "cuda",
-        "NCCL",
-        "one rank: first losses as on the CPU, in float32 and bfloat16",
-        "run",
-        "tools/gpu_proof.py::losses",
-    ),
-    (
-        *("cuda", "NCCL", "fully_shard and DTensor on several ranks; checkpoints of what is copied from a GPU", "read"),
+        *("cuda", "NCCL", "fully_shard and DTensor on several GPUs; checkpoints of what is copied from a GPU", "read"),
         "torch/distributed/fsdp/_fully_shard of torch 2.13.0",
     ),
 ]

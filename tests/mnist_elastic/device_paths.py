@@ -11,4 +11,5 @@ PATHS = [
         *("cpu", "gloo", "join.py, and TERM to a rank", "run"),
         f"{TESTS}::test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too",
     ),
+    ("cuda", "gloo", "3 ranks on one GPU, of which one is killed and comes back", "proof", "elastic"),
 ]

@@ -16,16 +16,10 @@ PATHS = [
         *("cuda", "NCCL", "the Trainer takes the same GPU, on one machine and on two", "simulated"),
         f"{OWN}::test_lightning_takes_the_gpu_that_the_rank_chose",
     ),
-    ("cuda", "NCCL", "one rank: first losses as on the CPU", "run", "tools/gpu_proof.py::losses"),
+    ("cuda", "NCCL", "one rank: first losses as on the CPU", "proof", "losses"),
+    ("cuda", "NCCL", "2 ranks on one GPU: a kill, a restart, a stop, a resume, equal bits", "proof", "recovery"),
     (
-        "cuda",
-        "NCCL",
-        "one rank: a kill, a restart, a stop, a resume, equal bits",
-        "run",
-        "tools/gpu_proof.py::recovery",
-    ),
-    (
-        *("cuda", "NCCL", "several ranks: fit and validate with CUDAAccelerator and DDPStrategy", "read"),
+        *("cuda", "NCCL", "several GPUs: fit and validate with CUDAAccelerator and DDPStrategy", "read"),
         "pytorch_lightning/strategies/ddp.py of pytorch-lightning 2.6.6",
     ),
 ]

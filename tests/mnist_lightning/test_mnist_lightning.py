@@ -124,14 +124,27 @@ for world in (World(2, 4, 2, 4, 0, 1), World(5, 8, 1, 4, 1, 2), World(1, 2, 0, 1
     trainer = train.build_trainer(SimpleNamespace(world=world), options, device, 1, pl.Callback())
     ddp = trainer.strategy
     told.append([str(device), str(ddp.root_device), ddp.determine_ddp_device_ids(), trainer.global_rank])
+
+# One GPU, which 3 ranks share.
+torch.cuda.device_count = lambda: 1
+options.share_gpu = True
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=80e9)
+torch.cuda.set_per_process_memory_fraction = lambda fraction, device: None
+world = World(2, 3, 2, 3, 0, 1)
+device = distributed.choose_device("auto", world, options.share_gpu)
+trainer = train.build_trainer(SimpleNamespace(world=world), options, device, 1, pl.Callback())
+ddp = trainer.strategy
+place = trainer.global_rank, trainer.world_size
+told.append([str(device), str(ddp.root_device), ddp.determine_ddp_device_ids(), *place])
 print(json.dumps(told))
 """
 
 
 def test_lightning_takes_the_gpu_that_the_rank_chose() -> None:
     """torch says that there are 4 GPUs: ranks of one machine, of two, and of two with one GPU's rank each."""
-    output = told_by("mnist_lightning", GPUS)
-    assert output == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
+    *own, shared = told_by("mnist_lightning", GPUS)
+    assert own == [["cuda:2", "cuda:2", [2], 2], ["cuda:1", "cuda:1", [1], 5], ["cuda:0", "cuda:0", [0], 1]]
+    assert shared == ["cuda:0", "cuda:0", [0], 2, 3]
 
 
 # --- what Lightning would do otherwise -----------------------------------------------------------------------------

@@ -241,6 +241,16 @@ def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
     return len(here) >= count and not any("process" in _process_trouble(values, False) for values in here)
 
 
+def rank_is_lost(folder: Path, job: str, world_size: int) -> bool:
+    """Return whether the process of a rank of this job on this machine has ended, by the ranks' heartbeats."""
+    for rank in range(world_size):
+        values = _read_rank(folder / f"alive-{rank}")
+        is_here = bool(values) and (values.get("job"), values["host"]) == (job, socket.gethostname())
+        if is_here and "its process" in _process_trouble(values, False):
+            return True
+    return False
+
+
 def _silent_processes(job: str) -> dict[int, int]:
     """Return the process ids of a job's ranks on this machine, by their environment: also without a heartbeat."""
     pids: dict[int, int] = {}

@@ -141,6 +141,11 @@ class Watchdog(Monitor):
 
         return hang_diagnosis.all_ranks_alive(self.folder, self.job, count)
 
+    def rank_is_lost(self) -> bool:
+        from samestep.recovery import hang_diagnosis
+
+        return hang_diagnosis.rank_is_lost(self.folder, self.job, self.world_size)
+
     def describe_crashes(self) -> str:
         from samestep.recovery import hang_diagnosis
 

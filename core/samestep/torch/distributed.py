@@ -12,12 +12,17 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from samestep import ConfigError, NonRetryableError
+from samestep import ConfigError, NonRetryableError, log
 from samestep.env import World, processor
 
+# Of the GPU's memory, the share that ranks of --share-gpu may use together, and bytes of a rank's CUDA context.
+SHARED_MEMORY, CONTEXT_BYTES = 0.9, 1.5e9
+# NCCL's variables of --share-gpu; {} without it. Module state, because the environment is process state.
+_sharing: dict[str, str] = {}
 
-def choose_device(requested: str, world: World) -> torch.device:
-    """Return the CPU, or this rank's own GPU.
+
+def choose_device(requested: str, world: World, share: bool = False) -> torch.device:
+    """Return the CPU, or this rank's GPU: its own, or with ``share`` the first one of the machine.
 
     On a GPU, torch then takes deterministic algorithms alone, for equal bits after a resume; an operation without one
     raises RuntimeError. Convolutions take float32, as on a CPU, not TF32.
@@ -25,21 +30,105 @@ def choose_device(requested: str, world: World) -> torch.device:
     Args:
         requested: "cpu", "cuda", or "auto": a GPU if every rank of this machine has its own.
         world: this rank's place in the job.
+        share: whether the ranks of this machine share a GPU (--share-gpu).
 
     Raises:
-        ConfigError: "cuda" is requested, and ranks would share GPUs.
+        ConfigError: `gpu_use`, or ranks of several machines would share a GPU.
+        NonRetryableError: CUDA cannot start, for example with an old driver.
     """
     gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
-    if requested == "cuda" and gpus < ranks:
-        problem = f"this machine has {gpus} GPUs for {ranks} ranks"
-        raise ConfigError(f"--device cuda: {problem}: start fewer, or use --device cpu")
-    if requested == "cpu" or gpus < ranks:
+    use = gpu_use(requested, ranks, gpus, share)
+    if use == "none":
+        if requested == "auto" and gpus and world.rank == 0:
+            log.info(f"{ranks} ranks, {gpus} GPU{'s' * (gpus > 1)}: --device auto takes the CPU; see --share-gpu")
         return torch.device("cpu")
+    if use == "shared" and (world.node_count or 1) > 1:
+        raise ConfigError(f"--share-gpu is for one machine, and this job has {world.node_count}: leave it out")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
     torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.allow_tf32 = False
-    torch.cuda.set_device(device := torch.device("cuda", world.local_rank or 0))
+    device = torch.device("cuda", 0 if use == "shared" else world.local_rank or 0)
+    try:
+        # Before the rendezvous and `init_device_mesh`, which otherwise take LOCAL_RANK for the number of a GPU.
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        raise NonRetryableError(f"CUDA cannot start: {log.first_line(str(error))}") from error
+    if use == "shared":
+        _share(device, world.rank, ranks)
     return device
+
+
+def gpu_use(requested: str, ranks: int, gpus: int, share: bool) -> str:
+    """Decide how each rank of a machine uses its GPUs.
+
+    Args:
+        requested: --device.
+        ranks: number of ranks on this machine.
+        gpus: number of GPUs of this machine.
+        share: --share-gpu.
+
+    Returns:
+        "none", "own" or "shared".
+
+    Raises:
+        ConfigError: there are too few GPUs, or --share-gpu contradicts "cpu".
+    """
+    if share and requested == "cpu":
+        raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
+    if share and gpus == 0:
+        raise ConfigError("--share-gpu: torch finds no GPU here: use --device cpu")
+    if share:
+        return "shared"
+    if requested == "cuda" and gpus < ranks:
+        problem = f"this machine has {gpus} GPUs for {ranks} ranks"
+        raise ConfigError(f"--device cuda: {problem}: start fewer, or use --device cpu")
+    return "none" if requested == "cpu" or gpus < ranks else "own"
+
+
+def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
+    """Return the variables by which NCCL lets several ranks use one GPU, which it otherwise refuses.
+
+    NCCL compares host and GPU. Before 2.30 each rank pretends to be a host of its own, and ranks communicate by the
+    loopback interface. A rank sets them, not the launch script: it alone knows the version, and torchrun alone works.
+    """
+    variables = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+    if nccl >= (2, 30):
+        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **variables}
+    return {"NCCL_HOSTID": f"samestep-rank-{rank}", **variables}
+
+
+def memory_fraction(total: float, ranks: int) -> float:
+    """Return the part of a GPU's ``total`` bytes that torch may allocate in each of the ranks that share it.
+
+    Raises ConfigError if nothing is left for a rank beside its CUDA context.
+    """
+    fraction = SHARED_MEMORY / ranks - CONTEXT_BYTES / total
+    if fraction <= 0:
+        raise ConfigError(f"--share-gpu: {ranks} ranks do not fit into {total / 1e9:.0f} GB of GPU memory: start fewer")
+    return fraction
+
+
+def _share(device: torch.device, rank: int, ranks: int) -> None:
+    """Prepare this process for NCCL and for memory on a GPU that other ranks use as well."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(memory_fraction(total, ranks), device)
+    _sharing.update(sharing_variables(nccl_version(), rank))
+    os.environ.update(_sharing)
+    log.remedies.append(_remedy)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return torch's version of NCCL, such as (2, 28, 9); () without NCCL."""
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError):
+        return ()
+
+
+def _remedy(message: str) -> str:
+    """Return "" or the remedy for an error's ``message``: a GPU that ranks share is full."""
+    full = ": this rank's part of the GPU is full (--share-gpu): start fewer ranks"
+    return full if "out of memory" in message else ""
 
 
 def set_threads(threads: int | None) -> None:
@@ -65,7 +154,7 @@ def run_metadata(device: torch.device) -> dict[str, Any]:
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": processor()}
     if device.type == "cuda":
         names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, nccl_version()))
         gpus = f"{len(names)} x {' and '.join(sorted({*names}))}; CUDA {torch.version.cuda}; NCCL {nccl}"
         versions |= {"device": torch.cuda.get_device_name(device), "gpus": gpus}
     used = dist.get_backend() if dist.is_initialized() else backend(device)
@@ -108,6 +197,21 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"MASTER_PORT {world.master_port} is in use on this machine: choose another") from error
         raise NonRetryableError(f"no rendezvous with the other ranks at {place}: {reason}") from error
+    if _sharing and dist.get_backend() == "nccl":
+        _check_sharing(device)
+
+
+def _check_sharing(device: torch.device) -> None:
+    """Communicate once. Raises NonRetryableError if NCCL refuses ranks that share a GPU."""
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))  # collective
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        if dist.get_world_size() == 1:
+            raise
+        version, variables = ".".join(map(str, nccl_version())), " ".join(f"{k}={v}" for k, v in _sharing.items())
+        reason = str(error).strip().splitlines()[-1]
+        raise NonRetryableError(f"--share-gpu: NCCL {version} refuses it with {variables}: {reason}") from error
 
 
 def broadcast(content: bytes) -> bytes:
@@ -134,13 +238,24 @@ def last_collective() -> dict[str, Any] | None:
     """Return the first pending collective of this rank, else its last one; None if there was none.
 
     It comes from torch's flight recorder, which is on unless TORCH_FR_BUFFER_SIZE is 0, as ``name`` ("all_reduce 115
-    [7] double"), ``number`` and ``pending``. The function is private to torch: the caller must expect any exception.
+    [7] double"), ``number`` and ``pending``. The functions are private to torch: the caller must expect any exception.
     """
-    trace = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
-    entries = [entry for entry in json.loads(trace).get("entries", []) if not entry["is_p2p"]]
+    entries = _recorded("_dump_fr_trace_json") or _recorded("_dump_nccl_trace_json")  # NCCL has a recorder of its own
     if not entries:
         return None
-    entry = next((entry for entry in entries if not entry["retired"]), entries[-1])
+    entry = next(filter(_is_pending, entries), entries[-1])
     number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
     shapes, dtypes = "".join(map(str, entry["input_sizes"])), " ".join({*map(str.lower, entry["input_dtypes"])})
-    return {"name": f"{kind} {number} {shapes} {dtypes}", "number": number, "pending": not entry["retired"]}
+    return {"name": f"{kind} {number} {shapes} {dtypes}", "number": number, "pending": _is_pending(entry)}
+
+
+def _recorded(function: str) -> list[dict[str, Any]]:
+    """Return the collectives that a recorder holds, the oldest first; [] if this build of torch lacks the recorder."""
+    dump = getattr(torch._C._distributed_c10d, function, None)
+    entries = json.loads(dump(True, False)).get("entries", []) if dump else []
+    return [entry for entry in entries if not entry["is_p2p"]]
+
+
+def _is_pending(entry: dict[str, Any]) -> bool:
+    """Return whether a collective has not ended. NCCL's are marked as retired late, by torch's watchdog."""
+    return not entry["retired"] and entry.get("state") != "completed"

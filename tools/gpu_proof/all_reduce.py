@@ -1,0 +1,44 @@
+"""Reduce two tensors over the ranks, check the sums and time them: the program of the first row.
+
+    RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python all_reduce.py cuda
+
+It uses the functions by which the apps choose a device and join the other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from samestep import env
+from samestep.torch import distributed
+
+VALUES, CALLS, TIMEOUT = 21_840, 20, 30.0  # mnist_ddp's gradients; seconds
+
+
+def main() -> None:
+    world = env.detect()
+    device = distributed.choose_device(sys.argv[1], world, share=sys.argv[1] == "cuda")
+    distributed.rendezvous(world, device, TIMEOUT)
+    expected = world.world_size * (world.world_size + 1) / 2
+    for dtype in (torch.float64, torch.float32):
+        x = torch.full((VALUES,), float(world.rank + 1), dtype=dtype, device=device)
+        dist.all_reduce(x)
+        if not bool((x == expected).all()):
+            sys.exit(f"error: rank {world.rank}: {dtype} sums are {x[:3].tolist()}, not {expected}")
+    begun = time.monotonic()
+    for _ in range(CALLS):
+        dist.all_reduce(x)
+    x.sum().item()  # waits for the device
+    seconds = (time.monotonic() - begun) / CALLS
+    recorded = distributed.last_collective()
+    if world.rank == 0:
+        print(json.dumps({"milliseconds": round(1000 * seconds, 2), "recorded": (recorded or {}).get("name")}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Faults of the proof's rows: Python imports this at start when its folder is on PYTHONPATH.
+
+GPU_PROOF_FAULTS holds a JSON list. Each fault has ``rank``, ``start`` (how often the job was started before), ``step``
+and ``kind``. At the beginning of its step the rank does one of the following:
+
+* ``kill``: it waits until the other ranks have entered their all-reduce, and sends itself SIGKILL.
+* ``stop``: it sends itself SIGSTOP.
+* ``block``: its main thread waits in C code for ever, as under NCCL without a peer.
+* ``pause``: it writes the file ``path``, and waits for a stop signal.
+* ``skip``: it leaves out the next all-reduce that the program calls.
+* ``graphs``: before its first step, it lets torch.compile make CUDA graphs.
+* ``reseed``: from here on, it draws dropout from a seed of its own.
+
+Each fault happens once in a job. The rest of the program is unchanged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ENTER_SECONDS = 0.5  # in which the other ranks enter the all-reduce
+PAUSE_SECONDS = 60.0
+
+_faults = json.loads(os.environ.get("GPU_PROOF_FAULTS", "[]"))
+_rank = int(os.environ.get("SAMESTEP_RANK") or os.environ.get("RANK") or 0)  # mnist_elastic's ranks have the first
+_start = int(os.environ.get("SAMESTEP_RESTARTS", "0"))
+
+
+def _kill(fault: dict[str, Any]) -> None:
+    time.sleep(ENTER_SECONDS)
+    Path(fault["path"]).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(fault: dict[str, Any]) -> None:
+    Path(fault["path"]).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _block(fault: dict[str, Any]) -> None:
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):  # it has the lock, and waits for it
+        libc.pthread_mutex_lock(mutex)
+
+
+def _pause(fault: dict[str, Any]) -> None:
+    from samestep.stop import StopRequest
+
+    (request,) = [found for found in gc.get_objects() if type(found) is StopRequest]
+    Path(fault["path"]).touch()
+    deadline = time.monotonic() + PAUSE_SECONDS
+    while not request.number and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _skip(fault: dict[str, Any]) -> None:
+    dist: Any = sys.modules["torch.distributed"]
+    all_reduce = dist.all_reduce
+
+    def skip_once(*arguments: Any, **others: Any) -> None:
+        dist.all_reduce = all_reduce
+
+    dist.all_reduce = skip_once
+
+
+def _reseed(fault: dict[str, Any]) -> None:
+    distributed: Any = sys.modules["samestep.torch.distributed"]
+    own = distributed.generator
+
+    class Reseeded:
+        def __init__(self, given: Any) -> None:
+            self._given = given
+
+        def manual_seed(self, seed: int) -> Any:
+            return self._given.manual_seed(seed + 1 + _rank)
+
+    distributed.generator = lambda device: Reseeded(own(device))
+
+
+def _make_graphs() -> None:
+    import torch
+
+    framework: Any = torch
+    compile_module = framework.compile
+
+    def compile_to_graphs(*arguments: Any, options: dict[str, Any], **others: Any) -> Any:
+        return compile_module(*arguments, options={**options, "triton.cudagraphs": True}, **others)
+
+    framework.compile = compile_to_graphs
+
+
+KINDS = {"kill": _kill, "stop": _stop, "block": _block, "pause": _pause, "skip": _skip, "reseed": _reseed}
+
+
+def _arm(faults: list[dict[str, Any]]) -> None:
+    from samestep import sharding
+
+    indices = sharding.GlobalBatches.indices
+
+    def indices_with_faults(self: Any, step: int, *micro_batch: Any) -> Any:
+        for fault in [fault for fault in faults if fault.get("step") == step]:
+            faults.remove(fault)
+            if not os.path.exists(fault["path"]):
+                KINDS[fault["kind"]](fault)
+        return indices(self, step, *micro_batch)
+
+    sharding.GlobalBatches.indices = indices_with_faults  # type: ignore[assignment,method-assign]
+
+
+# The rank itself, not the launcher that has train.py among its arguments.
+_is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
+_own = [fault for fault in _faults if (fault["rank"], fault["start"]) == (_rank, _start)]
+if _own and _is_rank:
+    _arm(_own)
+    if any(fault["kind"] == "graphs" for fault in _own):
+        _make_graphs()

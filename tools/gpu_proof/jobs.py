@@ -1,0 +1,368 @@
+"""Run the apps' launch scripts side by side, with faults, time limits and reasons for failures."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).resolve().parent / "faults"  # its sitecustomize.py is loaded by every Python of a job
+ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?\w+(Error|Exception): )")
+END_SECONDS = 10.0  # in which a launch script ends all its processes after a second signal
+MAX_REASON = 1500  # characters
+MAX_LOG = 2**18  # bytes of a log that is kept
+Value = TypeVar("Value")
+Fault = Mapping[str, Any]
+
+
+class NotRunError(Exception):
+    """Report why a row cannot be tried."""
+
+
+class Slots:
+    """Let jobs run side by side while their ranks are at most as many as there are processors."""
+
+    def __init__(self, count: int) -> None:
+        self._count = self._free = max(1, count)
+        self._waiting: list[tuple[int, int]] = []  # priority and ticket
+        self._tickets = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, wanted: int, priority: int) -> Iterator[None]:
+        """Wait until ``wanted`` slots are free, and no job of a lower ``priority`` number waits."""
+        wanted = min(wanted, self._count)
+        with self._changed:
+            self._tickets += 1
+            own = (priority, self._tickets)
+            heapq.heappush(self._waiting, own)
+            self._changed.wait_for(lambda: self._waiting[0] == own and self._free >= wanted)
+            heapq.heappop(self._waiting)
+            self._free -= wanted
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
+
+
+@dataclass
+class Proof:
+    """The settings of a proof, and the results that its rows share.
+
+    Attributes:
+        folder: a temporary folder.
+        device: "cuda" or "cpu".
+        quick: whether few steps are enough.
+        mnist: a folder of MNIST's files, or None.
+        logs: where logs of failed jobs are kept, or None.
+        job_limit: seconds of one job, with its restarts.
+        deadline: on the clock `time.monotonic`; no job runs longer.
+        slots: limits the jobs.
+    """
+
+    folder: Path
+    device: str
+    quick: bool
+    mnist: Path | None
+    logs: Path | None
+    job_limit: float
+    deadline: float
+    slots: Slots
+    _numbers: int = 0
+    _shared: dict[Any, Future[Any]] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def new_folder(self) -> Path:
+        """Return the path of a folder that does not exist yet."""
+        with self._lock:
+            self._numbers += 1
+            return self.folder / f"run-{self._numbers}"
+
+    def once(self, key: Any, call: Callable[[], Value]) -> Value:
+        """Return the result of ``call``, which only the first caller with this key makes."""
+        with self._lock:
+            is_first = key not in self._shared
+            future: Future[Value] = self._shared.setdefault(key, Future())
+        if is_first:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+
+@dataclass
+class Row:
+    """One row while it runs: its limits, and the jobs that it starts."""
+
+    proof: Proof
+    name: str
+    priority: int = 0
+    patience: float = 1.0  # multiplies the limit of a job
+    begun: float | None = None  # its first job
+
+    def begin_job(self) -> float:
+        """Return the deadline of a job that begins now.
+
+        Raises NotRunError if the proof's time is over before the first job, else TimeoutError.
+        """
+        now = time.monotonic()
+        if now >= self.proof.deadline and self.begun is None:
+            raise NotRunError("the proof's time was over")
+        if now >= self.proof.deadline:
+            raise TimeoutError("the proof's time is over")
+        self.begun = self.begun or now
+        return min(now + self.patience * self.proof.job_limit, self.proof.deadline)
+
+    def left(self, deadline: float) -> float:
+        """Return the seconds until a job's ``deadline``, or until the proof's, which a signal may have moved."""
+        return min(deadline, self.proof.deadline) - time.monotonic()
+
+    def communicate(self, process: subprocess.Popen[str], deadline: float) -> tuple[str, str]:
+        """Wait for a process's end and return its output. Raises subprocess.TimeoutExpired at the deadline."""
+        while True:
+            left = self.left(deadline)
+            try:
+                return process.communicate(timeout=max(0.0, min(1.0, left)))
+            except subprocess.TimeoutExpired:
+                if left <= 0:
+                    raise
+
+    def need(self, seconds: float) -> None:
+        """Raise NotRunError unless the proof has so many seconds left."""
+        left = self.proof.deadline - time.monotonic()
+        if left < seconds:
+            raise NotRunError(f"{max(0.0, left):.0f} s were left, and it needs about {seconds:.0f} s")
+
+    def late(self, text: str) -> Exception:
+        """Return the error for a job that exceeds its limit, or that the end of the proof cuts short."""
+        if time.monotonic() >= self.proof.deadline:
+            return NotRunError(f"the proof's time was over: {text}")
+        return TimeoutError(text)
+
+    def together(self, calls: Sequence[Callable[[], Value]]) -> list[Value]:
+        """Make calls side by side and return their results, in order."""
+        with ThreadPoolExecutor(len(calls)) as pool:
+            futures = [pool.submit(call) for call in calls]
+        return [future.result() for future in futures]
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        app: str,
+        ranks: int,
+        options: Sequence[str],
+        run_dir: Path | None = None,
+        faults: Sequence[Fault] = (),
+        share: bool = True,
+        device: str = "",
+    ) -> Iterator[Job]:
+        """Start an app's launch script; end it, and all that it started, when the context ends.
+
+        Args:
+            app: the app.
+            ranks: number of ranks.
+            options: the app's options.
+            run_dir: default: a new one.
+            faults: of faults/sitecustomize.py; ``start`` is 0 and ``path`` is a new file, if they are missing.
+            share: whether the ranks share the GPU by --share-gpu.
+            device: default: the proof's.
+        """
+        run_dir, device = run_dir or self.proof.new_folder(), device or self.proof.device
+        given = [{"start": 0, "path": f"{run_dir}-fault-{i}", **fault} for i, fault in enumerate(faults)]
+        words = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(ranks), *options]
+        words += [f"--run-dir={run_dir}", f"--device={device}"]
+        words += ["--share-gpu"] if device == "cuda" and share else []
+        with self.proof.slots.take(ranks, self.priority):
+            deadline = self.begin_job()
+            job = Job(self, run_dir, start_process(words, self.proof.folder, device, given), given, deadline)
+            try:
+                yield job
+            except BaseException:
+                job.keep_logs()
+                raise
+            finally:
+                job.end()
+
+    def run(self, app: str, ranks: int, options: Sequence[str], code: int = 0, **others: Any) -> Path:
+        """Run a launch script to its end and return its run dir; ``others`` are arguments of `start`."""
+        with self.start(app, ranks, options, **others) as job:
+            job.wait(code)
+            return job.run_dir
+
+    def result(self, app: str, ranks: int, options: Sequence[str], **others: Any) -> dict[str, Any]:
+        """Run a launch script to its end and return the result."""
+        return result(self.run(app, ranks, options, **others))
+
+    def undisturbed(self, app: str, ranks: int, options: Sequence[str], **others: Any) -> Path:
+        """Return the run dir of a run that nothing happens to; rows share it."""
+        key = app, ranks, tuple(options), tuple(sorted(others.items()))
+        return self.proof.once(key, lambda: self.run(app, ranks, options, **others))
+
+
+@dataclass
+class Job:
+    """A launch script that runs."""
+
+    row: Row
+    run_dir: Path
+    process: subprocess.Popen[str]
+    faults: Sequence[Mapping[str, Any]]
+    deadline: float
+    _errors: str = ""
+
+    def path(self, fault: int = 0) -> Path:
+        """Return the file that a fault writes when it happens."""
+        return Path(self.faults[fault]["path"])
+
+    def wait_for(self, what: str, until: Callable[[], Value]) -> Value:
+        """Poll until ``until`` returns something true, and return it. Raises RuntimeError if the job ends before."""
+        while True:
+            if found := until():
+                return found
+            if self.process.poll() is not None:
+                self._errors = self.process.communicate()[1]
+                raise RuntimeError(f"{what} was not seen: the script ended with {self.reason()}")
+            if self.row.left(self.deadline) <= 0:
+                raise self.row.late(f"{what} was not seen in time: {self.reason()}")
+            time.sleep(0.02)
+
+    def wait(self, code: int) -> str:
+        """Wait for the script's end and return its stderr. Raises RuntimeError for another exit code."""
+        try:
+            _, self._errors = self.row.communicate(self.process, self.deadline)
+        except subprocess.TimeoutExpired:
+            raise self.row.late(f"the script did not end in time: {self.reason()}") from None
+        if self.process.returncode != code:
+            raise RuntimeError(f"exit code {self.process.returncode}, not {code}: {self.reason()}")
+        return self._errors
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the ranks, by rank, from their heartbeats."""
+        found = {}
+        for path in (self.run_dir / "log").glob("alive-*"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found[int(path.name.partition("-")[2])] = int(json.loads(path.read_text())["pid"])
+        return found
+
+    def reason(self) -> str:
+        """Return the last errors of the script and of each rank, for a row that failed."""
+        parts = [f"script: {line}" for line in last_errors(self._errors, 2)]
+        for path in sorted((self.run_dir / "log").glob("*.log")):
+            with contextlib.suppress(OSError):
+                parts += [f"{path.stem}: {line[:300]}" for line in last_errors(path.read_text(errors="replace"), 1)]
+        return " | ".join(parts)[:MAX_REASON]
+
+    def keep_logs(self) -> None:
+        """Copy the ends of the logs to the proof's folder of logs."""
+        if not self.row.proof.logs:
+            return
+        folder = self.row.proof.logs / re.sub(r"\W+", "-", self.row.name) / self.run_dir.name
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "stderr.log").write_text(self._errors)
+            for path in [*(self.run_dir / "log").iterdir(), self.run_dir / "metrics.jsonl"]:
+                if path.is_file():
+                    (folder / path.name).write_bytes(path.read_bytes()[-MAX_LOG:])
+
+    def end(self) -> None:
+        """End the script and all its processes."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):  # the second one ends the ranks at once
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.communicate(timeout=2.0 if number == signal.SIGTERM else END_SECONDS)
+
+
+def start_process(
+    words: Sequence[str],
+    folder: Path,
+    device: str,
+    faults: Sequence[Fault] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[str]:
+    """Start a program in the environment of jobs: this interpreter, one thread, and the caller's PYTHONPATH."""
+    path = [str(FAULTS)] if faults else []
+    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
+    environ |= {"GPU_PROOF_FAULTS": json.dumps(list(faults)), **variables}
+    # Starts share what the compiler made. The launch script gives each job a TMPDIR of its own.
+    environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    if device != "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, env=environ, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+
+def last_errors(text: str, count: int) -> list[str]:
+    """Return the last lines of ``text`` that name an error, or its last line."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return ([line for line in lines if ERROR.match(line)] or lines)[-count:]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl that have a step, also while the run writes its last line."""
+    lines = []
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        for text in (run_dir / "metrics.jsonl").read_text().splitlines():
+            lines.append(json.loads(text))
+    return [line for line in lines if "step" in line]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Return the losses of a run that logged every step."""
+    return [line["loss"] for line in metrics(run_dir)]
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """Return a finished run's result."""
+    values: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return values
+
+
+def resumes(run_dir: Path) -> int:
+    """Return how often a run was resumed."""
+    return (run_dir / "metrics.jsonl").read_text().count('{"resumed": ')
+
+
+def copy_run(run_dir: Path, to: Path) -> Path:
+    """Copy a run dir, and return the copy."""
+    shutil.copytree(run_dir, to)
+    (to / ".lock").unlink(missing_ok=True)
+    return to
+
+
+def check_equal(what: str, values: Mapping[str, Any]) -> None:
+    """Raise RuntimeError unless all ``values`` are equal."""
+    if len(set(values.values())) > 1:
+        shown = ", ".join(f"{name} {str(value)[:12]}" for name, value in values.items())
+        raise RuntimeError(f"{what} differ: {shown}")
+
+
+def largest_difference(curves: Sequence[Sequence[float]], steps: int) -> float:
+    """Return the largest relative difference between the first curve and the others.
+
+    Raises RuntimeError unless each has ``steps`` values.
+    """
+    if any(len(curve) != steps for curve in curves):
+        raise RuntimeError(f"not {steps} losses, but {[len(curve) for curve in curves]}")
+    pairs = [(a, b) for curve in curves[1:] for a, b in zip(curves[0], curve)]
+    return max((abs(a - b) / max(1.0, abs(a)) for a, b in pairs), default=0.0)

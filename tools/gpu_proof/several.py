@@ -1,0 +1,253 @@
+"""Rows of several ranks: bits, kills, stops, hangs, and losses at any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_proof.jobs import (
+    ROOT,
+    Fault,
+    Job,
+    Row,
+    check_equal,
+    largest_difference,
+    last_errors,
+    losses,
+    result,
+    resumes,
+    start_process,
+)
+
+FOR_EVER, BATCH = ["--epochs=1000"], 64
+MNIST = ["--dataset=mnist-5k", *FOR_EVER]
+# All that a step may have, except --compile, which --virtual-ranks refuses. The rate is small: a larger one multiplies
+# the rounding.
+CIFAR = ["--dataset=synthetic-cifar10", *FOR_EVER, "--accumulate=2", "--clip-norm=1", "--warmup-steps=3", "--ema=0.9"]
+CIFAR += ["--label-smoothing=0.1", "--dropout=0.1", "--augment", "--lr=0.003", f"--global-batch-size={BATCH}"]
+OPTIONS = {"mnist_ddp": MNIST, "cifar_ddp": CIFAR}
+STEPS, QUICK_STEPS = {"mnist_ddp": 100, "cifar_ddp": 20}, 12
+SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
+TOLERANCE = 1e-12
+END_LIMIT = 10.0  # seconds in which the other ranks end
+HANG_TIMEOUT = 25  # seconds without progress: the import of an optimizer may take some on a busy machine
+STOP_CODE = 128 + signal.SIGTERM
+
+
+def steps_of(row: Row, app: str) -> int:
+    return QUICK_STEPS if row.proof.quick else STEPS[app]
+
+
+def options_of(row: Row, app: str, *more: str) -> list[str]:
+    """Return the options of a run with four checkpoints."""
+    steps = steps_of(row, app)
+    return [*OPTIONS[app], f"--max-steps={steps}", f"--checkpoint-every={steps // 4}", *more]
+
+
+# --- the first row -------------------------------------------------------------------------------------------------
+
+
+def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
+    """Reduce a tensor over ``ranks`` processes, without an app and a launcher."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    place["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "core"), os.environ.get("PYTHONPATH")]))
+    program = [sys.executable, str(Path(__file__).with_name("all_reduce.py")), row.proof.device]
+    with row.proof.slots.take(ranks, row.priority):
+        deadline, started = row.begin_job(), []
+        for rank in map(str, range(ranks)):
+            own = {**place, "RANK": rank, "LOCAL_RANK": rank}
+            started.append(start_process(program, row.proof.folder, row.proof.device, variables=own))
+        try:
+            outputs = [row.communicate(process, deadline) for process in started]
+        except subprocess.TimeoutExpired:
+            raise row.late(f"not done in time: {_kill(started)}") from None
+        finally:
+            _kill(started)
+    if any(process.returncode for process in started):
+        texts = [f"rank {rank}: {' / '.join(last_errors(err, 2))[:600]}" for rank, (_, err) in enumerate(outputs)]
+        raise RuntimeError(" | ".join(texts))
+    figures: dict[str, Any] = json.loads(outputs[0][0].strip().splitlines()[-1])
+    return figures
+
+
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> str:
+    """Kill the processes that still run; return their last errors."""
+    texts = []
+    for rank, process in enumerate(processes):
+        if process.poll() is None:
+            process.kill()
+            texts.append(f"rank {rank}: {' / '.join(last_errors(process.communicate()[1], 2))[:600]}")
+    return " | ".join(texts)
+
+
+# --- bits ----------------------------------------------------------------------------------------------------------
+
+
+def bits(row: Row, app: str) -> dict[str, Any]:
+    """Compare weights at 1 to 4 ranks, after a kill at 3, and for information on the CPU."""
+    steps = steps_of(row, app)
+    options = options_of(row, app, "--virtual-ranks=4")
+    counts = (1, 3) if row.proof.quick else (1, 2, 3, 4)
+    fault = {"rank": 1, "step": steps * 2 // 3, "kind": "kill"}
+    calls = {f"{ranks} ranks": partial(row.result, app, ranks, options) for ranks in counts}
+    calls["killed at 3"] = partial(row.result, app, 3, options, faults=[fault])
+    if row.proof.device != "cpu":
+        calls["CPU"] = partial(row.result, app, 1, options, device="cpu")
+    found = dict(zip(calls, row.together(list(calls.values()))))
+    hashes = {name: each["weights_sha256"] for name, each in found.items()}
+    on_cpu = hashes.pop("CPU", None)
+    check_equal("weights", hashes)
+    if found["killed at 3"]["restarts"] != 1:
+        raise RuntimeError(f"the killed run was started again {found['killed at 3']['restarts']} times, not once")
+    figures = {"weights": hashes["1 ranks"][:12], "steps": steps, "backend": found["3 ranks"]["backend"]}
+    return {**figures, "the CPU's": on_cpu[:12]} if on_cpu else figures
+
+
+# --- losses --------------------------------------------------------------------------------------------------------
+
+
+def same_step(row: Row, app: str, faults: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Compare losses in float64 at 1, 2 and 3 ranks, with all that draws random numbers. ``faults``: at 2 ranks."""
+    steps = 5 if row.proof.quick else SAME_STEPS[app]
+    options = [*OPTIONS[app], "--dtype=float64", f"--max-steps={steps}", "--log-every=1", "--checkpoint-every=0"]
+    counts = (1, 2) if row.proof.quick else (1, 2, 3)
+    calls = [partial(row.run, app, ranks, options, faults=faults if ranks == 2 else ()) for ranks in counts]
+    curves = [losses(run_dir) for run_dir in row.together(calls)]
+    difference = largest_difference(curves, steps)
+    if not difference <= TOLERANCE:
+        raise RuntimeError(f"losses differ by {difference:.1e}: {curves}")
+    return {"largest difference": difference, "tolerance": TOLERANCE, "steps": steps}
+
+
+# --- kills and stops -----------------------------------------------------------------------------------------------
+
+
+def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
+    """Kill a rank while the others wait in an all-reduce; they end, and the job resumes to the undisturbed weights.
+
+    With ``blocked``, rank 0 waits in C code that no lost connection ends.
+    """
+    options, step = options_of(row, "mnist_ddp"), steps_of(row, "mnist_ddp") * 2 // 3
+    faults = [{"rank": ranks - 1, "step": step, "kind": "kill"}]
+    faults += [{"rank": 0, "step": step, "kind": "block"}] if blocked else []
+    ended: dict[str, Any] = {}
+
+    def disturbed() -> Path:
+        with row.start("mnist_ddp", ranks, options, faults=faults) as job:
+            ended.update(end_of_others(job, ranks))
+            job.wait(0)
+            return job.run_dir
+
+    calls: list[Callable[[], Path]] = [partial(row.undisturbed, "mnist_ddp", ranks, options), disturbed]
+    whole, run_dir = row.together(calls)
+    figures = check_resumed(whole, run_dir, times=1)
+    if ended["seconds"] > END_LIMIT:
+        raise RuntimeError(f"the other ranks ended after {ended['seconds']} s, not within {END_LIMIT:g} s: {ended}")
+    return figures if ranks == 1 else {**figures, "others ended after": ended["seconds"], "by": ended["by"]}
+
+
+def end_of_others(job: Job, ranks: int) -> dict[str, Any]:
+    """Wait until a rank is killed and all others have ended; return the seconds between, and the cause of their end."""
+    struck_at = job.wait_for("the kill", partial(time_of, job.path()))
+    pids = job.pids()
+    job.wait_for("the end of the other ranks", lambda: not any(map(is_alive, pids.values())))
+    seconds = round(time.time() - struck_at, 1)
+    return {"seconds": seconds, "by": what_ended(job.run_dir / "log" / "rank-0.log") if ranks > 1 else ""}
+
+
+def time_of(path: Path) -> float:
+    """Return the time in a file that a fault writes, or 0 until it is there."""
+    with contextlib.suppress(OSError, ValueError):
+        return float(path.read_text())
+    return 0.0
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def what_ended(log: Path) -> str:
+    """Return what ended a rank whose peer was killed, by its log: a lost connection, or the launcher's signal."""
+    text = log.read_text(errors="replace")
+    if "another rank has ended" in text:
+        return "the launcher's signal"
+    if "error: " in text:
+        error = re.sub(r"\[/\S*\] ?", "", last_errors(text, 1)[0].partition("error: ")[2])  # without C++ source lines
+        return f"a lost connection ({error[:100]})"
+    return "SIGKILL by the launcher"
+
+
+def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
+    """Raise RuntimeError unless a run was resumed so many times, and has an undisturbed run's weights."""
+    expected, found = result(whole), result(run_dir)
+    check_equal("weights", {"undisturbed": expected["weights_sha256"], "disturbed": found["weights_sha256"]})
+    if resumes(run_dir) != times:
+        raise RuntimeError(f"the run was resumed {resumes(run_dir)} times, not {times}")
+    return {"weights": found["weights_sha256"][:12], "backend": found["backend"], "ranks": found["world_size"]}
+
+
+def stopped(row: Row, ranks: int) -> dict[str, Any]:
+    """Send TERM to the script; the ranks save the step, and a second start ends with the undisturbed weights."""
+    options, steps = options_of(row, "mnist_ddp"), steps_of(row, "mnist_ddp")
+
+    def disturbed() -> Path:
+        run_dir = stop(row, "mnist_ddp", ranks, options, steps // 2 + 1)
+        return row.run("mnist_ddp", ranks, options, run_dir=run_dir)
+
+    calls: list[Callable[[], Path]] = [partial(row.undisturbed, "mnist_ddp", ranks, options), disturbed]
+    whole, run_dir = row.together(calls)
+    return {**check_resumed(whole, run_dir, times=1), "resumed from step": result(run_dir)["resumed_from_step"]}
+
+
+def stop(
+    row: Row, app: str, ranks: int, options: Sequence[str], step: int, before: Fault | None = None, **others: Any
+) -> Path:
+    """Run an app, send TERM to its script in update ``step``, check that the update is saved, and return the run dir.
+
+    A rank waits in that step until the signal is there, because a step takes milliseconds. A fault ``before`` makes the
+    job start again first.
+    """
+    pause = {"rank": 0, "step": step - 1, "kind": "pause", "start": 1 if before else 0}
+    with row.start(app, ranks, options, faults=[*([before] if before else []), pause], **others) as job:
+        job.wait_for(f"step {step}", job.path(-1).exists)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait(STOP_CODE)
+        saved = sorted(path.name for path in (job.run_dir / "checkpoints").iterdir())[-1]
+        if int(saved.partition("-")[2]) < step:
+            raise RuntimeError(f"the newest checkpoint is {saved}, and step {step} was stopped: {job.reason()}")
+        return job.run_dir
+
+
+# --- hangs ---------------------------------------------------------------------------------------------------------
+
+
+def hang(row: Row, ranks: int, kind: str = "stop") -> dict[str, Any]:
+    """Stop a rank; the report names it, its line of code, and the collective in which the others wait."""
+    step = steps_of(row, "mnist_ddp") // 2
+    options = [*MNIST, "--max-steps=1000", "--log-every=1", f"--timeout={HANG_TIMEOUT}", "--max-restarts=0"]
+    with row.start("mnist_ddp", ranks, options, faults=[{"rank": 1, "step": step, "kind": kind}]) as job:
+        errors = job.wait(1).splitlines()
+    report = next((line for line in errors if line.startswith("error: no progress for ")), "")
+    suspect = re.search(r"no progress for \d+ s: rank 1 \([^)]*\) .*?(at \w+\.py:\d+ in \w+)", report)
+    others = report.partition("; ")[2]
+    collective = re.search(r"waits? in (\w+ \d+ [^;]*?) at \w+\.py:\d+ in \w+", others)
+    if not suspect or not collective:
+        raise RuntimeError(f"the report does not name rank 1, its line and a collective: {report or errors}")
+    return {"rank 1": suspect[1], "others wait in": collective[1]}
