@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-LOST_SECONDS = 3.0  # from a stop signal until a rank exits if another has ended: ranks that save exit together
+LOST_SECONDS = 2.0  # from a stop signal until a rank exits if another has ended: ranks that save exit together
 REPEAT_SECONDS = 1.0  # launchers repeat a signal, and a terminal sends it to a whole group: count those as one
 
 

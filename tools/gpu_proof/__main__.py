@@ -21,7 +21,7 @@ from gpu_proof.jobs import NotRunError, Proof, Row, Slots  # noqa: E402
 from gpu_proof.report import ENDED_FIRST, NOT_RUN, PASSED, Results, machine_of, summary, table  # noqa: E402
 from gpu_proof.rows import Entry, entries  # noqa: E402
 
-LIMITS = {"cuda": (540.0, 80.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all rows, and of one job
+LIMITS = {"cuda": (540.0, 100.0), "cpu": (14_400.0, 1_800.0)}  # seconds of all rows, and of one job
 
 
 def try_row(proof: Proof, entry: Entry, priority: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def main() -> int:
         metavar="S",
         help="seconds after which no row begins or runs (default: 540; cpu: 4 hours)",
     )
-    add("--job-limit", type=float, metavar="S", help="seconds of one job of a row (default: 80; cpu: 1800)")
+    add("--job-limit", type=float, metavar="S", help="seconds of one job of a row (default: 100; cpu: 1800)")
     add("--jobs", type=int, metavar="N", help="ranks that run side by side (default: one for each processor)")
     add("--table", type=Path, metavar="JSON", help="prove nothing; print an earlier output as a table")
     options = parser.parse_args()

@@ -41,7 +41,8 @@ STEPS, QUICK_STEPS = {"mnist_ddp": 100, "cifar_ddp": 20}, 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12
 END_LIMIT = 10.0  # seconds in which the other ranks end
-HANG_TIMEOUT = 25  # seconds without progress: the import of an optimizer may take some on a busy machine
+# Seconds without progress. To import an optimizer, or to start CUDA beside other processes, takes some.
+HANG_TIMEOUTS = {"cpu": 25, "cuda": 40}
 STOP_CODE = 128 + signal.SIGTERM
 
 
@@ -241,7 +242,13 @@ def stop(
 def hang(row: Row, ranks: int, kind: str = "stop") -> dict[str, Any]:
     """Stop a rank; the report names it, its line of code, and the collective in which the others wait."""
     step = steps_of(row, "mnist_ddp") // 2
-    options = [*MNIST, "--max-steps=1000", "--log-every=1", f"--timeout={HANG_TIMEOUT}", "--max-restarts=0"]
+    options = [
+        *MNIST,
+        "--max-steps=1000",
+        "--log-every=1",
+        f"--timeout={HANG_TIMEOUTS[row.proof.device]}",
+        "--max-restarts=0",
+    ]
     with row.start("mnist_ddp", ranks, options, faults=[{"rank": 1, "step": step, "kind": kind}]) as job:
         errors = job.wait(1).splitlines()
     report = next((line for line in errors if line.startswith("error: no progress for ")), "")
