@@ -196,7 +196,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
-    device = distributed.choose_device(options.device, run.world, options.share_gpu)
+    device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)

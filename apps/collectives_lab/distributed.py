@@ -157,7 +157,7 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
     # Both work in threads, because the main thread may wait in C++.
     StopRequest(math.inf, _exit_on_signal).install()
     threading.Thread(target=_watch_limits, name="limits", daemon=True).start()
-    device = session.device = choose_device(options.device, world, options.share_gpu)
+    device = session.device = choose_device(options.device, world)
     limit = max(RENDEZVOUS_SECONDS, options.timeout)
     with collective("the rendezvous", limit):
         torch_distributed.rendezvous(world, device, limit - 30)  # it waits 30 s longer

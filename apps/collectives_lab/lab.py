@@ -20,7 +20,7 @@ from pathlib import Path
 import launchers
 import predict
 import report
-from options import APP, COMMANDS, RANKS, parse
+from options import APP, COMMANDS, RANKS, device_argument, parse
 from samestep import ConfigError, NonRetryableError, log
 from samestep.checkpoint import write_atomic
 from samestep.options import Options
@@ -67,8 +67,7 @@ def run_predict(torchrun: Sequence[str], n: int, options: Options) -> None:
     """Run ``predict``; measure first if the run dir has no measurements of two ranks or more."""
     if not any(path.stem != "primitives-1" for path in options.run_dir.glob("primitives-*.json")):
         log.info(f"no sends are measured yet in this run dir: measuring on {max(n, 2)} ranks first")
-        arguments = [f"--run-dir={options.run_dir}", f"--device={options.device}", f"--timeout={options.timeout}"]
-        arguments += ["--share-gpu"] * options.share_gpu
+        arguments = [f"--run-dir={options.run_dir}", device_argument(options), f"--timeout={options.timeout}"]
         start_ranks(torchrun, "primitives", max(n, 2), arguments + ["--quick"] * options.quick)
     predict.predict(options)
 

@@ -62,6 +62,11 @@ def _timed_calls() -> str:
     return f"{small}, {middle}, {TIMED_CALLS[math.inf]} beyond"
 
 
+def device_argument(options: Options) -> str:
+    """Return the argument by which other ranks take the same device."""
+    return "--share-gpu" if options.share_gpu else f"--device={options.device}"
+
+
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of all commands; ``usage`` of a command has its name in place of COMMAND."""
     description = "Measure and predict collectives among N processes; write tables, pictures and JSON to the run dir."

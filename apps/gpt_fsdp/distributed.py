@@ -22,9 +22,9 @@ __all__ = ["all_gather", "backend", "broadcast", "last_collective", "rendezvous"
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
-def choose_device(requested: str, world: World, share: bool = False) -> torch.device:
+def choose_device(requested: str, world: World) -> torch.device:
     """Return the CPU, or this rank's GPU; see `samestep.torch.distributed.choose_device`."""
-    device = torch_distributed.choose_device(requested, world, share)
+    device = torch_distributed.choose_device(requested, world)
     if device.type == "cpu":
         release_memory_early()
     return device

@@ -175,7 +175,7 @@ def train(run: ShardedRun, options: Options, device: torch.device) -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     run = ShardedRun(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog())
-    device = distributed.choose_device(options.device, run.world, options.share_gpu)
+    device = distributed.choose_device(options.device, run.world)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()

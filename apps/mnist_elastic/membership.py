@@ -50,7 +50,7 @@ def choose_device(options: Options, world: World) -> torch.device:
     """Return the CPU, or with --share-gpu the first GPU. Ranks that come have no GPU of their own."""
     if not options.share_gpu:
         return torch.device("cpu")
-    return distributed.choose_device("cuda", world, share=True)
+    return distributed.choose_device(options.device, world)
 
 
 def run_metadata(device: torch.device) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from samestep import ConfigError
 
 GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
 HELP_WIDTH = 80  # columns
+SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
@@ -97,8 +98,10 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"unknown argument {unknown[0]}: {hint}")
         if getattr(options, "virtual_ranks", None):
             options.threads = options.threads or 1  # a kernel's threads decide how its sums round
-        if getattr(options, "share_gpu", False) and options.device == "cpu":
-            raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
+        if getattr(options, "share_gpu", False):
+            if options.device == "cpu":
+                raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
+            options.device = SHARED_GPU
         if getattr(options, "evaluate_only", False):
             if not (options.run_dir or options.init_from):
                 raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")

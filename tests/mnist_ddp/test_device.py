@@ -58,21 +58,20 @@ distributed.choose_device("auto", World(1, 2, local_rank=1, local_world_size=2))
 told["said"] = said
 told["shared"] = []
 for gpus in (0, 1, 4):
-    for wanted in ("auto", "cpu", "cuda"):
-        try:
-            told["shared"].append([gpus, wanted, distributed.gpu_use(wanted, 3, gpus, True)])
-        except ConfigError as problem:
-            told["shared"].append([gpus, wanted, str(problem)])
+    try:
+        told["shared"].append([gpus, distributed.gpu_use(SHARED_GPU, 3, gpus)])
+    except ConfigError as problem:
+        told["shared"].append([gpus, str(problem)])
 fractions = []
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=80e9)
 torch.cuda.set_per_process_memory_fraction = lambda fraction, device: fractions.append([fraction, str(device)])
 torch.cuda.nccl.version = lambda: (2, 28, 9)
 current.clear()
-device = distributed.choose_device("auto", World(2, 3, local_rank=2, local_world_size=3, node_count=1), True)
+device = distributed.choose_device(SHARED_GPU, World(2, 3, local_rank=2, local_world_size=3, node_count=1))
 told["rank 2"] = [str(device), [str(each) for each in current], fractions, os.environ["NCCL_HOSTID"]]
 told["remedies"] = [distributed.log.remedies[0](text) for text in ("CUDA out of memory. Tried to", "no file")]
 for name, call in {
-    "machines": lambda: distributed.choose_device("auto", World(0, 2, local_world_size=1, node_count=2), True),
+    "machines": lambda: distributed.choose_device(SHARED_GPU, World(0, 2, local_world_size=1, node_count=2)),
     "too small": lambda: distributed.memory_fraction(8e9, 6),
 }.items():
     try:
@@ -153,12 +152,7 @@ def test_auto_takes_the_cpu_for_more_ranks_than_gpus_and_names_the_option(output
 
 def test_ranks_share_the_first_gpu(output: dict[str, Any]) -> None:
     none = "--share-gpu: torch finds no GPU here: use --device cpu"
-    cpu = "--share-gpu needs a GPU, and --device cpu takes none: leave one of them out"
-    assert output["shared"] == [
-        *([0, "auto", none], [0, "cpu", cpu], [0, "cuda", none]),
-        *([1, "auto", "shared"], [1, "cpu", cpu], [1, "cuda", "shared"]),
-        *([4, "auto", "shared"], [4, "cpu", cpu], [4, "cuda", "shared"]),
-    ]
+    assert output["shared"] == [[0, none], [1, "shared"], [4, "shared"]]
     device, current, ((fraction, of),), host = output["rank 2"]
     assert (device, current, of, host) == ("cuda:0", ["cuda:0"], "cuda:0", "samestep-rank-2")
     assert fraction == pytest.approx(0.9 / 3 - 1.5 / 80)

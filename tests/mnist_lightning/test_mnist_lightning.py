@@ -131,7 +131,7 @@ options.share_gpu = True
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=80e9)
 torch.cuda.set_per_process_memory_fraction = lambda fraction, device: None
 world = World(2, 3, 2, 3, 0, 1)
-device = distributed.choose_device("auto", world, options.share_gpu)
+device = distributed.choose_device("cuda:0", world)
 trainer = train.build_trainer(SimpleNamespace(world=world), options, device, 1, pl.Callback())
 ddp = trainer.strategy
 place = trainer.global_rank, trainer.world_size

@@ -14,6 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 from samestep import env
+from samestep.options import SHARED_GPU
 from samestep.torch import distributed
 
 VALUES, CALLS, TIMEOUT = 21_840, 20, 30.0  # mnist_ddp's gradients; seconds
@@ -21,7 +22,7 @@ VALUES, CALLS, TIMEOUT = 21_840, 20, 30.0  # mnist_ddp's gradients; seconds
 
 def main() -> None:
     world = env.detect()
-    device = distributed.choose_device(sys.argv[1], world, share=sys.argv[1] == "cuda")
+    device = distributed.choose_device(SHARED_GPU if sys.argv[1] == "cuda" else "cpu", world)
     distributed.rendezvous(world, device, TIMEOUT)
     expected = world.world_size * (world.world_size + 1) / 2
     for dtype in (torch.float64, torch.float32):

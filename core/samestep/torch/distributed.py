@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from samestep import ConfigError, NonRetryableError, log
 from samestep.env import World, processor
+from samestep.options import SHARED_GPU
 
 # Of the GPU's memory, the share that ranks of --share-gpu may use together, and bytes of a rank's CUDA context.
 SHARED_MEMORY, CONTEXT_BYTES = 0.9, 1.5e9
@@ -21,23 +22,22 @@ SHARED_MEMORY, CONTEXT_BYTES = 0.9, 1.5e9
 _sharing: dict[str, str] = {}
 
 
-def choose_device(requested: str, world: World, share: bool = False) -> torch.device:
-    """Return the CPU, or this rank's GPU: its own, or with ``share`` the first one of the machine.
+def choose_device(requested: str, world: World) -> torch.device:
+    """Return the CPU, or this rank's GPU: its own, or with --share-gpu the first one of the machine.
 
     On a GPU, torch then takes deterministic algorithms alone, for equal bits after a resume; an operation without one
     raises RuntimeError. Convolutions take float32, as on a CPU, not TF32.
 
     Args:
-        requested: "cpu", "cuda", or "auto": a GPU if every rank of this machine has its own.
+        requested: "cpu", "cuda", "auto": a GPU if every rank of this machine has its own; or SHARED_GPU.
         world: this rank's place in the job.
-        share: whether the ranks of this machine share a GPU (--share-gpu).
 
     Raises:
         ConfigError: `gpu_use`, or ranks of several machines would share a GPU.
         NonRetryableError: CUDA cannot start, for example with an old driver.
     """
     gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
-    use = gpu_use(requested, ranks, gpus, share)
+    use = gpu_use(requested, ranks, gpus)
     if use == "none":
         if requested == "auto" and gpus and world.rank == 0:
             log.info(f"{ranks} ranks, {gpus} GPU{'s' * (gpus > 1)}: --device auto takes the CPU; see --share-gpu")
@@ -58,26 +58,23 @@ def choose_device(requested: str, world: World, share: bool = False) -> torch.de
     return device
 
 
-def gpu_use(requested: str, ranks: int, gpus: int, share: bool) -> str:
+def gpu_use(requested: str, ranks: int, gpus: int) -> str:
     """Decide how each rank of a machine uses its GPUs.
 
     Args:
-        requested: --device.
+        requested: --device, or SHARED_GPU.
         ranks: number of ranks on this machine.
         gpus: number of GPUs of this machine.
-        share: --share-gpu.
 
     Returns:
         "none", "own" or "shared".
 
     Raises:
-        ConfigError: there are too few GPUs, or --share-gpu contradicts "cpu".
+        ConfigError: there are too few GPUs.
     """
-    if share and requested == "cpu":
-        raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
-    if share and gpus == 0:
-        raise ConfigError("--share-gpu: torch finds no GPU here: use --device cpu")
-    if share:
+    if requested == SHARED_GPU:
+        if gpus == 0:
+            raise ConfigError("--share-gpu: torch finds no GPU here: use --device cpu")
         return "shared"
     if requested == "cuda" and gpus < ranks:
         problem = f"this machine has {gpus} GPUs for {ranks} ranks"
