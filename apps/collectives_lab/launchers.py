@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from options import device_argument
 from samestep import NonRetryableError, log
 from samestep.options import Options
 from show import Picture, Table, duration, publish, ranks_of, size
@@ -131,7 +132,7 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
         NonRetryableError: the first gradients, or up to CLOSE_STEPS steps the weights, are not those of the plain step.
     """
     log.info(f"DataParallel, and DDP on {ranks_of(n)}, beside the plain step")
-    arguments = [f"--run-dir={run_dir}", f"--steps={options.steps}", f"--device={options.device}", "--quiet"]
+    arguments = [f"--run-dir={run_dir}", f"--steps={options.steps}", device_argument(options), "--quiet"]
     job = run_job("DataParallel", torchrun(n, str(HERE / "data_parallel.py"), *arguments), run_dir)
     if job["code"] != 0:
         raise NonRetryableError(f"DataParallel beside DDP failed: {job['said']}")

@@ -88,14 +88,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
                 raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
         if unknown:
-            parsers = [self, *self.commands().values()]
-            known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
-            known += ["--dry-run"] if self.usage else []  # the launch script has this option too, and sets a usage
-            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see --help"
-            if near == [unknown[0].split("=")[0]]:  # an option of a command, before the command's name
-                hint = "put it after its command (see COMMAND --help)"
-            raise ConfigError(f"unknown argument {unknown[0]}: {hint}")
+            raise ConfigError(f"unknown argument {unknown[0]}: {self._hint(unknown[0].split('=')[0])}")
         if getattr(options, "virtual_ranks", None):
             options.threads = options.threads or 1  # a kernel's threads decide how its sums round
         if getattr(options, "share_gpu", False):
@@ -108,6 +101,17 @@ class Parser(argparse.ArgumentParser):
             if not options.resume:
                 raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
         return options
+
+    def _hint(self, name: str) -> str:
+        """Return the remedy for an unknown argument, by the nearest option."""
+        parsers = [self, *self.commands().values()]
+        known = [option for parser in parsers for action in parser._actions for option in action.option_strings]
+        if self.usage:  # set by the launch script, which has this option too
+            known.append("--dry-run")
+        near = difflib.get_close_matches(name, known, n=1)
+        if near == [name]:  # an option of a command, before the command's name
+            return "put it after its command (see COMMAND --help)"
+        return f"did you mean {near[0]}?" if near else "see --help"
 
 
 def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:

@@ -30,6 +30,7 @@ from model import build_model
 from options import parse
 from samestep import ConfigError, NonRetryableError
 from samestep.env import World
+from samestep.options import SHARED_GPU
 from samestep.sharding import GlobalBatches
 from samestep.run import Run
 from samestep.torch import distributed
