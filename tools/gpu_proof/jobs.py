@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).resolve().parent / "faults"  # its sitecustomize.py is loaded by every Python of a job
-ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?\w+(Error|Exception): )")
+ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
 END_SECONDS = 10.0  # in which a launch script ends all its processes after a second signal
 MAX_REASON = 1500  # characters
 MAX_LOG = 2**18  # bytes of a log that is kept

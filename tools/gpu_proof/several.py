@@ -82,7 +82,8 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
     if any(process.returncode for process in started):
         texts = [f"rank {rank}: {' / '.join(last_errors(err, 2))[:600]}" for rank, (_, err) in enumerate(outputs)]
         raise RuntimeError(" | ".join(texts))
-    figures: dict[str, Any] = json.loads(outputs[0][0].strip().splitlines()[-1])
+    (line,) = [line for line in outputs[0][0].splitlines() if line.startswith("{")]  # NCCL may print others
+    figures: dict[str, Any] = json.loads(line)
     return figures
 
 
