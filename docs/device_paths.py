@@ -37,7 +37,7 @@ STATUS = {
         "All tests run on CPU. ",
         " No app ran on Ascend ",
         "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
-        "On one GPU, shared by 1 to 4 ranks over NCCL, {passed} of {rows} checks passed.",
+        "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed.",
     ),
     "README.zh.md": (
         "所有测试都在 CPU 上运行。",

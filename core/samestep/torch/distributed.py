@@ -29,7 +29,7 @@ def choose_device(requested: str, world: World) -> torch.device:
     raises RuntimeError. Convolutions take float32, as on a CPU, not TF32.
 
     Args:
-        requested: "cpu", "cuda", "auto": a GPU if every rank of this machine has its own; or SHARED_GPU.
+        requested: "cpu", "cuda", SHARED_GPU, or "auto", which is a GPU if every rank of this machine has its own.
         world: this rank's place in the job.
 
     Raises:
