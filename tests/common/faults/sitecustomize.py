@@ -66,7 +66,7 @@ def _list_modules_at_exit(path: str) -> None:
     def list_and_exit(status: int) -> NoReturn:
         if os.getpid() == pid:
             files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-            ours = {name: file for name, file in files.items() if name.partition(".")[0] == "samestep" and file}
+            ours = {name: file for name, file in files.items() if name.startswith("samestep") and file}
             Path(path).write_text(json.dumps(ours))
         leave(status)
 
