@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float, bounded_int
 
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None: all
@@ -63,6 +63,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
+    add_start_method(parser)
     add_virtual_ranks(parser, "FSDP reduces gradients in its own order")
     default, count = "(default: %(default)s)", bounded_int(1)
     add = parser.group("Model").add_argument

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float
+from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float
 
 TORCHVISION = "torchvision==0.28.0"  # for --input torchvision; the app's locks leave it out
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
@@ -34,6 +34,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("input", "backend", "log_format"),
     )
+    add_start_method(parser)
     add_virtual_ranks(parser)
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.group("Model").add_argument

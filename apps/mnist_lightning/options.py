@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samestep.options import Options, Parser, add_common, add_local_rank, add_virtual_ranks, bounded_float
+from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LOGGERS = ("csv", "tensorboard", "none")
@@ -30,6 +30,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("logger",),
     )
+    add_start_method(parser)
     add_virtual_ranks(parser)
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
     add = parser.group("Model").add_argument

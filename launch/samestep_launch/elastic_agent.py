@@ -1,0 +1,166 @@
+"""Run torchrun's agent in this process: ranks are programs that it starts, or processes that it forks.
+
+torchrun's own store listens on all addresses of the machine, without authentication, and no option changes that. For a
+job on one machine, the store here listens at ``--master-addr`` and ``--master-port`` alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from samestep import untrusted
+from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import elastic_launch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+from samestep_launch import process_info
+from samestep_launch.program import ImportFailed, Program, single_threaded_blas, threads
+
+NAME = "loopback"
+TIMEOUT = 900  # seconds, torchrun's default
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that the agent handles
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous under a name of its own."""
+
+    def get_backend(self) -> str:
+        return NAME
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return the rendezvous of one machine, with its store on a socket that is bound here."""
+    address, _, port = parameters.endpoint.rpartition(":")
+    handler = LoopbackRendezvous(address, int(port), 0, 1, parameters.run_id, TIMEOUT)
+    listener = socket.create_server((address, int(port))).detach()
+    where = address, int(port), 1, True, handler.timeout
+    handler._store = TCPStore(*where, multi_tenant=True, master_listen_fd=listener)
+    return handler
+
+
+def main() -> None:
+    """Run the agent with the arguments of torchrun."""
+    arguments = sys.argv[1:]
+    options = run.parse_args(arguments)
+    if options.nnodes == "1":
+        rendezvous_handler_registry.register(NAME, create_handler)
+        arguments[:0] = [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={options.master_addr}:{options.master_port}"]
+    options = run.parse_args(arguments)
+    if options.start_method == "fork":
+        program = Program(Path(options.training_script), options.training_script_args)
+        if load(program):
+            run_forked(program, options)
+            return
+    run.main(arguments)
+
+
+# --- ranks that are forked -----------------------------------------------------------------------------------------
+
+
+def load(program: Program) -> bool:
+    """Import torch's compiler and the program; return whether this process may fork ranks, else print the reason."""
+    os.environ.pop(process_info.ROOM, None)
+    try:
+        with single_threaded_blas():
+            importlib.import_module("torch._dynamo")  # by DDP's and each optimizer's constructor
+            program.load()
+    except ImportFailed as failure:
+        _report_failed_import(failure)
+    reason = _why_not_fork()
+    if reason:
+        text = f"{program.path.name} {reason} at its import: the ranks start as programs (--start-method exec)"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+    return not reason
+
+
+def _report_failed_import(failure: ImportFailed) -> None:
+    """Print the failure once, and end this process: a restart would fail like this start."""
+    print(f"error: {failure}", file=sys.stderr, flush=True)
+    if run_dir := os.environ.get("SAMESTEP_RUN_DIR"):
+        verdict = {"code": failure.exit_code, "job": os.environ.get("SAMESTEP_JOB")}
+        untrusted.write_json(Path(run_dir, "log"), "no-restart", verdict, 0)
+    sys.exit(failure.exit_code)
+
+
+def _why_not_fork() -> str:
+    """Return what the program did that forked ranks cannot share; "" if nothing."""
+    if torch.cuda.is_initialized():
+        return "used CUDA"
+    count = threads()
+    return f"started {count - 1} {'threads' if count > 2 else 'thread'}" if count > 1 else ""
+
+
+@record
+def run_forked(program: Program, options: Any) -> None:
+    """Run the agent, which forks the ranks from this process."""
+    config, _, _ = run.config_from_args(options)
+    handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    own_files = _open_files()
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as torchrun's python -u
+    gc.freeze()  # a collection in a rank would copy the memory of all objects
+    elastic_launch(config, run_rank)(program, handlers, own_files)
+
+
+def run_rank(program: Program, handlers: dict[int, Any], own_files: set[int]) -> None:
+    """Run the program as one rank, in a process that the agent has forked.
+
+    Returns only if the program ended well: the agent waits for this. Otherwise the process ends with its exit code.
+
+    Args:
+        program: the imported program.
+        handlers: signal handlers of a process that is no agent.
+        own_files: descriptors that were open before the agent started.
+    """
+    _prctl_pr_set_pdeathsig(0)  # multiprocessing sets SIGINT: an agent's death is no stop request
+    faulthandler.disable()  # the agent's, with standard error as its file
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _close_sockets(own_files)
+    process_info.set_title(f"rank {os.environ['RANK']}: {program.path.parent.name} {program.path.name}")
+    process_info.show_environment(os.environ)
+    code = program.run()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code:
+        os._exit(code)
+    _wait_quietly()
+
+
+def _wait_quietly() -> None:
+    """Prepare to wait for the other ranks: stop requests no longer concern this one, and it ends with its agent."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _close_sockets(keep: set[int]) -> None:
+    """Close the sockets of the agent's store, on which this process must not listen in its place."""
+    for descriptor in _open_files() - keep:
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+        except OSError:  # it listed the folder itself
+            continue
