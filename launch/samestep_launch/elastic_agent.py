@@ -6,6 +6,7 @@ job on one machine, the store here listens at ``--master-addr`` and ``--master-p
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -14,6 +15,7 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from samestep_launch.program import ImportFailed, Program, single_threaded_blas,
 
 NAME = "loopback"
 TIMEOUT = 900  # seconds, torchrun's default
+ANONYMOUS = 0  # file type of an epoll or an eventfd
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that the agent handles
 
 
@@ -118,7 +121,7 @@ def run_forked(program: Program, options: Any) -> None:
     elastic_launch(config, run_rank)(program, handlers, own_files)
 
 
-def run_rank(program: Program, handlers: dict[int, Any], own_files: set[int]) -> None:
+def run_rank(program: Program, handlers: Mapping[int, Any], own_files: Collection[int]) -> None:
     """Run the program as one rank, in a process that the agent has forked.
 
     Returns only if the program ended well: the agent waits for this. Otherwise the process ends with its exit code.
@@ -132,7 +135,7 @@ def run_rank(program: Program, handlers: dict[int, Any], own_files: set[int]) ->
     faulthandler.disable()  # the agent's, with standard error as its file
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    _close_sockets(own_files)
+    _close_store(own_files)
     process_info.set_title(f"rank {os.environ['RANK']}: {program.path.parent.name} {program.path.name}")
     process_info.show_environment(os.environ)
     code = program.run()
@@ -152,15 +155,17 @@ def _wait_quietly() -> None:
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
-def _open_files() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+def _open_files() -> dict[int, int]:
+    """Return the types of this process's open files by their descriptors."""
+    files = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # this listing's own
+            files[int(name)] = stat.S_IFMT(os.fstat(int(name)).st_mode)
+    return files
 
 
-def _close_sockets(keep: set[int]) -> None:
-    """Close the sockets of the agent's store, on which this process must not listen in its place."""
-    for descriptor in _open_files() - keep:
-        try:
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-        except OSError:  # it listed the folder itself
-            continue
+def _close_store(keep: Collection[int]) -> None:
+    """Close what the agent's store has opened: on its port, this process must not listen in its place."""
+    for descriptor, kind in _open_files().items():
+        if descriptor not in keep and kind in (stat.S_IFSOCK, ANONYMOUS):  # pipes are multiprocessing's
+            os.close(descriptor)

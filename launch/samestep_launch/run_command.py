@@ -53,11 +53,9 @@ def _main(arguments: Sequence[str]) -> int:
     status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"PROGRAM {options.program}: the file is missing: name a Python program")
-    launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
     if options.start_method == FORK:
-        if launcher is not LAUNCHERS["torchrun"]:
-            raise ConfigError("--start-method fork needs --launcher torchrun: leave it out, or use --start-method exec")
-        programs.check(program)
+        _check_fork(options.launcher, program)
+    launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
     # Defaults of the options of `samestep.options.add_common`.
     os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
     template = [*launcher.command.split(), "{train}", "{arguments}"]
@@ -94,6 +92,15 @@ def build_parser() -> Parser:
 
 def _nproc(text: str) -> int:
     return parse_integer("--nproc", text, least=1, most=MAX_RANKS)
+
+
+def _check_fork(launcher: str | None, program: Path) -> None:
+    """Raise ConfigError if ``--start-method fork`` cannot start this program."""
+    if launcher not in (None, "torchrun"):
+        raise ConfigError(f"--start-method fork needs torchrun, not --launcher {launcher}: use --start-method exec")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"--start-method fork needs torchrun, but {sys.executable} has no torch: install it there")
+    programs.check(program)
 
 
 def _find_launcher(name: str | None, nproc: int) -> Launcher:
