@@ -15,7 +15,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import elastic_launch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-from samestep_launch import process_info
+from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, single_threaded_blas, threads
 
 NAME = "loopback"
@@ -61,29 +61,35 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def main() -> None:
     """Run the agent with the arguments of torchrun."""
     arguments = sys.argv[1:]
-    options = run.parse_args(arguments)
-    if options.nnodes == "1":
-        rendezvous_handler_registry.register(NAME, create_handler)
-        arguments[:0] = [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={options.master_addr}:{options.master_port}"]
+    control = fork_server.control_socket()
+    rendezvous_handler_registry.register(NAME, create_handler)
     options = run.parse_args(arguments)
     if options.start_method == "fork":
-        program = Program(Path(options.training_script), options.training_script_args)
-        if load(program):
-            run_forked(program, options)
+        program = Program(Path(options.training_script))
+        if load(program, options.training_script_args):
+            run_forked(program, _with_loopback(fork_server.serve(control, arguments)))
             return
-    run.main(arguments)
+    run.main(_with_loopback(arguments))
+
+
+def _with_loopback(arguments: Sequence[str]) -> list[str]:
+    """Return torchrun's arguments with the rendezvous above, if the job has one machine."""
+    options = run.parse_args([*arguments])
+    endpoint = f"{options.master_addr}:{options.master_port}"
+    ours = [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={endpoint}"] if options.nnodes == "1" else []
+    return [*ours, *arguments]
 
 
 # --- ranks that are forked -----------------------------------------------------------------------------------------
 
 
-def load(program: Program) -> bool:
+def load(program: Program, arguments: Sequence[str]) -> bool:
     """Import torch's compiler and the program; return whether this process may fork ranks, else print the reason."""
     os.environ.pop(process_info.ROOM, None)
     try:
         with single_threaded_blas():
             importlib.import_module("torch._dynamo")  # by DDP's and each optimizer's constructor
-            program.load()
+            program.load(arguments)
     except ImportFailed as failure:
         _report_failed_import(failure)
     reason = _why_not_fork()
@@ -111,23 +117,27 @@ def _why_not_fork() -> str:
 
 
 @record
-def run_forked(program: Program, options: Any) -> None:
+def run_forked(program: Program, arguments: list[str]) -> None:
     """Run the agent, which forks the ranks from this process."""
+    options = run.parse_args(arguments)
     config, _, _ = run.config_from_args(options)
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
     own_files = _open_files()
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as torchrun's python -u
     gc.freeze()  # a collection in a rank would copy the memory of all objects
-    elastic_launch(config, run_rank)(program, handlers, own_files)
+    elastic_launch(config, run_rank)(program, options.training_script_args, handlers, own_files)
 
 
-def run_rank(program: Program, handlers: Mapping[int, Any], own_files: Collection[int]) -> None:
+def run_rank(
+    program: Program, arguments: Sequence[str], handlers: Mapping[int, Any], own_files: Collection[int]
+) -> None:
     """Run the program as one rank, in a process that the agent has forked.
 
     Returns only if the program ended well: the agent waits for this. Otherwise the process ends with its exit code.
 
     Args:
         program: the imported program.
+        arguments: the program's command line.
         handlers: signal handlers of a process that is no agent.
         own_files: descriptors that were open before the agent started.
     """
@@ -138,7 +148,7 @@ def run_rank(program: Program, handlers: Mapping[int, Any], own_files: Collectio
     _close_store(own_files)
     process_info.set_title(f"rank {os.environ['RANK']}: {program.path.parent.name} {program.path.name}")
     process_info.show_environment(os.environ)
-    code = program.run()
+    code = program.run(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if code:

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 from samestep import ConfigError, NonRetryableError, events, untrusted
 from samestep.options import EXEC, FORK, Options
 
-from samestep_launch import process_info, supervise, user_folder
+from samestep_launch import supervise, user_folder
+from samestep_launch.fork_server import MODULE as OUR_TORCHRUN
+from samestep_launch.fork_server import ForkServer
 from samestep_launch.supervise import print_stderr
 from samestep_launch.trackers import TrackerProcess
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from samestep_launch.preflight import NodeInfo, Rendezvous
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
-TORCHRUN, OUR_TORCHRUN = "torch.distributed.run", "samestep_launch.torchrun"  # modules
+TORCHRUN = "torch.distributed.run"  # module
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
@@ -227,6 +229,9 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         trackers: the process that passes metrics to trackers.
     """
     state, reason, new, code = JobState(), "", job.options.run_dir is None, 1
+    server = ForkServer()
+    if job.forks:
+        state.start = server.start
     try:
         code = _run_with_restarts(job, node, state, trackers)
         if code == 0:
@@ -248,6 +253,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         reason = "has failed: see its messages there"
         raise
     finally:
+        server.close()
         if new and not state.name and job.options.run_dir:  # nothing has started
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if node and state.name and reason:
@@ -353,10 +359,12 @@ class JobState:
     Attributes:
         name: its name at the last start; "" before the first.
         verdict: the exit code that a rank left at the last start, if a restart cannot help.
+        start: starts the launcher.
     """
 
     name: str = ""
     verdict: int | None = None
+    start: supervise.Starter = supervise.start_program
 
 
 @dataclass(frozen=True)
@@ -470,8 +478,8 @@ def attempt(
             prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
             graces = grace, startup_grace if job.has_heartbeats else grace
             environ |= variables
-            environ |= {process_info.ROOM: "-" * process_info.ROOM_BYTES} if job.forks else {}
-            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, not job.has_heartbeats, watch)
+            show_all = not job.has_heartbeats
+            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, show_all, watch, state.start)
     finally:
         state.verdict = _verdict(logs, state.name)
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.

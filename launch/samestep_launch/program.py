@@ -37,26 +37,21 @@ class ImportFailed(Exception):
 
 
 class Program:
-    """A program that this process imports, and that forked processes run.
+    """A program that this process imports, and that forked processes run."""
 
-    Attributes:
-        path: the file.
-        arguments: its command line.
-    """
-
-    def __init__(self, path: Path, arguments: Sequence[str]) -> None:
-        self.path, self.arguments = path, [*arguments]
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._module = ModuleType(IMPORTED)
         self._block: CodeType | None = None
 
-    def load(self) -> None:
+    def load(self, arguments: Sequence[str]) -> None:
         """Import the program. It becomes this process's ``__main__``, and ``sys.argv`` its command line.
 
         Raises:
             ImportFailed: the program raised an exception, which is printed.
         """
         self._replaced_main = sys.modules[STARTED]  # else its variables may be cleared
-        sys.argv = [str(self.path), *self.arguments]
+        sys.argv[:] = [str(self.path), *arguments]
         sys.path[0] = str(self.path.parent)
         vars(self._module)["__file__"] = str(self.path)
         sys.modules[IMPORTED] = sys.modules[STARTED] = self._module
@@ -69,13 +64,14 @@ class Program:
             last = traceback.format_exception_only(type(problem), problem)[-1].strip()
             raise ImportFailed(f"{self.path.name} failed at its import: {last}", code or 1) from None
 
-    def run(self) -> int:
+    def run(self, arguments: Sequence[str]) -> int:
         """Run the program in a forked process, and return the exit code that Python would end with.
 
         ``os._exit(0)`` in the main thread returns here, because the agent waits for the result of each rank.
         """
         names = vars(self._module)
         names["__name__"] = STARTED
+        sys.argv[1:] = arguments
         try:
             with _leaving_returns():
                 if self._block:
