@@ -17,7 +17,7 @@ import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from samestep import untrusted
@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from samestep_launch import fork_server, process_info
-from samestep_launch.program import ImportFailed, Program, single_threaded_blas, threads
+from samestep_launch.program import ImportFailed, Program, exit_code, single_threaded_blas, threads
 
 NAME = "loopback"
 TIMEOUT = 900  # seconds, torchrun's default
@@ -67,8 +67,7 @@ def main() -> None:
     if options.start_method == "fork":
         program = Program(Path(options.training_script))
         if load(program, options.training_script_args):
-            run_forked(program, _with_loopback(fork_server.serve(control, arguments)))
-            return
+            launch(program, _with_loopback(fork_server.serve(control, arguments)))
     run.main(_with_loopback(arguments))
 
 
@@ -96,6 +95,7 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
     if reason:
         text = f"{program.path.name} {reason} at its import: the ranks start as programs (--start-method exec)"
         print(f"warning: {text}", file=sys.stderr, flush=True)
+    gc.freeze()  # a collection in a rank would copy the memory of all objects
     return not reason
 
 
@@ -116,15 +116,26 @@ def _why_not_fork() -> str:
     return f"started {count - 1} {'threads' if count > 2 else 'thread'}" if count > 1 else ""
 
 
+def launch(program: Program, arguments: list[str]) -> NoReturn:
+    """Run the agent, and leave without Python's shutdown, which takes longer than the agent."""
+    code = 0
+    try:
+        run_agent(program, arguments)
+    except BaseException as problem:
+        code = exit_code(problem)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 @record
-def run_forked(program: Program, arguments: list[str]) -> None:
+def run_agent(program: Program, arguments: list[str]) -> None:
     """Run the agent, which forks the ranks from this process."""
     options = run.parse_args(arguments)
     config, _, _ = run.config_from_args(options)
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
     own_files = _open_files()
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as torchrun's python -u
-    gc.freeze()  # a collection in a rank would copy the memory of all objects
     elastic_launch(config, run_rank)(program, options.training_script_args, handlers, own_files)
 
 
