@@ -11,7 +11,16 @@ import shutil
 from collections.abc import Sequence
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_start_method,
+    add_virtual_ranks,
+    bounded_float,
+    bounded_int,
+)
 
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.003}
 WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_start_method,
+    add_virtual_ranks,
+    bounded_float,
+    bounded_int,
+)
 
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None: all

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_start_method,
+    add_virtual_ranks,
+    bounded_float,
+)
 
 TORCHVISION = "torchvision==0.28.0"  # for --input torchvision; the app's locks leave it out
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}

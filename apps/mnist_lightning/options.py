@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samestep.options import Options, Parser, add_common, add_local_rank, add_start_method, add_virtual_ranks, bounded_float
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_local_rank,
+    add_start_method,
+    add_virtual_ranks,
+    bounded_float,
+)
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 LOGGERS = ("csv", "tensorboard", "none")

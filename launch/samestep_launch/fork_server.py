@@ -132,7 +132,8 @@ def serve(control: socket.socket | None, arguments: Sequence[str]) -> list[str]:
     if control is None:
         return [*arguments]
     process_info.show_environment({**os.environ, "SAMESTEP_JOB": IDLE})  # else the launch script kills it as the job's
-    files, changes = list[int](), dict[str, str | None]()
+    files: list[int] = []
+    changes: dict[str, str | None] = {}
     while True:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

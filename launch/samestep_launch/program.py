@@ -91,11 +91,9 @@ def check(path: Path) -> None:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, OSError):
         return  # Python reports it when the program starts
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ImportFrom)
-    if not any(_is_main_block(node) or (isinstance(node, functions) and "main" in _names(node)) for node in body):
-        raise ConfigError(
-            f"PROGRAM {path.name} has no function main(): define one for --start-method fork, or use --start-method exec"
-        )
+    if not any(_is_main_block(node) or "main" in _names(node) for node in body):
+        remedy = "define one for --start-method fork, or use --start-method exec"
+        raise ConfigError(f"PROGRAM {path.name} has no function main(): {remedy}")
 
 
 def exit_code(problem: BaseException) -> int:
@@ -125,9 +123,11 @@ def _is_main_block(node: ast.stmt) -> bool:
     return isinstance(node.test.ops[0], ast.Eq) and words == {"__name__", STARTED}
 
 
-def _names(node: Any) -> list[str]:
-    """Return the names that a function's definition or an import defines."""
-    return [each.asname or each.name for each in node.names] if hasattr(node, "names") else [node.name]
+def _names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines by a function or an import."""
+    if isinstance(node, ast.FunctionDef):
+        return [node.name]
+    return [each.asname or each.name for each in node.names] if isinstance(node, ast.ImportFrom) else []
 
 
 def _compile(body: list[ast.stmt], path: Path) -> CodeType | None:

@@ -16,9 +16,10 @@ def in_each_rank(arm: Callable[[], None]) -> None:
         launcher, armed = os.getpid(), list[int]()
 
         def on_audit(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "exec" and os.getpid() != launcher and not armed:
-                if str(getattr(arguments[0], "co_filename", "")).endswith("train.py"):
-                    armed.append(os.getpid())
-                    arm()
+            if event != "exec" or os.getpid() == launcher or armed:
+                return
+            if str(getattr(arguments[0], "co_filename", "")).endswith("train.py"):
+                armed.append(os.getpid())
+                arm()
 
         sys.addaudithook(on_audit)
