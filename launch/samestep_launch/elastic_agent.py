@@ -149,10 +149,10 @@ def run_rank(
     Args:
         program: the imported program.
         arguments: the program's command line.
-        handlers: signal handlers of a process that is no agent.
+        handlers: the signal handlers from before the agent.
         own_files: descriptors that were open before the agent started.
     """
-    _prctl_pr_set_pdeathsig(0)  # multiprocessing sets SIGINT: an agent's death is no stop request
+    _prctl_pr_set_pdeathsig(0)  # multiprocessing sets SIGINT, but an agent's death must not request a stop
     faulthandler.disable()  # the agent's, with standard error as its file
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -2,7 +2,7 @@
 
 The first start is a program like any other launcher, with one more descriptor: a Unix socket. Once this process has
 imported what its ranks need, it forks a launcher, sends the exit code through the socket, and waits for the next start.
-It ends when the socket is closed. A process that cannot fork is the launcher itself, and the next start begins anew.
+It ends when the socket is closed. A process that cannot fork is itself the launcher, and ends with the job.
 This module uses the standard library alone.
 
 A start is one message: the command and the environment in JSON, and the descriptors of standard output and error.

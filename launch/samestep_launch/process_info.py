@@ -1,7 +1,7 @@
 """Change the command and the environment that ``ps`` and /proc show for a forked process.
 
-A forked process shows those of its parent. The kernel reads both from the memory in which the process got them, and a
-process may write there. This module uses the standard library alone.
+After a fork, both are copies of the parent's. The kernel reads them from the memory in which a process received them,
+and the process may write there. This module uses the standard library alone.
 """
 
 from __future__ import annotations

@@ -139,10 +139,10 @@ def _leaving_returns() -> Iterator[None]:
     """Turn ``os._exit(0)`` of this process's main thread into an exception; processes that it forks leave as ever."""
     leave, pid = os._exit, os.getpid()
 
-    def leave_or_return(code: int) -> NoReturn:
-        if code == 0 and os.getpid() == pid and threading.current_thread() is threading.main_thread():
+    def leave_or_return(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == pid and threading.current_thread() is threading.main_thread():
             raise _Left
-        leave(code)
+        leave(status)
 
     os._exit = leave_or_return
     try:
@@ -164,7 +164,7 @@ def single_threaded_blas() -> Iterator[None]:
 
 
 def threads() -> int:
-    """Return how many threads this process has, also those of libraries."""
+    """Return how many threads this process has, including threads that libraries started."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:

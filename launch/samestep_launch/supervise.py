@@ -124,8 +124,9 @@ Starter = Callable[[Sequence[str], Mapping[str, str], int, int], Process]
 
 def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Process:
     """Start a launcher as a program."""
-    files = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
-    return subprocess.Popen(command, env=environ, start_new_session=True, **files)
+    # A session of its own: Ctrl-C reaches the launch script alone, which then stops all others in order.
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def run_once(
@@ -173,7 +174,6 @@ def run_once(
     forwarder.start()
     process = None
     try:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
         process = start(command, {**environ, "SAMESTEP_ERRORS": str(errors)}, errors if keeps_files else 1, errors)
         code = _wait(process, job, logs, watch)
         if -code in STOPS:  # someone stopped the launcher: its ranks must still save

@@ -1,4 +1,4 @@
-"""Run torchrun, with what it lacks: ``python -m samestep_launch.torchrun [torchrun's arguments]``.
+"""Run torchrun's agent in this process: ``python -m samestep_launch.torchrun [torchrun's arguments]``.
 
 With ``--start-method=fork`` this process imports torch and the program once, and torchrun's agent forks the ranks from
 it. Otherwise the agent starts a Python for each rank, as torchrun does. On one machine, the store of the agent listens
