@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from samestep_launch import fork_server, process_info
-from samestep_launch.program import ImportFailed, Program, exit_code, single_threaded_blas, threads
+from samestep_launch.program import ImportFailed, Program, exit_code, importing, threads
 
 NAME = "loopback"
 TIMEOUT = 900  # seconds, torchrun's default
@@ -86,7 +86,7 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
     """Import torch's compiler and the program; return whether this process may fork ranks, else print the reason."""
     os.environ.pop(process_info.ROOM, None)
     try:
-        with single_threaded_blas():
+        with importing():
             importlib.import_module("torch._dynamo")  # by DDP's and each optimizer's constructor
             program.load(arguments)
     except ImportFailed as failure:
@@ -110,7 +110,7 @@ def _report_failed_import(failure: ImportFailed) -> None:
 
 def _why_not_fork() -> str:
     """Return what the program did that forked ranks cannot share; "" if nothing."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() or _spoils_cuda():
         return "used CUDA"
     count = threads()
     return f"started {count - 1} {'threads' if count > 2 else 'thread'}" if count > 1 else ""
@@ -126,6 +126,14 @@ def launch(program: Program, arguments: list[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _spoils_cuda() -> bool:
+    """Return whether CUDA refuses to work in a process that is forked from this one."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(child, 0)[1] != 0
 
 
 @record

@@ -21,7 +21,9 @@ from typing import Any, NoReturn
 from samestep import ConfigError
 
 IMPORTED, STARTED = "__mp_main__", "__main__"
-BLAS_THREADS = "OPENBLAS_NUM_THREADS"  # numpy's OpenBLAS starts its threads while it is imported
+# numpy's OpenBLAS starts its threads while it is imported; torch keeps its own number. After torch has looked for GPUs
+# by CUDA instead of NVML, forked processes cannot use CUDA.
+IMPORT_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class _Left(BaseException):
@@ -152,15 +154,16 @@ def _leaving_returns() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def single_threaded_blas() -> Iterator[None]:
-    """Keep numpy's OpenBLAS from starting threads if it is imported in this context; torch keeps its own number."""
-    before = os.environ.get(BLAS_THREADS)
-    os.environ[BLAS_THREADS] = "1"
+def importing() -> Iterator[None]:
+    """Set variables under which imports leave this process fit to fork ranks; restore them at the end."""
+    before = {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
+    os.environ.update(IMPORT_VARIABLES)
     try:
         yield
     finally:
-        os.environ.pop(BLAS_THREADS)
-        os.environ.update({} if before is None else {BLAS_THREADS: before})
+        for name in IMPORT_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def threads() -> int:

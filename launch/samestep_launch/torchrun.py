@@ -7,12 +7,12 @@ on the address of ``--master-addr`` alone.
 
 from __future__ import annotations
 
-from samestep_launch.program import single_threaded_blas
+from samestep_launch.program import importing
 
 
 def main() -> None:
     """Run the agent in this process."""
-    with single_threaded_blas():  # torch imports numpy
+    with importing():  # torch imports numpy
         from samestep_launch import elastic_agent
 
     elastic_agent.main()
