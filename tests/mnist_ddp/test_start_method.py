@@ -48,17 +48,14 @@ def test_a_restart_forks_from_the_process_that_has_imported_the_program(harness:
     options = [*harness.app.small]
     job = harness.start(2, *options)
     job.wait_for_step(5)
-    servers = []
-    for kill in range(2):
-        pid = job.wait_for(lambda: job.ranks().get(1))
-        servers.append(parent(parent(pid)))
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
-        assert title == b"rank 1: mnist_ddp train.py"
-        assert job.ranks().keys() == {0, 1}
-        if kill == 0:
-            os.kill(pid, signal.SIGKILL)
-            job.wait_for(lambda old=pid: job.ranks().get(1) not in (None, old))
-    assert servers[0] == servers[1]
+    first = job.ranks()[1]
+    server = parent(parent(first))
+    os.kill(first, signal.SIGKILL)
+    second = job.wait_for(lambda: (pid := job.ranks().get(1)) != first and pid)
+    assert parent(parent(second)) == server
+    job.wait_for(lambda: job.alive(1).get("pid") == second)
+    title = Path(f"/proc/{second}/cmdline").read_bytes().rstrip(b"\0")
+    assert title == b"rank 1: mnist_ddp train.py"
     killed = harness.checked(job.finish(), 2)
     assert killed["restarts"] == 1
     undisturbed = harness.run(2, *options, "--start-method=exec", run_dir=harness.folder / "exec")
