@@ -1,8 +1,9 @@
-"""Seconds from a launch script's start to its first training step, beside bare torchrun.
+"""Seconds from a launch script's start to its first training step, by fork and by exec, beside bare torchrun.
 
     python benchmarks/start_up.py [--rounds 7] [--ranks 2] [--venv] [--quick] [--json FILE]
 
-The launch script checks the call, finds and verifies the data, locks the run dir, looks for a checkpoint, and watches
+The launch script forks its ranks from a process that has imported the program, or with --start-method exec starts a
+Python per rank. It checks the call, finds and verifies the data, locks the run dir, looks for a checkpoint, and watches
 over the job. Bare torchrun starts a minimal script: rendezvous, a model of the same size in DDP, one step. Both run
 with this Python (with --venv, that in .venvs/mnist_ddp) and as many threads. Rank 0 writes a file after the first step.
 The rounds are interleaved, after one uncounted start of each: the environment and the data are in place, and the files
@@ -61,9 +62,11 @@ def seconds_until(done: Callable[[], bool], command: list[str], environ: dict[st
     return taken
 
 
-def launch_script(ranks: int, python: str | None, environ: dict[str, str], folder: Path) -> float:
-    options = ["--dataset=mnist-5k", "--log-every=1", "--max-steps=1", f"--run-dir={folder / 'run'}"]
-    metrics = folder / "run" / "metrics.jsonl"
+def launch_script(method: str, ranks: int, python: str | None, environ: dict[str, str], folder: Path) -> float:
+    run_dir = folder / method
+    options = ["--dataset=mnist-5k", "--log-every=1", "--max-steps=1", f"--run-dir={run_dir}"]
+    options += [f"--start-method={method}"]
+    metrics = run_dir / "metrics.jsonl"
 
     def done() -> bool:
         return metrics.exists() and '{"step": 1,' in metrics.read_text()
@@ -100,14 +103,14 @@ def main() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     environ.setdefault("OMP_NUM_THREADS", "1")
 
-    taken: dict[str, list[float]] = {"launch script": [], "torchrun": []}
+    taken: dict[str, list[float]] = {"fork": [], "exec": [], "torchrun": []}
     for number in range(uncounted + rounds):
         with tempfile.TemporaryDirectory() as name:
-            ours = launch_script(options.ranks, None if options.venv else python, environ, Path(name))
-            theirs = torchrun(options.ranks, python, environ, Path(name))
-        if number >= uncounted:
-            taken["launch script"].append(ours)
-            taken["torchrun"].append(theirs)
+            settings = options.ranks, None if options.venv else python, environ, Path(name)
+            seconds = {method: launch_script(method, *settings) for method in ("fork", "exec")}
+            seconds["torchrun"] = torchrun(options.ranks, python, environ, Path(name))
+        for kind in taken if number >= uncounted else ():
+            taken[kind].append(seconds[kind])
 
     facts = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
     versions = json.loads(subprocess.run([python, "-c", facts], capture_output=True, check=True).stdout)
@@ -118,9 +121,11 @@ def main() -> None:
     }
     machine["threads"] = environ["OMP_NUM_THREADS"]
     print(f"{', '.join(f'{name} {value}' for name, value in machine.items())}, {rounds} rounds, seconds\n")
-    print("| ranks | launch script to first step | bare torchrun to first step | ratio |\n|---|---|---|---|")
-    ratios = [ours / theirs for ours, theirs in zip(*taken.values())]
-    print(f"| {options.ranks} | {' | '.join(shown(each) for each in (*taken.values(), ratios))} |")
+    print("To the first step:\n")
+    print("| ranks | launch script, fork | launch script, exec | bare torchrun | fork / exec | fork / torchrun |")
+    print("|---|---|---|---|---|---|")
+    ratios = [[ours / other for ours, other in zip(taken["fork"], taken[kind])] for kind in ("exec", "torchrun")]
+    print(f"| {options.ranks} | {' | '.join(shown(each) for each in (*taken.values(), *ratios))} |")
     if options.json:
         result = {"machine": machine, "ranks": options.ranks, "seconds": taken}
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -19,6 +19,7 @@ from samestep.options import (
     add_common,
     add_local_rank,
     add_share_gpu,
+    add_start_method,
     add_virtual_ranks,
     bounded_float,
     bounded_int,
@@ -72,6 +73,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
     )
+    add_start_method(parser)
     add_virtual_ranks(parser, "FSDP reduces gradients in its own order")
     add_share_gpu(parser.group("Training"))
     default, count = "(default: %(default)s)", bounded_int(1)

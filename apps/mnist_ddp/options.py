@@ -17,6 +17,7 @@ from samestep.options import (
     add_common,
     add_local_rank,
     add_share_gpu,
+    add_start_method,
     add_virtual_ranks,
     bounded_float,
 )
@@ -42,6 +43,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("input", "backend", "log_format"),
     )
+    add_start_method(parser)
     add_virtual_ranks(parser)
     add_share_gpu(parser.group("Training"))
     default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)

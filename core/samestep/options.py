@@ -22,12 +22,13 @@ from samestep import ConfigError
 GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
 HELP_WIDTH = 80  # columns
 SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
+FORK, EXEC = START_METHODS = "fork", "exec"
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
     "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device share_gpu "
-    "init_from threads max_restarts timeout grace straggler quiet requested_dataset evaluate_every evaluate_only "
-    "keep_best track".split()
+    "init_from threads max_restarts start_method timeout grace straggler quiet requested_dataset evaluate_every "
+    "evaluate_only keep_best track".split()
 )
 
 
@@ -217,6 +218,13 @@ def add_common(
     trackers = "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)"
     log("--track", metavar="NAMES", help=trackers)
     log("--quiet", action="store_true", help="print only warnings, errors and the result")
+
+
+def add_start_method(parser: Parser, default: str = FORK) -> None:
+    """Add --start-method, for ranks that torchrun's agent starts."""
+    method = "fork imports the program once and forks the ranks; exec starts a Python per rank (default: %(default)s)"
+    add = parser.group(GROUPS[3]).add_argument
+    add("--start-method", choices=START_METHODS, default=default, help=method)
 
 
 def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:

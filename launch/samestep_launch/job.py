@@ -23,9 +23,11 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from samestep import ConfigError, NonRetryableError, events, untrusted
-from samestep.options import Options
+from samestep.options import EXEC, FORK, Options
 
 from samestep_launch import supervise, user_folder
+from samestep_launch.fork_server import MODULE as OUR_TORCHRUN
+from samestep_launch.fork_server import ForkServer
 from samestep_launch.supervise import print_stderr
 from samestep_launch.trackers import TrackerProcess
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from samestep_launch.preflight import NodeInfo, Rendezvous
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
-TORCHRUN, LOOPBACK_TORCHRUN = "torch.distributed.run", "samestep_launch.torchrun"  # modules
+TORCHRUN = "torch.distributed.run"  # module
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
@@ -154,11 +156,17 @@ class Job:
         """Whether the job has a dataset and checkpoints that are resolved before it starts."""
         return hasattr(self.options, "resume")
 
+    @property
+    def forks(self) -> bool:
+        """Whether the launcher forks the ranks from a process that has imported the program."""
+        return getattr(self.options, "start_method", EXEC) == FORK
+
     def command(self, python: str, port: int, logs: Path, *more: str, met: Rendezvous | None = None) -> list[str]:
         """Return the launcher's command: the template with its blanks filled.
 
         A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
-        {arguments} the arguments alone. On one machine, torchrun runs with its store on 127.0.0.1 alone.
+        {arguments} the arguments alone. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is
+        on 127.0.0.1 alone, and if it forks the ranks.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
@@ -180,8 +188,10 @@ class Job:
         for word in self.template:
             if word in lists:
                 command += lists[word]
+            elif word == TORCHRUN and self.forks:
+                command += [OUR_TORCHRUN, "--start-method=fork"]
             elif word == TORCHRUN and self.nodes.count == 1:
-                command.append(LOOPBACK_TORCHRUN)
+                command.append(OUR_TORCHRUN)
             elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
                 command.append(word.format(**values))
         return command
@@ -219,6 +229,9 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         trackers: the process that passes metrics to trackers.
     """
     state, reason, new, code = JobState(), "", job.options.run_dir is None, 1
+    server = ForkServer()
+    if job.forks:
+        state.start = server.start
     try:
         code = _run_with_restarts(job, node, state, trackers)
         if code == 0:
@@ -240,6 +253,7 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         reason = "has failed: see its messages there"
         raise
     finally:
+        server.close()
         if new and not state.name and job.options.run_dir:  # nothing has started
             shutil.rmtree(job.options.run_dir, ignore_errors=True)
         if node and state.name and reason:
@@ -345,10 +359,12 @@ class JobState:
     Attributes:
         name: its name at the last start; "" before the first.
         verdict: the exit code that a rank left at the last start, if a restart cannot help.
+        start: starts the launcher.
     """
 
     name: str = ""
     verdict: int | None = None
+    start: supervise.Starter = supervise.start_program
 
 
 @dataclass(frozen=True)
@@ -462,7 +478,8 @@ def attempt(
             prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
             graces = grace, startup_grace if job.has_heartbeats else grace
             environ |= variables
-            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, not job.has_heartbeats, watch)
+            show_all = not job.has_heartbeats
+            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, show_all, watch, state.start)
     finally:
         state.verdict = _verdict(logs, state.name)
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.

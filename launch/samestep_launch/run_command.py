@@ -33,8 +33,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from samestep import ConfigError, __version__
-from samestep.options import GROUPS, Parser, bounded_int, seconds
+from samestep.options import EXEC, FORK, GROUPS, Parser, add_start_method, bounded_int, seconds
 
+from samestep_launch import program as programs
 from samestep_launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job
 from samestep_launch.launchers import DIRECT, LAUNCHERS, Launcher
@@ -52,6 +53,8 @@ def _main(arguments: Sequence[str]) -> int:
     status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"PROGRAM {options.program}: the file is missing: name a Python program")
+    if options.start_method == FORK:
+        _check_fork(options.launcher, program)
     launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
     # Defaults of the options of `samestep.options.add_common`.
     os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
@@ -74,6 +77,7 @@ def build_parser() -> Parser:
     add = parser.group(GROUPS[2]).add_argument
     add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/<program>/<UTC time>)")
     add = parser.group(GROUPS[3]).add_argument
+    add_start_method(parser, EXEC)
     limit = "maximum number of restarts after failures (default: 3)"
     add("--max-restarts", type=bounded_int(0), default=3, metavar="R", help=limit)
     limit = "seconds without progress after which a job that uses samestep.run.Run ends as hung (default: 300)"
@@ -88,6 +92,15 @@ def build_parser() -> Parser:
 
 def _nproc(text: str) -> int:
     return parse_integer("--nproc", text, least=1, most=MAX_RANKS)
+
+
+def _check_fork(launcher: str | None, program: Path) -> None:
+    """Raise ConfigError if ``--start-method fork`` cannot start this program."""
+    if launcher not in (None, "torchrun"):
+        raise ConfigError(f"--start-method fork needs torchrun, not --launcher {launcher}: use --start-method exec")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"--start-method fork needs torchrun, but {sys.executable} has no torch: install it there")
+    programs.check(program)
 
 
 def _find_launcher(name: str | None, nproc: int) -> Launcher:

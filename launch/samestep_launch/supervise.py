@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from samestep import ConfigError, events, untrusted
 
@@ -105,6 +105,30 @@ def environment(
     return environ
 
 
+class Process(Protocol):
+    """A launcher that has been started."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus a signal; None while it runs."""
+
+    def wait(self) -> int:
+        """Wait for the end; return the exit code, or minus a signal."""
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+
+
+# Starts a launcher with a command, an environment, and descriptors for standard output and error.
+Starter = Callable[[Sequence[str], Mapping[str, str], int, int], Process]
+
+
+def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Process:
+    """Start a launcher as a program."""
+    # A session of its own: Ctrl-C reaches the launch script alone, which then stops all others in order.
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
+
+
 def run_once(
     command: Sequence[str],
     environ: Mapping[str, str],
@@ -115,6 +139,7 @@ def run_once(
     stop_hint: str = "",
     show_all: bool = False,
     watch: HeartbeatWatch | None = None,
+    start: Starter = start_program,
 ) -> int:
     """Run the launcher once; return its exit code when all of the job's processes have ended.
 
@@ -129,6 +154,7 @@ def run_once(
         show_all: whether the console shows all of stderr, and not only one-line messages, until a rank writes a
             heartbeat: programs with a watchdog keep their output in log files.
         watch: finds ranks that cannot report a hang themselves.
+        start: starts the launcher.
 
     Raises:
         Stopped: a signal arrived, and all of the job's processes have ended.
@@ -148,15 +174,7 @@ def run_once(
     forwarder.start()
     process = None
     try:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops all others in order.
-        process = subprocess.Popen(
-            command,
-            env={**environ, "SAMESTEP_ERRORS": str(errors)},
-            stdin=subprocess.DEVNULL,
-            stdout=errors if keeps_files else None,
-            stderr=errors,
-            start_new_session=True,
-        )
+        process = start(command, {**environ, "SAMESTEP_ERRORS": str(errors)}, errors if keeps_files else 1, errors)
         code = _wait(process, job, logs, watch)
         if -code in STOPS:  # someone stopped the launcher: its ranks must still save
             _stop_ranks(job, process, -code, logs, grace, startup_grace)
@@ -169,6 +187,7 @@ def run_once(
         with block_signals():
             _kill_all(job)
             if process:
+                process.kill()
                 process.wait()
             os.close(errors)
             forwarder.join(timeout=5)
@@ -176,7 +195,7 @@ def run_once(
     return code
 
 
-def _wait(process: subprocess.Popen[bytes], job: str, logs: Path, watch: HeartbeatWatch | None) -> int:
+def _wait(process: Process, job: str, logs: Path, watch: HeartbeatWatch | None) -> int:
     """Wait until the launcher has ended; return its exit code.
 
     A watchdog reports a stalled rank on the console and by the file ``stalled``. The job is then killed here, because
@@ -310,7 +329,7 @@ class _StopState(enum.Enum):
 
 def _stop_ranks(
     job: str,
-    process: subprocess.Popen[bytes] | None,
+    process: Process | None,
     number: int,
     logs: Path,
     grace: float,

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def test_two_rows_on_an_unsound_script(tmp_path: Path) -> None:
     done, verdicts = torchrun(program(tmp_path / "unsound", TRAIN, replaced), "epoch-order,evaluation")
     assert verdicts == {"epoch-order": "failed", "evaluation": "failed"}, done.stdout + done.stderr
     assert "at 2 ranks 1 of 25 examples count twice, 0 are missing" in done.stdout
+
+
+def test_two_rows_on_forked_ranks(tmp_path: Path) -> None:
+    """No other test shows that the hooks of torch's imports, made once, record each forked rank."""
+    folder = program(tmp_path / "forked", TRAIN)
+    head, first, rest = (folder / "train.py").read_text().partition("stopping = ")
+    (folder / "train.py").write_text(f"{head}if __name__ == '__main__':\n{textwrap.indent(first + rest, '    ')}")
+    run = "-m samestep run -n2 --start-method=fork --max-restarts=0 --run-dir=runs/x train.py"
+    done, verdicts = check(folder, "--faults=resume-optimizer,rank-killed", "--", sys.executable, *run.split())
+    assert verdicts == {"resume-optimizer": "passed", "rank-killed": "passed"}, done.stdout + done.stderr
 
 
 STEPS = """

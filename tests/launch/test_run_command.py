@@ -111,6 +111,9 @@ def test_help_teaches(command: Command) -> None:
         (["run", "-n", "2", "p.py"], "has no torch: name a --launcher of torchrun, "),
         (["run", "--launcher=torchrun", "p.py"], "--launcher torchrun: "),
         (["run", "--launcher=srun", "p.py"], "invalid choice: 'srun'"),
+        (["run", "--start-method=fork", "--launcher=mpirun", "p.py"], "fork needs torchrun, not --launcher mpirun"),
+        (["run", "--start-method=fork", "p.py"], "fork needs torchrun, but "),
+        (["run", "--start-method=spawn", "p.py"], "invalid choice: 'spawn'"),
         (["run", "--max-restart=1", "p.py"], "did you mean --max-restarts?"),
         (["run", "--grace=0", "p.py"], "--grace"),
         (["run", "--run-dir=p.py", "p.py"], "--run-dir p.py is not a directory"),
@@ -250,7 +253,8 @@ def test_the_templates_are_those_of_the_launch_scripts(tmp_path: Path, script: s
     words = ["bash", str(REPOSITORY / "scripts" / f"run_{script}.sh"), "3", "--dry-run", "--run-dir=r"]
     environ = environment(PYTHON="/python", MASTER_PORT="29400")
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT, check=True)
-    words = [job.TORCHRUN if word == job.LOOPBACK_TORCHRUN else word for word in shlex.split(done.stdout)]
+    words = [job.TORCHRUN if word == job.OUR_TORCHRUN else word for word in shlex.split(done.stdout)]
+    words = [word for word in words if word != "--start-method=fork"]  # the default of the scripts, not of the command
     words = words[1:] if words[0] == "env" else words  # the test gives no GPUs to paddle
     values = {"python": "/python", "nproc": 3, "nnodes": 1, "node_rank": 0, "world_size": 3, "master_addr": "127.0.0.1"}
     values |= {"master_port": 29400, "host": "127.0.0.1", "log_dir": "r/log"}

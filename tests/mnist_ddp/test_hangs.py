@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, Harness, Outcome, python_path
+from harness import FAULTS, ROOT, Harness, Outcome, python_path
 from samestep import untrusted
 
 APP = ROOT / "apps" / "mnist_ddp"
@@ -25,7 +25,7 @@ def place(file: str, code: str, nth: int = 0) -> str:
 
 def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     """A run in which this rank hangs, at step 6 where the kind has a step; it is not started again."""
-    path = python_path(ROOT / "tests" / "mnist_ddp" / "hangs")
+    path = os.pathsep.join([python_path(ROOT / "tests" / "mnist_ddp" / "hangs"), str(FAULTS)])
     what = {"kind": kind, "rank": rank, "step": 6}
     options = [*harness.app.small, f"--timeout={timeout}", "--max-restarts=0"]
     outcome = harness.run(2, *options, SAMESTEP_HANG=json.dumps(what), PYTHONPATH=path)

@@ -32,6 +32,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rank_start import in_each_rank  # type: ignore[import-not-found]  # of this folder
+
 _fault = json.loads(os.environ.get("SAMESTEP_FAULT", "null"))
 gc.set_threshold(100_000)  # to import torch takes 0.3 s less
 
@@ -157,8 +159,11 @@ def _arm() -> None:  # noqa: C901
         watchdog.Watchdog.beat = beat_or_strike  # type: ignore[method-assign]
 
 
-# The rank itself, not the launcher that has train.py among its arguments.
-_is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
-_first_start = all(os.environ.get(name, "0") == "0" for name in ("SAMESTEP_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
-if _fault and _is_rank and (_first_start or "every_start" in _fault):
-    _arm()
+def _arm_rank() -> None:
+    starts = (os.environ.get(name, "0") for name in ("SAMESTEP_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
+    if all(start == "0" for start in starts) or "every_start" in _fault:
+        _arm()
+
+
+if _fault:
+    in_each_rank(_arm_rank)

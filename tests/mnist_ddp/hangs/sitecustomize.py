@@ -24,10 +24,13 @@ import sys
 import time
 from typing import Any
 
+from rank_start import in_each_rank  # type: ignore[import-not-found]  # of tests/common/faults
+
 _hang = json.loads(os.environ.get("SAMESTEP_HANG", "null"))
-_rank = int(os.environ.get("RANK", "-1"))
-# The rank itself, not the launcher that has train.py among its arguments.
-_is_rank = any(argument.endswith("train.py") for argument in sys.orig_argv[1:3])
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "-1"))
 
 
 def _at_step(act: Any) -> None:
@@ -59,7 +62,7 @@ def _order() -> None:
 
     def reordered(all_reduce: Any, stats: Any) -> None:
         calls: list[Any] = [all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
-        for call in calls[::-1] if _rank == _hang["rank"] else calls:
+        for call in calls[::-1] if _rank() == _hang["rank"] else calls:
             call(stats)
 
     _at_log_lines(reordered)
@@ -76,11 +79,17 @@ def _stop_when_writing(event: str, arguments: tuple[Any, ...]) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-if _hang and _is_rank and (_rank == _hang["rank"] or _hang["kind"] == "order"):
+def _arm() -> None:
     kinds = {"skip": _skip, "order": _order, "shapes": _shapes}
+    if _rank() != _hang["rank"] and _hang["kind"] != "order":
+        return
     if _hang["kind"] == "never":
         time.sleep(600)
     elif _hang["kind"] == "write":
         sys.addaudithook(_stop_when_writing)
     else:
         _at_step(kinds[_hang["kind"]])
+
+
+if _hang:
+    in_each_rank(_arm)

@@ -1,0 +1,200 @@
+"""Run torchrun's agent in this process: ranks are programs that it starts, or processes that it forks.
+
+torchrun's own store listens on all addresses of the machine, without authentication, and no option changes that. For a
+job on one machine, the store here listens at ``--master-addr`` and ``--master-port`` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from samestep import untrusted
+from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import elastic_launch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+from samestep_launch import fork_server, process_info
+from samestep_launch.program import ImportFailed, Program, exit_code, importing, threads
+
+NAME = "loopback"
+TIMEOUT = 900  # seconds, torchrun's default
+ANONYMOUS = 0  # file type of an epoll or an eventfd
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that the agent handles
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous under a name of its own."""
+
+    def get_backend(self) -> str:
+        return NAME
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return the rendezvous of one machine, with its store on a socket that is bound here."""
+    address, _, port = parameters.endpoint.rpartition(":")
+    handler = LoopbackRendezvous(address, int(port), 0, 1, parameters.run_id, TIMEOUT)
+    listener = socket.create_server((address, int(port))).detach()
+    where = address, int(port), 1, True, handler.timeout
+    handler._store = TCPStore(*where, multi_tenant=True, master_listen_fd=listener)
+    return handler
+
+
+def main() -> None:
+    """Run the agent with the arguments of torchrun."""
+    arguments = sys.argv[1:]
+    control = fork_server.control_socket()
+    rendezvous_handler_registry.register(NAME, create_handler)
+    options = run.parse_args(arguments)
+    if options.start_method == "fork":
+        program = Program(Path(options.training_script))
+        if load(program, options.training_script_args):
+            launch(program, _with_loopback(fork_server.serve(control, arguments)))
+    run.main(_with_loopback(arguments))
+
+
+def _with_loopback(arguments: Sequence[str]) -> list[str]:
+    """Return torchrun's arguments with the rendezvous above, if the job has one machine."""
+    options = run.parse_args([*arguments])
+    endpoint = f"{options.master_addr}:{options.master_port}"
+    ours = [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={endpoint}"] if options.nnodes == "1" else []
+    return [*ours, *arguments]
+
+
+# --- ranks that are forked -----------------------------------------------------------------------------------------
+
+
+def load(program: Program, arguments: Sequence[str]) -> bool:
+    """Import torch's compiler and the program; return whether this process may fork ranks, else print the reason."""
+    os.environ.pop(process_info.ROOM, None)
+    try:
+        with importing():
+            importlib.import_module("torch._dynamo")  # by DDP's and each optimizer's constructor
+            program.load(arguments)
+    except ImportFailed as failure:
+        _report_failed_import(failure)
+    reason = _why_not_fork()
+    if reason:
+        text = f"{program.path.name} {reason} at its import: the ranks start as programs (--start-method exec)"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+    gc.freeze()  # a collection in a rank would copy the memory of all objects
+    return not reason
+
+
+def _report_failed_import(failure: ImportFailed) -> None:
+    """Print the failure once, and end this process: a restart would fail like this start."""
+    print(f"error: {failure}", file=sys.stderr, flush=True)
+    if run_dir := os.environ.get("SAMESTEP_RUN_DIR"):
+        verdict = {"code": failure.exit_code, "job": os.environ.get("SAMESTEP_JOB")}
+        untrusted.write_json(Path(run_dir, "log"), "no-restart", verdict, 0)
+    sys.exit(failure.exit_code)
+
+
+def _why_not_fork() -> str:
+    """Return what the program did that forked ranks cannot share; "" if nothing."""
+    if torch.cuda.is_initialized() or _spoils_cuda():
+        return "used CUDA"
+    count = threads()
+    return f"started {count - 1} {'threads' if count > 2 else 'thread'}" if count > 1 else ""
+
+
+def launch(program: Program, arguments: list[str]) -> NoReturn:
+    """Run the agent, and leave without Python's shutdown, which takes longer than the agent."""
+    code = 0
+    try:
+        run_agent(program, arguments)
+    except BaseException as problem:
+        code = exit_code(problem)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _spoils_cuda() -> bool:
+    """Return whether CUDA refuses to work in a process that is forked from this one."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(child, 0)[1] != 0
+
+
+@record
+def run_agent(program: Program, arguments: list[str]) -> None:
+    """Run the agent, which forks the ranks from this process."""
+    options = run.parse_args(arguments)
+    config, _, _ = run.config_from_args(options)
+    handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    own_files = _open_files()
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as torchrun's python -u
+    elastic_launch(config, run_rank)(program, options.training_script_args, handlers, own_files)
+
+
+def run_rank(
+    program: Program, arguments: Sequence[str], handlers: Mapping[int, Any], own_files: Collection[int]
+) -> None:
+    """Run the program as one rank, in a process that the agent has forked.
+
+    Returns only if the program ended well: the agent waits for this. Otherwise the process ends with its exit code.
+
+    Args:
+        program: the imported program.
+        arguments: the program's command line.
+        handlers: the signal handlers from before the agent.
+        own_files: descriptors that were open before the agent started.
+    """
+    _prctl_pr_set_pdeathsig(0)  # multiprocessing sets SIGINT, but an agent's death must not request a stop
+    faulthandler.disable()  # the agent's, with standard error as its file
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _close_store(own_files)
+    process_info.set_title(f"rank {os.environ['RANK']}: {program.path.parent.name} {program.path.name}")
+    process_info.show_environment(os.environ)
+    code = program.run(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code:
+        os._exit(code)
+    _wait_quietly()
+
+
+def _wait_quietly() -> None:
+    """Prepare to wait for the other ranks: stop requests no longer concern this one, and it ends with its agent."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+
+
+def _open_files() -> dict[int, int]:
+    """Return the types of this process's open files by their descriptors."""
+    files = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # this listing's own
+            files[int(name)] = stat.S_IFMT(os.fstat(int(name)).st_mode)
+    return files
+
+
+def _close_store(keep: Collection[int]) -> None:
+    """Close what the agent's store has opened: on its port, this process must not listen in its place."""
+    for descriptor, kind in _open_files().items():
+        if descriptor not in keep and kind in (stat.S_IFSOCK, ANONYMOUS):  # pipes are multiprocessing's
+            os.close(descriptor)

@@ -1,0 +1,174 @@
+"""Import a training program once, so that each rank can be forked from the process that has imported it.
+
+A rank then runs the program's ``if __name__ == "__main__":`` block, or its function ``main`` if it has no such block.
+While the program is imported its name is ``__mp_main__``, as in a process that multiprocessing spawns. This module uses
+the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from samestep import ConfigError
+
+IMPORTED, STARTED = "__mp_main__", "__main__"
+# numpy's OpenBLAS starts its threads while it is imported; torch keeps its own number. After torch has looked for GPUs
+# by CUDA instead of NVML, forked processes cannot use CUDA.
+IMPORT_VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+class _Left(BaseException):
+    """The program called os._exit(0)."""
+
+
+class ImportFailed(Exception):
+    """The program did not survive its import. ``exit_code`` is the one that Python would end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Program:
+    """A program that this process imports, and that forked processes run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._module = ModuleType(IMPORTED)
+        self._block: CodeType | None = None
+
+    def load(self, arguments: Sequence[str]) -> None:
+        """Import the program. It becomes this process's ``__main__``, and ``sys.argv`` its command line.
+
+        Raises:
+            ImportFailed: the program raised an exception, which is printed.
+        """
+        self._replaced_main = sys.modules[STARTED]  # else its variables may be cleared
+        sys.argv[:] = [str(self.path), *arguments]
+        sys.path[0] = str(self.path.parent)
+        vars(self._module)["__file__"] = str(self.path)
+        sys.modules[IMPORTED] = sys.modules[STARTED] = self._module
+        try:
+            tree = ast.parse(self.path.read_bytes(), str(self.path))
+            self._block = _compile([node for node in tree.body if _is_main_block(node)], self.path)
+            exec(compile(tree, str(self.path), "exec", dont_inherit=True), vars(self._module))  # noqa: S102
+        except BaseException as problem:
+            code = exit_code(problem)
+            last = traceback.format_exception_only(type(problem), problem)[-1].strip()
+            raise ImportFailed(f"{self.path.name} failed at its import: {last}", code or 1) from None
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Run the program in a forked process, and return the exit code that Python would end with.
+
+        ``os._exit(0)`` in the main thread returns here, because the agent waits for the result of each rank.
+        """
+        names = vars(self._module)
+        names["__name__"] = STARTED
+        sys.argv[1:] = arguments
+        try:
+            with _leaving_returns():
+                if self._block:
+                    exec(self._block, names)  # noqa: S102
+                else:
+                    names["main"]()
+        except _Left:
+            return 0
+        except BaseException as problem:
+            return exit_code(problem)
+        return 0
+
+
+def check(path: Path) -> None:
+    """Raise ConfigError if a program has nothing that a forked rank could run."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, OSError):
+        return  # Python reports it when the program starts
+    if not any(_is_main_block(node) or "main" in _names(node) for node in body):
+        remedy = "define one for --start-method fork, or use --start-method exec"
+        raise ConfigError(f"PROGRAM {path.name} has no function main(): {remedy}")
+
+
+def exit_code(problem: BaseException) -> int:
+    """Return Python's exit code for an exception that ends a program, and print the exception as Python does."""
+    if isinstance(problem, SystemExit):
+        if problem.code is None or isinstance(problem.code, int):
+            return (problem.code or 0) & 0xFF
+        print(problem.code, file=sys.stderr)
+        return 1
+    sys.excepthook(type(problem), problem, _without_launcher(problem.__traceback__))
+    return 130 if isinstance(problem, KeyboardInterrupt) else 1
+
+
+def _without_launcher(frames: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that begins in the program."""
+    while frames and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _is_main_block(node: ast.stmt) -> bool:
+    """Return whether a statement is ``if __name__ == "__main__":``."""
+    if not (isinstance(node, ast.If) and isinstance(node.test, ast.Compare)):
+        return False
+    sides: list[Any] = [node.test.left, *node.test.comparators]
+    words = {getattr(side, "id", None) or getattr(side, "value", None) for side in sides}
+    return isinstance(node.test.ops[0], ast.Eq) and words == {"__name__", STARTED}
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines by a function or an import."""
+    if isinstance(node, ast.FunctionDef):
+        return [node.name]
+    return [each.asname or each.name for each in node.names] if isinstance(node, ast.ImportFrom) else []
+
+
+def _compile(body: list[ast.stmt], path: Path) -> CodeType | None:
+    return compile(ast.Module(body, []), str(path), "exec", dont_inherit=True) if body else None
+
+
+@contextlib.contextmanager
+def _leaving_returns() -> Iterator[None]:
+    """Turn ``os._exit(0)`` of this process's main thread into an exception; processes that it forks leave as ever."""
+    leave, pid = os._exit, os.getpid()
+
+    def leave_or_return(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == pid and threading.current_thread() is threading.main_thread():
+            raise _Left
+        leave(status)
+
+    os._exit = leave_or_return
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Set variables under which imports leave this process fit to fork ranks; restore them at the end."""
+    before = {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
+    os.environ.update(IMPORT_VARIABLES)
+    try:
+        yield
+    finally:
+        for name in IMPORT_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def threads() -> int:
+    """Return how many threads this process has, including threads that libraries started."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
