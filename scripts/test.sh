@@ -45,6 +45,9 @@ case ${1:-} in
   exec "$venv/bin/tox" list
   ;;
 esac
+if [ "${1:-}" = --fast ]; then
+  set -- -e fast "${@:2}"
+fi
 if [ "${1:-}" = --changed ]; then
   shift
   revision=

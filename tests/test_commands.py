@@ -136,7 +136,8 @@ def collected(repository: Path, text: str) -> Iterator[str]:
         yield from _unknown(Path(program[1]), " ".join(["", *selected]))
     elif selected:
         app = next((app for app in APPS if names[0].startswith(f"{app}-")), "mnist_ddp")
-        pytest_words = ["python", "-m", "pytest", "--collect-only", "--quiet", f"--app={app}", *selected]
+        paths = [word for word in shlex.split(command) if word.startswith("testpaths=")][:1]
+        pytest_words = ["python", "-m", "pytest", "--collect-only", "--quiet", f"--app={app}", "-o", *paths, *selected]
         yield from _ends(repository, shlex.join(pytest_words))
 
 

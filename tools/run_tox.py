@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tox.run import run
-
 AT_A_TIME = "2"
 MATCHED = "SAMESTEP_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
 NO_TESTS = 5  # pytest's exit code
@@ -130,6 +128,8 @@ class Interrupt:
 
 def run_tox(arguments: Sequence[str]) -> int:
     """Return tox's exit code."""
+    from tox.run import run  # of the environment that scripts/test.sh makes
+
     interrupt = Interrupt()
     try:
         run(arguments)
