@@ -42,7 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "compared: of apps whose ranks hold the same weights, and compare them",
         "virtual_ranks: of apps that have --virtual-ranks",
         "fixed_world: of apps whose world size stays the same during a run",
-        "best, faults, kills, launcher, stall, stragglers, slow, weights: an app may leave it to the soak",
+        "slow: scripts/test.sh --fast leaves it out; an app may leave it to the soak",
+        "best, faults, kills, launcher, stall, stragglers, weights: an app may leave it to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")

@@ -18,4 +18,4 @@ train gpt_fsdp --dataset=jargon-64k --layers=1 --width=32 --context=32
 train mnist_lightning --dataset=mnist-5k
 train mnist_elastic --dataset=mnist-5k
 echo "collectives_lab: all-reduce on 2 ranks"
-bash scripts/run_collectives_lab.sh 2 primitives --device=cpu --only=all_reduce --run-dir="$folder/collectives_lab" | tail -n 1
+bash scripts/run_collectives_lab.sh 2 primitives --device=cpu --only=all_reduce --ops=SUM --max-bytes=1048576 --repeats=2 --run-dir="$folder/collectives_lab" | tail -n 1
