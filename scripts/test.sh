@@ -46,7 +46,7 @@ case ${1:-} in
   ;;
 esac
 if [ "${1:-}" = --fast ]; then
-  set -- -e fast "${@:2}"
+  set -- -e fast,fast-cifar "${@:2}"
 fi
 if [ "${1:-}" = --changed ]; then
   shift

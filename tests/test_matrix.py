@@ -131,6 +131,17 @@ def test_pytest_without_a_path_names_the_script() -> None:
         assert "run `bash scripts/test.sh`" in line
 
 
+def test_the_fast_environments_run_each_app_of_pytorch() -> None:
+    config = configparser.RawConfigParser()
+    config.read(ROOT / "tox.ini")
+    commands = " ".join(config[f"testenv:{name}"]["commands"] for name in ("fast", "fast-cifar"))
+    requirements = {path.parent.name: path.read_text() for path in ROOT.glob("apps/*/requirements.in")}
+    apps = {app for app, text in requirements.items() if re.search(r"^torch(ft)?==", text, re.MULTILINE)}
+    listed = re.findall(r"short_runs\.sh \{env_tmp_dir\} (.*?)(?: bash|$)", commands, re.MULTILINE)
+    assert {app for line in listed for app in line.split()} == apps - {"mnist_horovod"}  # it is built from source
+    assert "-e fast,fast-cifar" in (ROOT / "scripts" / "test.sh").read_text()
+
+
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
