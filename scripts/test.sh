@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
-# Set up tox on a bare Python and run the tests; arguments go to tox:  bash scripts/test.sh -e core
-# Run the tests of a change since origin's main branch or a REVISION:  bash scripts/test.sh --changed [REVISION]
+# Set up tox on a bare Python and run the tests:
+#   bash scripts/test.sh                        all default environments, two at a time; -p N: N at a time
+#   bash scripts/test.sh -e NAME,NAME           some environments
+#   bash scripts/test.sh -e NAME -- -k resume   some tests: words after -- go to pytest, also without -e
+#   bash scripts/test.sh --fast                 lint, types, the core's tests and a run of each torch app, in 2 minutes
+#   bash scripts/test.sh --help                 this text, and the environments
+# Run the tests of a change since the main branch or a REVISION:
+#   bash scripts/test.sh --changed [REVISION] [-- WORDS]
 set -euo pipefail
 CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
 packages=(tox==4.67.13 tox-uv==1.37.1 uv==0.13.9)
@@ -33,22 +39,28 @@ for pair in UV_INDEX_URL=index-url UV_EXTRA_INDEX_URL=extra-index-url UV_FIND_LI
   fi
 done
 export UV_INDEX_STRATEGY=unsafe-best-match  # as pip does: the best version of any index
-if [ "${1:-}" = --help ]; then
-  sed -n '2,3s/^# //p' "$0"
+case ${1:-} in
+-h | --help | -l | --list)
+  sed -n '2,/^set /s/^# //p' "$0"
   exec "$venv/bin/tox" list
+  ;;
+esac
+if [ "${1:-}" = --fast ]; then
+  set -- -e fast,fast-cifar "${@:2}"
 fi
 if [ "${1:-}" = --changed ]; then
-  environments=$("$venv/bin/python" tools/changed.py "${@:2}")
+  shift
+  revision=
+  if [[ ${1:--} != -* ]]; then
+    revision=$1
+    shift
+  fi
+  environments=$("$venv/bin/python" tools/changed.py "$revision")
   echo "the change needs: ${environments:-nothing}"
   case $environments in
   '') exit 0 ;;
-  ALL) set -- ;;
-  *) set -- -e "$environments" ;;
+  ALL) ;;
+  *) set -- -e "$environments" "$@" ;;
   esac
 fi
-if [ $# -eq 0 ]; then
-  set -- run-parallel --parallel 2
-else
-  set -- run "$@"
-fi
-exec "$venv/bin/tox" "$@"
+exec "$venv/bin/python" tools/run_tox.py "$@"

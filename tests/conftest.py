@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "common"))
 
 from harness import APPS, ROOT, Harness, app_spec, faulty
+from interrupts import Interrupts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    check_paths(config)
+    config.pluginmanager.register(Interrupts(config))
     gc.set_threshold(100_000, 50, 100)  # tools/quick_imports.py sets more, but cycles of a passed test hold open files
     for mark in (
         "soak: not in the matrix; runs with --soak or --every-case",
@@ -38,15 +41,39 @@ def pytest_configure(config: pytest.Config) -> None:
         "stored_run: of apps that store a run of an earlier version in the form of tests/common/test_stored.py",
         "compared: of apps whose ranks hold the same weights, and compare them",
         "virtual_ranks: of apps that have --virtual-ranks",
-        "best, faults, kills, launcher, stall, stragglers, slow, weights: an app may leave it to the soak",
+        "fixed_world: of apps whose world size stays the same during a run",
+        "slow: scripts/test.sh --fast leaves it out; an app may leave it to the soak",
+        "best, faults, kills, launcher, stall, stragglers, weights: an app may leave it to the soak",
     ):
         for name in mark.partition(":")[0].split(", "):
             config.addinivalue_line("markers", f"{name}:{mark.partition(':')[2]}")
 
 
+def check_paths(config: pytest.Config) -> None:
+    """Refuse to collect the tests of all apps in one process: their folders have modules of the same names."""
+    paths = {Path(config.invocation_params.dir, path.partition("::")[0]).resolve() for path in config.args}
+    if len(APPS) > 1 and paths & {ROOT, ROOT / "tests"}:
+        raise pytest.UsageError(
+            "the tests of each app need an environment of their own: run `bash scripts/test.sh` "
+            "(--help lists the environments), or name a folder, such as tests/core"
+        )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Accept that no test of this environment is selected, if another environment may have one (tools/run_tox.py)."""
+    matched = os.environ.get("SAMESTEP_MATCHED")
+    if not matched or hasattr(session.config, "workerinput"):
+        return
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+    elif exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        Path(matched, os.environ.get("TOX_ENV_NAME", "tests")).touch()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     app = app_spec(config.getoption("--app"))
     applies = {"torchrun": app.launcher == "torchrun", "compared": app.compared}
+    applies["fixed_world"] = app.launcher != "torchft"
     applies["virtual_ranks"] = app.virtual_ranks is not None
     applies["stored_run"] = any((ROOT / f"tests/{app.name}/stored").glob("*/options"))
     marks = [mark for mark, does in applies.items() if not does]

@@ -7,10 +7,12 @@ import fnmatch
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from repository import ran, without_git
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGED = runpy.run_path(str(ROOT / "tools" / "changed.py"))
@@ -57,3 +59,97 @@ def test_ci_has_a_job_for_each_environment() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
     listed = [environment for job in jobs.values() for environment in job["strategy"]["matrix"]["environment"]]
     assert sorted(listed) == sorted(matrix())
+
+
+# --- revisions, in a repository of its own ----------------------------------------------------------------------------
+
+
+class Repository:
+    """A repository with a commit on the branch ``main``, and this tool."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("tools/changed.py", (ROOT / "tools" / "changed.py").read_text())
+        self.git("init", "--quiet", "--initial-branch=main")
+        self.commit()
+
+    def git(self, *words: str) -> None:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *author, *words], cwd=self.folder, env=without_git(), capture_output=True, check=True)
+
+    def write(self, path: str, text: str = "") -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text)
+
+    def commit(self) -> None:
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message=a change")
+
+    def changed(self, *words: str) -> tuple[int, str, str]:
+        """Return the tool's exit code, its output and its messages."""
+        program = [sys.executable, str(self.folder / "tools" / "changed.py"), *words]
+        done = ran(self.folder, *program, environ=without_git())
+        return done.returncode, done.stdout.strip(), done.stderr
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path)
+
+
+@pytest.mark.parametrize("branch", ["main", "master"])
+def test_a_commit_on_a_branch_is_a_change_without_origin(repository: Repository, branch: str) -> None:
+    repository.git("branch", "--move", branch)
+    repository.git("switch", "--quiet", "--create", "work")
+    assert repository.changed()[:2] == (0, "")
+    repository.write("README.md")
+    repository.commit()
+    code, environments, messages = repository.changed()
+    assert (code, environments) == (0, "core,docs,lint")
+    assert messages.startswith(f"compared with {branch} (")
+    assert messages.endswith("): changed files: 1\n")
+
+
+def test_a_branch_of_origin_comes_before_the_own_one(repository: Repository) -> None:
+    repository.git("update-ref", "refs/remotes/origin/main", "HEAD")
+    repository.write("README.md")
+    repository.commit()
+    code, environments, messages = repository.changed()
+    assert (code, environments) == (0, "core,docs,lint")
+    assert messages.startswith("compared with origin/main (")
+
+
+def test_the_main_branch_alone_needs_a_revision(repository: Repository) -> None:
+    repository.write("README.md")
+    repository.commit()
+    code, environments, messages = repository.changed()
+    assert (code, environments) == (2, "")
+    assert "name a revision, such as HEAD~1" in messages
+    assert repository.changed("HEAD~1")[:2] == (0, "core,docs,lint")
+
+
+@pytest.mark.parametrize(
+    ("revision", "message"),
+    [
+        ("--output=other", "error: --output=other is no revision: name a commit or a branch\n"),
+        ("no_such", "error: git knows no revision no_such: name a commit or a branch\n"),
+    ],
+)
+def test_a_revision_that_does_not_exist_is_refused(repository: Repository, revision: str, message: str) -> None:
+    assert repository.changed(revision) == (2, "", message)
+    assert not (repository.folder / "other").exists()
+
+
+def test_the_path_that_needs_all_environments_is_reported(repository: Repository) -> None:
+    repository.write("README.md")
+    repository.write("a file of no rule")
+    code, environments, messages = repository.changed("HEAD")
+    assert (code, environments) == (0, "ALL")
+    assert messages.endswith("): changed files: 2\n'a file of no rule' needs all environments\n")
+
+
+def test_names_may_have_any_characters(repository: Repository) -> None:
+    repository.write("docs/über\nzwei.md")
+    assert repository.changed("HEAD")[:2] == (0, "core,docs,lint")
+    repository.commit()
+    assert repository.changed("HEAD~1")[:2] == (0, "core,docs,lint")

@@ -124,19 +124,20 @@ def collected(repository: Path, text: str) -> Iterator[str]:
     own, selected = words, []
     if "--" in words:
         own, selected = words[: words.index("--")], words[words.index("--") + 1 :]
-    if own == ["--changed"]:  # tests/test_changed.py
+    if own in (["--changed"], ["--fast"]):  # tests/test_changed.py, tests/test_matrix.py
         return
     if own and (len(own) != 2 or own[0] != "-e"):
         yield "give scripts/test.sh -e and names alone"
         return
     names = own[1].split(",") if own else []
     yield from (f"tox.ini has no environment {name}" for name in names if name not in environments())
-    command = tox().get(f"testenv:{names[0]}", "commands", fallback="") if names else ""
+    command = environments().get(names[0], "") if names else ""
     if program := re.match(r"python (\S+)", command):  # it runs no tests
         yield from _unknown(Path(program[1]), " ".join(["", *selected]))
     elif selected:
         app = next((app for app in APPS if names[0].startswith(f"{app}-")), "mnist_ddp")
-        pytest_words = ["python", "-m", "pytest", "--collect-only", "--quiet", f"--app={app}", *selected]
+        paths = ["-o", re.findall(r"testpaths=[^\"]*", command)[0]] if "testpaths=" in command else []
+        pytest_words = ["python", "-m", "pytest", "--collect-only", "--quiet", f"--app={app}", *paths, *selected]
         yield from _ends(repository, shlex.join(pytest_words))
 
 
@@ -154,14 +155,14 @@ def tox() -> configparser.ConfigParser:
     return config
 
 
-def environments() -> set[str]:
-    """Return the names of tox.ini's environments: `a-{b,c}` is two."""
-    found = set()
+def environments() -> dict[str, str]:
+    """Return the commands of tox.ini's environments, by their names: `a-{b,c}` is two."""
+    found = {}
     for section in tox().sections():
         if section.startswith("testenv:"):
             parts = re.split(r"\{(.*?)\}", section.removeprefix("testenv:"))
             choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
-            found |= {"".join(each) for each in itertools.product(*choices)}
+            found |= dict.fromkeys(map("".join, itertools.product(*choices)), tox()[section]["commands"])
     return found
 
 

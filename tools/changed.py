@@ -1,7 +1,8 @@
 """Print the tox environments that a change needs: `bash scripts/test.sh --changed [REVISION]` runs them.
 
-A change is what differs from REVISION (default: origin's main branch, if there is one, else HEAD), committed or not,
-new files included. RULES says which environments a path needs; a path without a rule needs all of them.
+A change is what differs from REVISION, committed or not, new files included. The default is the commit at which this
+branch left the main branch: the first one of MAIN_BRANCHES that exists. RULES says which environments a path needs; a
+path without a rule needs all of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = "ALL"
+MAIN_BRANCHES = ("origin/HEAD", "origin/main", "origin/master", "main", "master")
 # The first pattern that matches a path decides. `*` matches `/` too; {1} is the text that the first `*` matched.
 RULES = [
     ("*.md", "lint docs core"),
@@ -96,23 +99,54 @@ def environments_of(path: str) -> list[str]:
     return [ALL]
 
 
+def refuse(problem: str) -> NoReturn:
+    """End this program as a user's mistake does."""
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def git(*words: str) -> str | None:
+    """Return the output of git, or None if it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8", errors="surrogateescape")
+    return None if done.returncode else done.stdout
+
+
 def changed_paths(revision: str) -> list[str]:
     """Return the paths that differ from a revision, and those that git does not know yet."""
-
-    def lines(*words: str) -> list[str]:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"error: git {' '.join(words)}: {done.stderr.strip()}: name a revision that exists")
-        return done.stdout.splitlines()
-
-    return lines("diff", "--name-only", "--no-renames", revision) + lines("ls-files", "--others", "--exclude-standard")
+    differ = git("diff", "-z", "--name-only", "--no-renames", revision, "--")
+    new = git("ls-files", "-z", "--others", "--exclude-standard")
+    if differ is None or new is None:
+        refuse(f"git cannot compare with {revision}: name another revision")
+    return [path for path in (differ + new).split("\0") if path]
 
 
-def default_revision() -> str:
-    """Return where this branch left origin's main branch, or HEAD without an origin."""
-    words = ["git", "merge-base", "HEAD", "origin/HEAD"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "HEAD"
+def commit_of(revision: str) -> str:
+    """Return a revision's commit, or an empty string if it does not exist."""
+    return (git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{revision}^{{commit}}") or "").strip()
+
+
+def default_revision() -> tuple[str, str]:
+    """Return the main branch, and the commit at which this branch left it."""
+    current = (git("symbolic-ref", "--quiet", "HEAD") or "").strip()
+    for branch in MAIN_BRANCHES:
+        if f"refs/heads/{branch}" == current:  # it does not show which commits are new
+            continue
+        commit = (git("merge-base", "HEAD", branch) or "").strip()
+        if commit:
+            return branch, commit
+    refuse(f"there is no other branch of {', '.join(MAIN_BRANCHES)}: name a revision, such as HEAD~1")
+
+
+def chosen_revision(name: str) -> tuple[str, str]:
+    """Return a revision and its commit; the default for an empty name."""
+    if not name:
+        return default_revision()
+    if name.startswith("-"):
+        refuse(f"{name} is no revision: name a commit or a branch")
+    commit = commit_of(name)
+    if not commit:
+        refuse(f"git knows no revision {name}: name a commit or a branch")
+    return name, commit
 
 
 def needed(paths: Iterable[str]) -> list[str]:
@@ -121,5 +155,17 @@ def needed(paths: Iterable[str]) -> list[str]:
     return [ALL] if ALL in found else sorted(found)
 
 
+def main(revision: str) -> None:
+    """Print the environments, and to stderr why."""
+    name, commit = chosen_revision(revision)
+    paths = changed_paths(commit)
+    print(f"compared with {name} ({commit[:12]}): changed files: {len(paths)}", file=sys.stderr)
+    found = needed(paths)
+    if found == [ALL]:
+        cause = next(path for path in paths if ALL in environments_of(path))
+        print(f"{cause!a} needs all environments", file=sys.stderr)
+    print(",".join(found))
+
+
 if __name__ == "__main__":
-    print(",".join(needed(changed_paths(sys.argv[1] if len(sys.argv) > 1 else default_revision()))))
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

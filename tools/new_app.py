@@ -44,7 +44,7 @@ GENERATED_PAGES = {
 SKIPPED_FILES = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.pyc")
 PROJECT_FILES = (
     *("scripts/launch.sh", "scripts/launch.py", "scripts/test.sh", "LICENSE"),
-    *("tools/lock.py", "tools/quick_imports.py"),
+    *("tools/lock.py", "tools/quick_imports.py", "tools/run_tox.py"),
     *("deploy/slurm/common.sh", ".ci/run", ".gitignore", ".pre-commit-config.yaml"),
     *("mypy.ini", "pytest.ini", "ruff.toml"),
 )
@@ -138,19 +138,25 @@ class Copy:
         files["tests/conftest.py"] = read("tests/conftest.py").partition(BESIDE_OTHER_APPS)[0].rstrip() + "\n"
         for path in (path for path in files if path.startswith("tests/")):
             files[path] = re.sub(name_pattern(DEFAULT_APP), self.name, files[path])
-        changed = (
-            r"(?ms)^# Run the tests of a change.*?\n|^if \[ .[^\n]* = --changed \].*?^fi\n"  # tools/changed.py stays
-        )
-        files["scripts/test.sh"] = re.sub(changed, "", files["scripts/test.sh"])
+        of_repository = (r"^#   [^\n]* --fast [^\n]*\n", r"^# Run the tests of a change.*?(?=^set )")
+        changed = r"^if \[ .[^\n]* = --changed \].*?^fi\n"  # tools/changed.py stays
+        pattern = f"(?ms){'|'.join((*of_repository, changed))}"
+        files["scripts/test.sh"] = re.sub(pattern, "", files["scripts/test.sh"])
         return {**files, "tox.ini": self._tox(), "README.md": self.fill("project_readme.txt")}
 
     def environment(self, section: str) -> str:
         """Return a section of tox.ini for the copy: only its own requirements, the common tests and its own tests."""
-        lines, own = [], {"tests/common", *(f"tests/{path.name}" for path in test_folders(self.origin))}
+        own = {"tests/common", *(f"tests/{path.name}" for path in test_folders(self.origin))}
+
+        def of_copy(match: re.Match[str]) -> str:
+            paths = match[1].split()
+            return f'"testpaths={" ".join(path for path in paths if path in own or path.startswith("tests/common/"))}"'
+
+        lines = []
         wanted = (line for line in section.splitlines() if ".in" not in line or not self.names_another_app(line))
         for line in wanted:
             line = re.sub(r"^description = .*", f"description = {self.origin}, driven through its launch script", line)
-            line = re.sub(r" (tests/[\w./-]+)", lambda match: match[0] if match[1] in own else "", line)
+            line = re.sub(r'"testpaths=([^"]*)"', of_copy, line)
             lines.append(line.replace("-e .", f"vendor/{self.wheel}") if self.wheel else line)
         return self.rename("\n".join(lines))
 

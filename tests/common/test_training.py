@@ -21,6 +21,7 @@ RESULT_KEYS = set(
 )
 
 
+@pytest.mark.fixed_world
 @pytest.mark.core_only
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
 def test_the_defaults_reach_their_accuracy(harness: Harness, n: int) -> None:
@@ -64,6 +65,7 @@ def test_a_run_leaves_what_the_design_says(undisturbed: Callable[..., dict[str, 
     assert not [path for path in run_dir.rglob("*.tmp") if path.parent.name != "log"]
 
 
+@pytest.mark.fixed_world
 def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict[str, Any]]) -> None:
     """The run has trained, evaluated and saved; its ranks need neither launch nor observe nor downloads."""
     folder = Path(undisturbed(2)["run_dir"]).parent
@@ -73,6 +75,7 @@ def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict
 
 
 @pytest.mark.soak  # in the matrix test_only_to_evaluate
+@pytest.mark.fixed_world
 def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     trained = undisturbed(2)
     weights = Path(trained["run_dir"]) / "model.safetensors"
@@ -123,6 +126,7 @@ def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str,
 
 
 @pytest.mark.soak  # in the matrix apps are compared with a plain loop or with each other
+@pytest.mark.fixed_world
 @pytest.mark.parametrize("which", [0, 1])
 def test_losses_are_the_same_at_any_number_of_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, which: int
@@ -147,6 +151,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
 
 
 @pytest.mark.soak  # in the matrix tests/conformance compares 1 and 3 ranks, with dropout
+@pytest.mark.fixed_world
 def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: bool) -> None:
     """Also with dropout, in float32: rounding is all that differs."""
     curves = []
@@ -159,6 +164,7 @@ def test_the_default_options_take_the_same_first_steps(harness: Harness, soak: b
 
 
 @pytest.mark.soak  # in the matrix each test of a job checks its exit code
+@pytest.mark.fixed_world
 def test_exit_codes_are_reliable(harness: Harness, soak: bool) -> None:
     """A process that used collectives may abort while it exits; the job must not fail by that.
 

@@ -747,6 +747,7 @@ def test_killed_before_any_system_call_of_a_save_only_whole_ones_are_left(tmp_pa
     assert int(done.stdout) > 10  # it was killed, and many times
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_only_whole_ones_are_left(tmp_path: Path) -> None:
     """A process that saves without a pause is killed 15 times; each next one continues where the last one was."""
     # The second save waits for the first.

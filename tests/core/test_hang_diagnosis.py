@@ -171,6 +171,7 @@ def hangs(tmp_path: Path) -> Iterator[dict[str, Hang]]:
             ranks.clean_up()
 
 
+@pytest.mark.slow
 def test_hangs_are_told_with_the_rank_and_its_line(
     hangs: dict[str, Hang], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -280,6 +280,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
     return Toy(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     put(tmp_path / "whole" / "data")
@@ -295,6 +296,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(toy: Toy, tmp_path: Path) -> N
     assert (again["weights_sha256"], again["resumed_from_step"]) == (reference["weights_sha256"], 12)
 
 
+@pytest.mark.slow
 def test_weights_alone_and_evaluation_alone(toy: Toy, tmp_path: Path) -> None:
     fresh = toy.done(2, "--max-steps=0")
     assert fresh["weights_sha256"] == checkpoint.weights_sha256({name: whole_array(name) for name in LAYOUT})
@@ -356,6 +358,7 @@ def test_a_checkpoint_without_all_groups_is_not_resumed_from(toy: Toy, lost: str
     assert reference["weights_sha256"] in ends[0][1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_of_a_save_is_gone_on_from(toy: Toy, soak: bool) -> None:
     """Ranks are killed before each of their operations on checkpoints' files. The files are whole; a run resumes."""
     reference = toy.done(3, "--max-steps=4")["weights_sha256"]

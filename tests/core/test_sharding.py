@@ -315,6 +315,7 @@ def test_an_epoch_sees_every_sample_once(n: int, batch: int, seed: int, world_si
     assert np.array_equal(np.sort(seen), np.arange(n))
 
 
+@pytest.mark.slow
 @quick
 @given(st.integers(1, 300), st.integers(1, 60), SEEDS, st.integers(0, 40), WORLDS, WORLDS)
 def test_resuming_at_another_world_size_misses_nothing(
@@ -327,6 +328,7 @@ def test_resuming_at_another_world_size_misses_nothing(
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(n))
 
 
+@pytest.mark.slow
 @quick
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(0, 9), WORLDS, st.lists(st.integers(0, 60), max_size=4))
 def test_who_walks_and_jumps_gets_what_a_seek_gives(

@@ -20,6 +20,7 @@ from wheel import LIMIT, Built, build, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core"
+pytestmark = pytest.mark.slow
 LICENSES = ["LICENSE", "core/samestep/data/mnist-5k/README.md"]
 PROGRAM = """
 import importlib

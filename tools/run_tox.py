@@ -1,0 +1,162 @@
+"""Run tox with the arguments of scripts/test.sh, in tox's environment.
+
+* Without `-e`, all environments run, two at a time. `-p N` runs N environments at a time.
+* Words after `--` go to pytest. If several environments run, an environment may have no test that the words select, but
+  all of them together must have one.
+* After Ctrl-C or TERM, no process of the tests is left. tests/interrupts.py does the same for a tox that was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+AT_A_TIME = "2"
+MATCHED = "SAMESTEP_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
+NO_TESTS = 5  # pytest's exit code
+DRIVERS = {  # files that a driver makes, by the end of an environment's name
+    "gpu": ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"),
+    "ascend": ("/dev/davinci_manager",),
+}
+
+
+class Words:
+    """The arguments of scripts/test.sh.
+
+    Attributes:
+        own: arguments of tox, before `--`.
+        selected: arguments of pytest, after `--`.
+        names: environments that `-e` names.
+        whole: whether all environments run.
+        parallel: whether `-p` is given.
+        installs_only: whether no test runs.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        end = [*arguments, "--"].index("--")
+        self.own, self.selected = list(arguments[:end]), list(arguments[end + 1 :])
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("-e", action="append", default=[])
+        parser.add_argument("-f", "-m", dest="factors", nargs="+")
+        parser.add_argument("-p", "--parallel")
+        parser.add_argument("-n", "--notest", action="store_true")
+        found, _ = parser.parse_known_args(self.own)
+        self.names = [name for names in found.e for name in names.split(",") if name]
+        self.whole = not self.names and not found.factors
+        self.parallel = found.parallel is not None
+        self.installs_only = found.notest
+
+    def for_tox(self) -> list[str]:
+        """Return the arguments of tox."""
+        parallel = [] if self.parallel else ["--parallel", AT_A_TIME]
+        command = ["run-parallel", *parallel] if self.whole else ["run"]
+        if self.parallel:
+            command = ["run-parallel"]
+        if self.whole and self.selected:
+            command += ["--skip-env", "^lint$"]  # it has no tests
+        return [*command, *self.own, *(["--", *self.selected] if self.selected else [])]
+
+    def without_device(self) -> str:
+        """Return the error if this machine lacks the device of an environment; empty if it does not."""
+        if self.installs_only:
+            return ""
+        for name in self.names:
+            _, _, device = name.rpartition("-")
+            if device in DRIVERS and not any(map(os.path.exists, DRIVERS[device])):
+                return f"error: {name}: this machine has no driver of such a device: name a -cpu environment"
+        return ""
+
+
+def parents() -> dict[int, tuple[int, str]]:
+    """Return the parent and the start time of each process, by its id."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if fields[0] not in "ZX":
+            found[int(path.parent.name)] = (int(fields[1]), fields[19])
+    return found
+
+
+def descendants(ancestor: int) -> dict[int, str]:
+    """Return the start times of a process's descendants, by their ids."""
+    known, found, waiting = parents(), dict[int, str](), [ancestor]
+    while waiting:
+        parent = waiting.pop()
+        children = {pid: start for pid, (its_parent, start) in known.items() if its_parent == parent}
+        found.update(children)
+        waiting += children
+    return found
+
+
+class Interrupt:
+    """Handles INT and TERM: tox interrupts its environments, and `finish` kills the processes that are left then."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, str] = {}
+        for each in (signal.SIGINT, signal.SIGTERM):  # a shell lets background processes ignore INT
+            signal.signal(each, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.processes |= descendants(os.getpid())
+        if number == signal.SIGTERM:  # Ctrl-C reaches the whole process group
+            self._send(signal.SIGINT, os.getpgrp())
+        raise KeyboardInterrupt
+
+    def _send(self, number: int, group: int | None) -> None:
+        known = parents()
+        for pid, start in self.processes.items():
+            try:
+                if known.get(pid, (0, ""))[1] == start and group in (None, os.getpgid(pid)):
+                    os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def finish(self) -> None:
+        """Kill the processes that an interrupted tox has left."""
+        self._send(signal.SIGKILL, None)
+
+
+def run_tox(arguments: Sequence[str]) -> int:
+    """Return tox's exit code."""
+    from tox.run import run  # of the environment that scripts/test.sh makes
+
+    interrupt = Interrupt()
+    try:
+        run(arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        interrupt.finish()
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit code of scripts/test.sh."""
+    words = Words(arguments)
+    if error := words.without_device():
+        print(error, file=sys.stderr)
+        return 2
+    if not words.selected or len(words.names) == 1:
+        return run_tox(words.for_tox())
+    with tempfile.TemporaryDirectory(prefix="samestep-matched-") as folder:
+        os.environ[MATCHED] = folder
+        code = run_tox(words.for_tox())
+        if code == 0 and not os.listdir(folder) and not words.installs_only:
+            selected = " ".join(words.selected)
+            print(f"error: {selected!r} selects no test: change the words after --", file=sys.stderr)
+            return NO_TESTS
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
