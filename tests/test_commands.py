@@ -157,7 +157,7 @@ def tox() -> configparser.ConfigParser:
 
 def environments() -> dict[str, str]:
     """Return the commands of tox.ini's environments, by their names: `a-{b,c}` is two."""
-    found = {}
+    found: dict[str, str] = {}
     for section in tox().sections():
         if section.startswith("testenv:"):
             parts = re.split(r"\{(.*?)\}", section.removeprefix("testenv:"))
