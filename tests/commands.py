@@ -26,20 +26,7 @@ NOT_RUN = "docs/commands.md"
 LEFT_OUT = {NOT_RUN, "docs/messages.md", "CHANGELOG.md"}
 PROGRAMS = {
     *(".", "apt-get", "bash", "cd", "curl", "diff", "dlc", "docker", "export", "fleetrun", "git", "horovodrun", "kill"),
-    *(
-        "kubectl",
-        "ln",
-        "mkdocs",
-        "mlflow",
-        "mpirun",
-        "msrun",
-        "pip",
-        "podman",
-        "pre-commit",
-        "pytest",
-        "python",
-        "python3",
-    ),
+    *("kubectl", "ln", "mkdocs", "mlflow", "mpirun", "msrun", "pip", "podman", "pre-commit", "python", "python3"),
     *("python3.11", "samestep", "sbatch", "scancel", "scontrol", "sh", "srun", "ssh", "tail", "tensorboard"),
     *("torchrun", "tox", "visualdl", "wandb", "watch"),
 }
