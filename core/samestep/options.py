@@ -220,9 +220,10 @@ def add_common(
     log("--quiet", action="store_true", help="print only warnings, errors and the result")
 
 
-def add_start_method(parser: Parser, default: str = FORK) -> None:
-    """Add --start-method, for ranks that torchrun's agent starts."""
-    method = "fork imports the program once and forks the ranks; exec starts a Python per rank (default: %(default)s)"
+def add_start_method(parser: Parser, default: str | None = None) -> None:
+    """Add --start-method, for ranks that torchrun's agent starts; None lets the launcher choose by the machine."""
+    method = "fork imports the program once and forks the ranks; exec starts a Python per rank"
+    method += f" (default: {default or 'fork; exec on a machine with an NVIDIA driver'})"
     add = parser.group(GROUPS[3]).add_argument
     add("--start-method", choices=START_METHODS, default=default, help=method)
 

@@ -171,7 +171,7 @@ class Environment:
                 )
             return [lock]
         cpu, cuda = self.source / "requirements-cpu.txt", self.source / "requirements-cuda.txt"
-        if _has_nvidia() and cuda.is_file():
+        if has_nvidia() and cuda.is_file():
             return [cuda]
         locks = [path for path in (cpu, cuda) if path.is_file()]
         if not locks:
@@ -338,7 +338,7 @@ def _start(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen
         step.wait()
 
 
-def _has_nvidia() -> bool:
+def has_nvidia() -> bool:
     """Return whether this machine has NVIDIA's driver."""
     driver = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
     return any(map(os.path.exists, driver)) or shutil.which("nvidia-smi") is not None

@@ -26,6 +26,7 @@ from samestep import ConfigError, NonRetryableError, events, untrusted
 from samestep.options import EXEC, FORK, Options
 
 from samestep_launch import supervise, user_folder
+from samestep_launch.environments import has_nvidia
 from samestep_launch.fork_server import MODULE as OUR_TORCHRUN
 from samestep_launch.fork_server import ForkServer
 from samestep_launch.supervise import print_stderr
@@ -158,8 +159,12 @@ class Job:
 
     @property
     def forks(self) -> bool:
-        """Whether the launcher forks the ranks from a process that has imported the program."""
-        return getattr(self.options, "start_method", EXEC) == FORK
+        """Whether the launcher forks the ranks from a process that has imported the program.
+
+        Forked ranks have not run on a GPU yet, so a machine with an NVIDIA driver takes exec unless fork is named.
+        """
+        method = getattr(self.options, "start_method", EXEC)
+        return method == FORK or (method is None and not has_nvidia())
 
     def command(self, python: str, port: int, logs: Path, *more: str, met: Rendezvous | None = None) -> list[str]:
         """Return the launcher's command: the template with its blanks filled.

@@ -262,7 +262,7 @@ CONTENT = {
 def test_what_decides_an_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str, counts: bool
 ) -> None:
-    monkeypatch.setattr(environments, "_has_nvidia", lambda: False)
+    monkeypatch.setattr(environments, "has_nvidia", lambda: False)
     monkeypatch.delenv("SAMESTEP_LOCK", raising=False)
     for name, text in CONTENT.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -276,9 +276,9 @@ def test_what_decides_an_environment(
     before = key()
     assert re.fullmatch("[0-9a-f]{12}", before)
     assert before not in {key("3.11.8"), key(settings={"WITH": "1"}), key(allowed=("03",))}
-    monkeypatch.setattr(environments, "_has_nvidia", lambda: True)
+    monkeypatch.setattr(environments, "has_nvidia", lambda: True)
     assert key() != before
-    monkeypatch.setattr(environments, "_has_nvidia", lambda: False)
+    monkeypatch.setattr(environments, "has_nvidia", lambda: False)
     (tmp_path / path).write_text(content)
     assert (key() != before) == counts
 
@@ -520,7 +520,7 @@ def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street
     """With a word, and before anything is downloaded."""
     path = street.root / "launch" / "samestep_launch" / "environments.py"
     text, count = re.subn(r'(?m)^CPU_INDEX = ".*"', 'CPU_INDEX = "file:///nowhere"', path.read_text())
-    text, more = re.subn(r"(def _has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)
+    text, more = re.subn(r"(def has_nvidia\(\) -> bool:\n)", r"\1    return False\n", text)
     assert (count, more) == (1, 1)
     path.write_text(text)
     index = Index(street)
@@ -552,7 +552,7 @@ def test_what_a_machine_has_or_is_told_chooses_the_lock(tmp_path: Path, monkeypa
         Environment(tmp_path, "toy").locks()
 
     def names(nvidia: bool) -> list[str]:
-        monkeypatch.setattr(environments, "_has_nvidia", lambda: nvidia)
+        monkeypatch.setattr(environments, "has_nvidia", lambda: nvidia)
         return [path.name for path in Environment(tmp_path, "toy").locks()]
 
     (app / "requirements-cpu.txt").touch()
