@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKED = ("mnist_ddp", "cifar_ddp", "gpt_fsdp", "mnist_lightning")  # apps whose ranks are forked by default
 FAULTS = Path(__file__).resolve().parent / "faults"  # its sitecustomize.py is loaded by every Python of a job
 ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
 END_SECONDS = 10.0  # in which a launch script ends all its processes after a second signal
@@ -191,6 +192,8 @@ class Row:
         words = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(ranks), *options]
         words += [f"--run-dir={run_dir}", f"--device={device}"]
         words += ["--share-gpu"] if device == "cuda" and share else []
+        if app in FORKED:  # a fault strikes where Python starts
+            words.append("--start-method=exec")
         with self.proof.slots.take(ranks, self.priority):
             deadline = self.begin_job()
             job = Job(self, run_dir, start_process(words, self.proof.folder, device, given), given, deadline)
