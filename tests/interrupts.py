@@ -12,6 +12,8 @@ import signal
 import threading
 import time
 import uuid
+from types import FrameType
+from typing import NoReturn
 
 import pytest
 from processes import is_running, marked, parent
@@ -41,12 +43,21 @@ def descendants() -> set[int]:
     return {pid for pid in found if is_running(pid)}
 
 
+def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Interrupt pytest, which a second signal must not disturb: the terminal and tox both send one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 class Interrupts:
     """A plugin of one pytest process: the main one or a worker."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.manager, self.done, self.mark = config.pluginmanager, threading.Event(), uuid.uuid4().hex
         os.environ[MARK] = self.mark
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_default and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt_once)
         if "PYTEST_XDIST_WORKER" in os.environ or "TOX_ENV_NAME" in os.environ:
             threading.Thread(target=self.watch, args=(os.getppid(),), name="interrupts", daemon=True).start()
 
@@ -70,10 +81,9 @@ class Interrupts:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:
         """End the tests' processes, so that the fixtures end soon."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal and tox both send one
         if not self.manager.hasplugin("dsession"):
             self.end_processes()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +38,15 @@ interrupt_timeout = 20
 pass_env = MATRIX_MARK, SAMESTEP_MATCHED
 set_env = PYTHONPATH = {tests}
 commands = {python} -m pytest -q -p conftest --rootdir={{tox_root}} {{tox_root}}/test_{{env_name}}.py {{posargs}}
+
+[testenv:no_pytest]
+commands = bash -c '{python} wait.py; true'
+"""
+WAIT = """
+import pathlib, time
+for n in range(2):
+    pathlib.Path(f"tests/started-{n}").touch()
+time.sleep(300)
 """
 LONG = """
 import time
@@ -207,18 +218,40 @@ def test_words_must_select_a_test_of_an_environment(tmp_path: Path) -> None:
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
 
+def commands_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
 def send(process: subprocess.Popen[str], number: int, to_group: bool) -> None:
     (os.killpg if to_group else os.kill)(process.pid, number)
 
 
 @pytest.mark.parametrize(
-    ("number", "to_group"),
-    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)],
-    ids=["Ctrl-C", "TERM", "KILL"],
+    ("environment", "number", "to_group"),
+    [
+        ("one", signal.SIGINT, True),  # Ctrl-C
+        ("one", signal.SIGINT, False),
+        ("one", signal.SIGTERM, False),
+        ("one", signal.SIGKILL, False),
+        ("no_pytest", signal.SIGTERM, False),
+    ],
+    ids=["Ctrl-C", "INT", "TERM", "KILL", "TERM of another program"],
 )
-def test_an_interrupt_leaves_no_process(tmp_path: Path, number: int, to_group: bool) -> None:
+def test_an_interrupt_leaves_no_process(tmp_path: Path, environment: str, number: int, to_group: bool) -> None:
     folder, mark = small_matrix(tmp_path, one=LONG), uuid.uuid4().hex
-    words = [str(TOX), str(ROOT / "tools" / "run_tox.py"), "-e", "one", "--", "-n2", f"--basetemp={folder / 'tests'}"]
+    words = [
+        str(TOX),
+        str(ROOT / "tools" / "run_tox.py"),
+        "-e",
+        environment,
+        "--",
+        "-n2",
+        f"--basetemp={folder / 'tests'}",
+    ]
+    (folder / "tests").mkdir()
+    (folder / "wait.py").write_text(WAIT)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             words,
@@ -235,7 +268,10 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, number: int, to_group: b
             assert process.poll() is None, (folder / "output").read_text()
             send(process, number, to_group)
             assert process.wait(LIMIT) != 0
-            wait_for(lambda: not marked(MARK, mark), 20)
+            deadline = time.monotonic() + 20
+            while (left := marked(MARK, mark)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert [commands_of(pid) for pid in left] == [], (folder / "output").read_text()
         finally:
             kill_marked(MARK, mark, LIMIT)
             process.wait(LIMIT)

@@ -13,12 +13,14 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 AT_A_TIME = "2"
 MATCHED = "SAMESTEP_MATCHED"  # tests/conftest.py writes a file to this folder if an environment has a test
+LEFT_LIMIT = 15.0  # seconds in which pytest ends its own processes
 NO_TESTS = 5  # pytest's exit code
 DRIVERS = {  # files that a driver makes, by the end of an environment's name
     "gpu": ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg"),
@@ -122,8 +124,19 @@ class Interrupt:
                 pass
 
     def finish(self) -> None:
-        """Kill the processes that an interrupted tox has left."""
+        """Wait for the processes that an interrupted tox has left, and kill them at the time limit."""
+        deadline = time.monotonic() + LEFT_LIMIT
+        while self._left() and time.monotonic() < deadline:
+            time.sleep(0.1)
         self._send(signal.SIGKILL, None)
+
+    def _left(self) -> bool:
+        """Return whether a process is left, and remember the descendants of those that are."""
+        known = parents()
+        alive = [pid for pid, start in self.processes.items() if known.get(pid, (0, ""))[1] == start]
+        for pid in alive:
+            self.processes |= descendants(pid)
+        return bool(alive)
 
 
 def run_tox(arguments: Sequence[str]) -> int:
