@@ -45,12 +45,12 @@ from typing import Any
 from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
 from samestep.options import Options, check_share_gpu, check_virtual_ranks
-from samestep.untrusted import open_closed_streams, printable
+from samestep.untrusted import open_closed_streams, printable, read_text
 
 from samestep_launch import environments, supervise, trackers
 from samestep_launch.environments import Environment
 from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
-from samestep_launch.supervise import print_stderr, read_text
+from samestep_launch.supervise import print_stderr
 
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
@@ -220,7 +220,11 @@ def _app_options(root: Path, app: str) -> Any:
 def _check_imports(folder: Path) -> None:
     """Raise ConfigError if a file of the app imports a module that version 0.3 moved or removed."""
     for path in sorted(folder.glob("*.py")):
-        for number, line in enumerate((read_text(path) or "").splitlines(), start=1):
+        try:
+            text = read_text(path)
+        except OSError:  # Python reports it, if the app imports the file
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
             if old := MOVED.match(line):
                 name = old[1].replace(" import ", ".")
                 where = "its new name is in the table under 0.3.0 in CHANGELOG.md"
