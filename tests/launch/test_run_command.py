@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from processes import is_running
 from repository import REPOSITORY
-from samestep_launch import job
+from samestep_launch import fork_server, job
 from samestep_launch.launchers import LAUNCHERS
 from scratch_project import CORE, LIMIT, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
 
@@ -253,7 +253,7 @@ def test_the_templates_are_those_of_the_launch_scripts(tmp_path: Path, script: s
     words = ["bash", str(REPOSITORY / "scripts" / f"run_{script}.sh"), "3", "--dry-run", "--run-dir=r"]
     environ = environment(PYTHON="/python", MASTER_PORT="29400")
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT, check=True)
-    words = [job.TORCHRUN if word == job.OUR_TORCHRUN else word for word in shlex.split(done.stdout)]
+    words = [job.TORCHRUN if word == fork_server.MODULE else word for word in shlex.split(done.stdout)]
     words = [word for word in words if word != "--start-method=fork"]  # the default of the scripts, not of the command
     words = words[1:] if words[0] == "env" else words  # the test gives no GPUs to paddle
     values = {"python": "/python", "nproc": 3, "nnodes": 1, "node_rank": 0, "world_size": 3, "master_addr": "127.0.0.1"}
