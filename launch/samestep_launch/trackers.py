@@ -144,5 +144,5 @@ class TrackerProcess:
 
     def _command(self, name: str) -> str:
         path = [f"PYTHONPATH={shlex.quote(str(self._root / 'core'))}"] if os.environ.get("PYTHON") else []
-        command = [self._python, "-m", "samestep_observe.track", str(self._run_dir), "--to", name]
+        command = [self._python, "-m", "samestep", "track", str(self._run_dir), "--to", name]
         return " ".join([*path, shlex.join(command)])
