@@ -11,7 +11,6 @@ import difflib
 import functools
 import os
 import re
-import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -254,17 +253,6 @@ def add_share_gpu(parser: Any) -> None:
     """Add --share-gpu to a parser, or to one of its option groups."""
     share = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
     parser.add_argument("--share-gpu", action="store_true", help=share)
-
-
-def check_share_gpu(options: argparse.Namespace, machines: int) -> None:
-    """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
-    if not getattr(options, "share_gpu", False):
-        return
-    if machines > 1:  # their host ids may be equal, and ranks communicate over the loopback interface
-        raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
-    has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")
-    if not has_driver and not os.environ.get("PYTHON"):  # another interpreter may use another kind of GPU
-        raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:

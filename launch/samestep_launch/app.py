@@ -44,7 +44,7 @@ from typing import Any
 
 from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
-from samestep.options import Options, check_share_gpu, check_virtual_ranks
+from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import open_closed_streams, printable, read_text
 
 from samestep_launch import environments, supervise, trackers
@@ -215,6 +215,16 @@ def _app_options(root: Path, app: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def check_share_gpu(options: Options, machines: int) -> None:
+    """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
+    if not getattr(options, "share_gpu", False):
+        return
+    if machines > 1:  # their host ids may be equal, and ranks communicate over the loopback interface
+        raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")
+    if not environments.has_nvidia() and not os.environ.get("PYTHON"):  # another interpreter may use another GPU
+        raise ConfigError("--share-gpu: this machine has no NVIDIA driver: use --device cpu")
 
 
 def _check_imports(folder: Path) -> None:

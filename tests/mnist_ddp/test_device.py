@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 from harness import ROOT, Harness, bare, options_of, told_by
 from samestep import ConfigError
-from samestep.options import check_share_gpu
+from samestep_launch.app import check_share_gpu
+from samestep_launch.environments import has_nvidia
 
 # The app believes torch.cuda.device_count. Tensors of torch's device "meta" have a device, but no content: an
 # operation refuses to mix them with the CPU's, as it would a GPU's.
@@ -253,7 +253,7 @@ def test_share_gpu_without_a_driver_or_on_the_cpu_is_one_line(
     options = options_of("mnist_ddp").parse(["--share-gpu"])
     monkeypatch.delenv("PYTHON", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    if not os.path.exists("/dev/nvidiactl"):
+    if not has_nvidia():
         with pytest.raises(ConfigError, match="--share-gpu: this machine has no NVIDIA driver: use --device cpu"):
             check_share_gpu(options, machines=1)
     with pytest.raises(ConfigError, match="--share-gpu is for one machine, and this job has 2: leave it out"):

@@ -16,8 +16,8 @@ from samestep import ConfigError, NonRetryableError, log
 from samestep.env import World, processor
 from samestep.options import SHARED_GPU
 
-# Of the GPU's memory, the share that ranks of --share-gpu may use together, and bytes of a rank's CUDA context.
-SHARED_MEMORY, CONTEXT_BYTES = 0.9, 1.5e9
+SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
+CONTEXT_BYTES = 1.5e9  # of a rank's CUDA context
 # NCCL's variables of --share-gpu; {} without it. Module state, because the environment is process state.
 _sharing: dict[str, str] = {}
 
@@ -79,7 +79,9 @@ def gpu_use(requested: str, ranks: int, gpus: int) -> str:
     if requested == "cuda" and gpus < ranks:
         problem = f"this machine has {gpus} GPUs for {ranks} ranks"
         raise ConfigError(f"--device cuda: {problem}: start fewer, or use --device cpu")
-    return "none" if requested == "cpu" or gpus < ranks else "own"
+    if requested == "cpu" or gpus < ranks:
+        return "none"
+    return "own"
 
 
 def sharing_variables(nccl: tuple[int, ...], rank: int) -> dict[str, str]:
