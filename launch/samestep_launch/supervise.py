@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
 from samestep import ConfigError, events, untrusted
+from samestep.root import Root
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
@@ -284,7 +285,8 @@ class HeartbeatWatch:
 def open_log(path: Path) -> IO[bytes]:
     """Open a log file to append to, unbuffered. Raises ConfigError if it is not a regular file or cannot be written."""
     try:
-        return os.fdopen(untrusted.open_regular(path, os.O_WRONLY | os.O_APPEND, 0o666), "ab", buffering=0)
+        log = Root(path.parents[1]).open(f"{path.parent.name}/{path.name}", os.O_WRONLY | os.O_APPEND, mode=0o666)
+        return os.fdopen(log, "ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}: name another place with --run-dir") from None
 
