@@ -70,7 +70,8 @@ class Checkpoint:
         try:
             return safetensors.numpy.load(self.contents[group])
         except (KeyError, SafetensorError, ValueError, TypeError) as error:
-            raise NonRetryableError(f"checkpoint {self.folder}: {group}.safetensors cannot be read: {error}") from error
+            file = f"checkpoint {self.folder}: {shown(group)}.safetensors"
+            raise NonRetryableError(f"{file} cannot be read: {shown(error, limit=200)}") from error
 
 
 GroupNames = Iterable[str]  # such as "model" and "optimizer"
@@ -132,18 +133,16 @@ def save(
 def serialize(arrays: Arrays) -> bytes:
     """Return the content of a safetensors file. Raises NonRetryableError for an array that it cannot hold."""
     for name, array in arrays.items():
-        _check_array(name, array)
+        check_array(name, array)
     # Its writer takes an array's memory as it lies.
     return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
-def _check_array(name: Any, array: Any) -> None:
+def check_array(name: Any, array: Any) -> None:
     """Raise NonRetryableError unless a safetensors file gives back the same array under the same name."""
-    is_name = isinstance(name, str) and name != "__metadata__" and not _SURROGATE.search(name)
-    if not is_name:
-        raise NonRetryableError(
-            f"an array has the name {shown(repr(name))}, which no safetensors file can hold: rename it"
-        )
+    if not isinstance(name, str) or name == "__metadata__" or _SURROGATE.search(name):
+        problem = f"an array has the name {shown(repr(name))}, which no safetensors file can hold"
+        raise NonRetryableError(f"{problem}: rename it")
     if not isinstance(array, (np.ndarray, np.generic)):
         raise NonRetryableError(f"{shown(name)} is {type(array).__name__}, not an array: convert it with numpy.asarray")
     dtype = array.dtype
@@ -173,7 +172,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     root, content = Root(folder.parents[1]), manifest.encode(body)
     write_file(folder, _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
     root.sync(temporary_name(folder))
-    root.delete(f"checkpoints/{folder.name}")  # only a corrupt one can be in the way: a run resumes from a good one
+    root.delete_folder(f"checkpoints/{folder.name}")  # only a corrupt one can be in the way: a run resumes from a good one
     root.rename(temporary_name(folder), f"checkpoints/{folder.name}")
     root.sync("checkpoints")
     for old in folders(root.path)[keep:]:
@@ -384,20 +383,22 @@ def load_weights(path: Path) -> Arrays:
     except OSError as error:
         raise ConfigError(f"--init-from {path}: {os_error_message(error)}") from error
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+        reason = shown(error, limit=200)
+        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {reason}") from error
 
 
 def state_dict_diff(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
     """Return the first difference of arrays in names, shapes or dtypes; None if ``given`` fits ``wanted``."""
     for name in sorted({*given, *wanted}):
+        what = shown(name)
         if name not in given:
-            return f"{name} is missing"
+            return f"{what} is missing"
         if name not in wanted:
-            return f"{name} is not part of it"
+            return f"{what} is not part of it"
         if given[name].shape != wanted[name].shape:
-            return f"{name} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
+            return f"{what} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
         if given[name].dtype != wanted[name].dtype:
-            return f"{name} is {given[name].dtype}, not {wanted[name].dtype}"
+            return f"{what} is {given[name].dtype}, not {wanted[name].dtype}"
     return None
 
 

@@ -88,13 +88,13 @@ class Root:
                 raise
             return file
 
-    def create(self, name: str) -> IO[bytes]:
+    def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
         """Open a new file to write; a file or a link that has its place is deleted."""
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(leaf, dir_fd=descriptor)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            return os.fdopen(os.open(leaf, flags, 0o666, dir_fd=descriptor), "wb")
+            return os.fdopen(os.open(leaf, flags, mode, dir_fd=descriptor), "wb")
 
     def make_folder(self, name: str, exist_ok: bool = True) -> None:
         """Make a folder and its parents. Raises FileExistsError if it exists and must not."""
@@ -124,10 +124,17 @@ class Root:
 
     def delete(self, name: str) -> None:
         """Delete a file, a link or a folder with all that it holds, if there is one."""
+        try:
+            self.delete_folder(name)
+        except NotADirectoryError:
+            self.unlink(name)
+
+    def delete_folder(self, name: str) -> None:
+        """Delete a folder with all that it holds, if there is one. Raises NotADirectoryError for a file or a link."""
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
             if not stat.S_ISDIR(os.stat(leaf, dir_fd=descriptor, follow_symlinks=False).st_mode):
-                os.unlink(leaf, dir_fd=descriptor)
-            elif sys.version_info >= (3, 11):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder")
+            if sys.version_info >= (3, 11):
                 shutil.rmtree(leaf, dir_fd=descriptor)
             else:
                 shutil.rmtree(self.path / name)

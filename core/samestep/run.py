@@ -146,7 +146,7 @@ class Run:
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
             requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
             if count is not None and requested != str(count):
-                problem = f"the launch script was asked for {requested} {things}, but {count} joined"
+                problem = f"the launch script was asked for {shown(requested)} {things}, but {count} joined"
                 raise ConfigError(f"{problem} (launcher: {world.launcher}): make N and the options agree")
 
     def _open_logs(self) -> None:
@@ -162,7 +162,13 @@ class Run:
 
     # --- where to start ------------------------------------------------------------------------------------------
 
-    def restore(self, collectives: Collectives, load: Callable[[Groups], None], groups: Sequence[str] = GROUPS) -> None:
+    def restore(
+        self,
+        collectives: Collectives,
+        load: Callable[[Groups], None],
+        groups: Sequence[str] = GROUPS,
+        arrays: Callable[[], Groups] | None = None,
+    ) -> None:
         """Resolve run dir, dataset and checkpoint or --init-from on rank 0; load the same bytes on all ranks.
 
         Args:
@@ -171,9 +177,12 @@ class Run:
                 "model" alone. A new run does not call it.
             groups: names of the groups that the app passes to `save`. A checkpoint without one of them counts as
                 corrupt. --evaluate-only needs "model" and `eval_group` alone.
+            arrays: returns the groups as `save` will get them. They are checked here: a dtype that no checkpoint can
+                hold, such as bfloat16, then ends the run before its first update.
 
         Raises:
             ConfigError, NonRetryableError: on rank 0, which reports the reason.
+            NonRetryableError: on every rank, for ``arrays`` that no checkpoint can hold.
             RemoteRankError: on all other ranks.
         """
         self.monitor.last_collective = getattr(collectives, "last_collective", None)
@@ -197,6 +206,9 @@ class Run:
         if contents and self.world.rank != 0:
             load({group: safetensors.numpy.load(content) for group, content in contents.items()})
         self._apply_restored(message)
+        for values in (arrays() if arrays else {}).values():
+            for name, array in values.items():
+                checkpoint.check_array(name, array)
 
     def _required(self, groups: Iterable[str]) -> set[str]:
         return {"model", self.eval_group} if self.options.evaluate_only else {*groups}

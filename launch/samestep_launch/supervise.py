@@ -271,7 +271,7 @@ class HeartbeatWatch:
                 continue
             # A rank that has ended, or is about to, has removed its stacks.
             if beat["pid"] in _processes_of(self._job) and (self._logs / f"stack-{rank}.txt").exists():
-                name = f"rank {rank} ({untrusted.printable(beat['host'])}, pid {beat['pid']})"
+                name = f"rank {rank} ({untrusted.shown(beat['host'])}, pid {beat['pid']})"
                 text = f"{name} has written no heartbeat for {now - changed:.0f} s, last alive at step {beat['step']}"
                 return {
                     "rank": rank,

@@ -374,7 +374,7 @@ def put_in_the_way(path: Path, kind: str, outside: Path) -> None:
 
 # For a resumed run: the path, the thing in its place, the exit code, and the one error.
 IN_THE_WAY = [
-    ("log", "file", 2, r"cannot make \S+/log: File exists: name another place"),
+    ("log", "file", 2, r"cannot make \S+/log: Not a directory: name another place"),
     ("log/rank-0.log", "folder", 1, r"cannot write \S+rank-0.log: not a regular file"),
     ("log/rank-0.log", "FIFO", 1, r"cannot write \S+rank-0.log: not a regular file"),
     ("log/rank-0.log", "link", 1, r"cannot write \S+rank-0.log: not a regular file"),

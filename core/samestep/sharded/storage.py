@@ -66,7 +66,8 @@ def save(
     try:
         stored_in(folder, sealed["pieces"], files)
     except ValueError as error:
-        raise NonRetryableError(f"cannot save {folder}: {error}") from error
+        reason = untrusted.shown(error, limit=200)
+        raise NonRetryableError(f"cannot save checkpoint {folder}: {reason}: save arrays of numbers") from error
 
     def commit() -> None:
         with checkpoint.writing(f"checkpoint {folder}", folder):
@@ -241,7 +242,8 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ConfigError(f"--init-from {path}: {checkpoint.os_error_message(error)}") from error
     except (SafetensorError, ValueError, KeyError) as error:
-        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+        reason = untrusted.shown(error, limit=200)
+        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {reason}") from error
     return stored
 
 
