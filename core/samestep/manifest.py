@@ -44,9 +44,9 @@ def verify(body: Mapping[str, Any]) -> None:
         _check_json(value, (_NAMES.get(name, name),), MAX_DEPTH)
     untrusted.check(body, _BODY)
     state = body["state"]
-    for name, is_valid in _STATE.items():
-        if name in state and not is_valid(state[name]):
-            raise ValueError(f"state.{name}, which a run uses itself, is {shown(repr(state[name]), limit=60)}")
+    for name, value in state.items():
+        if name in _STATE and not _STATE[name](value):
+            raise ValueError(f"state.{name}, which a run uses itself, is {shown(repr(value), limit=60)}")
     for name, entry in body["files"].items():
         if not _FILE_NAME.fullmatch(name):  # it must not lead out of its folder
             allowed = "a group has small letters and _ in its name"

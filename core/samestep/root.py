@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -158,6 +158,22 @@ class Root:
                     raise
                 return False
         return True
+
+
+def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
+    """Return whether ``fcntl.lockf`` or ``fcntl.flock`` takes a lock; None if the file system has no locks.
+
+    Raises OSError, such as EIO.
+    """
+    try:
+        lock(*arguments)
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+        return False
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return None
+    return True
 
 
 class LinkError(OSError):

@@ -23,7 +23,7 @@ from typing import Any
 from samestep import ConfigError, NonRetryableError, checkpoint, events, log
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
-from samestep.root import NOT_SUPPORTED, LinkError, Root
+from samestep.root import LinkError, Root, try_lock
 from samestep.untrusted import shown
 
 # A run dir's .lock has two bytes to lock. The launch script holds the first, rank 0 the second: so a new launch script
@@ -302,24 +302,14 @@ class Lock:
         return text if is_elsewhere or Path("/proc", pid).exists() else "another process"
 
     def _try(self, byte: int) -> bool:
-        try:
-            self._lockf(fcntl.LOCK_EX | fcntl.LOCK_NB, byte)
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
-            return False
-        return True
+        """Return whether the byte is locked now. On a file system without locks, warn once; the byte counts as locked."""
+        taken = try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        if taken is None and not self._warned:
+            risk = "two jobs can write to it at the same time: start only one"
+            log.warning(f"the file system of {self._run_dir} has no locks, so {risk}")
+            self._warned = True
+        return taken is not False
 
     def release(self, byte: int) -> None:
         """Unlock a byte."""
-        self._lockf(fcntl.LOCK_UN, byte)
-
-    def _lockf(self, operation: int, byte: int) -> None:
-        """Lock or unlock a byte. A file system without locks is a warning, and all bytes then count as free."""
-        try:
-            fcntl.lockf(self._descriptor, operation, 1, byte)
-        except OSError as error:
-            if error.errno not in NOT_SUPPORTED:
-                raise
-            if not self._warned:
-                risk = "two jobs can write to it at the same time: start only one"
-                log.warning(f"the file system of {self._run_dir} has no locks ({error.strerror}), so {risk}")
-            self._warned = True
+        try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_UN, 1, byte)

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 from samestep import ConfigError, checkpoint
 from samestep.options import Options
-from samestep.root import NOT_SUPPORTED, Root
+from samestep.root import Root, try_lock
 
 from samestep_observe import run_reader
 from samestep_observe.command import new_parser, run_command
@@ -217,23 +217,11 @@ def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
         raise ConfigError(f"cannot write to {run_dir / 'track'}: {error.strerror}: make it a writable folder") from None
     deadline = time.monotonic() + FINISH_SECONDS + 5
     with os.fdopen(file, "wb"):
-        while not _try_lock(file):
+        while try_lock(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
             if time.monotonic() > deadline and (ended is None or ended.is_set()):
                 raise ConfigError(f"another process gives {run_dir} to trackers: wait for it, or end it")
             time.sleep(0.2)
         yield
-
-
-def _try_lock(file: int) -> bool:
-    """Return whether the lock was taken; on a file system without locks it counts as taken."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NOT_SUPPORTED:
-            raise
-    return True
 
 
 def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options: Options) -> NoReturn:
