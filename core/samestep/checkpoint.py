@@ -172,9 +172,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     root, content = Root(folder.parents[1]), manifest.encode(body)
     write_file(folder, _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
     root.sync(temporary_name(folder))
-    root.delete_folder(
-        f"checkpoints/{folder.name}"
-    )  # only a corrupt one can be in the way: a run resumes from a good one
+    root.delete_folder(f"checkpoints/{folder.name}")  # only a corrupt one can be there: runs resume from a good one
     root.rename(temporary_name(folder), f"checkpoints/{folder.name}")
     root.sync("checkpoints")
     for old in folders(root.path)[keep:]:

@@ -53,9 +53,8 @@ class Root:
         try:
             return os.open(part, _FOLDER, dir_fd=descriptor)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                if stat.S_ISLNK(os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode):
-                    raise LinkError(path) from error
+            if _is_link(part, descriptor):
+                raise LinkError(path) from error
             raise OSError(error.errno, error.strerror, str(path)) from error
 
     @contextlib.contextmanager
@@ -190,6 +189,13 @@ def _allow_existing(allowed: bool) -> Iterator[None]:
     except FileExistsError:
         if not allowed:
             raise
+
+
+def _is_link(part: str, descriptor: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
 
 
 def _check_writable(status: os.stat_result) -> None:

@@ -302,7 +302,7 @@ class Lock:
         return text if is_elsewhere or Path("/proc", pid).exists() else "another process"
 
     def _try(self, byte: int) -> bool:
-        """Return whether the byte is locked now. On a file system without locks, warn once; the byte counts as locked."""
+        """Return whether the byte is locked now. Without locks in the file system, it counts as locked."""
         taken = try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         if taken is None and not self._warned:
             risk = "two jobs can write to it at the same time: start only one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,13 @@ def no_pending_checkpoint() -> Iterator[None]:
 
 def save(run_dir: Path, **changes: Any) -> None:
     checkpoint.save(run_dir, **{**GIVEN, **changes})
+
+
+def check_line(error: Exception, pattern: str = "") -> None:
+    """Check that an error's message is one short line."""
+    assert str(error).isprintable()
+    assert len(str(error)) < 1000
+    assert re.search(pattern, str(error))
 
 
 def is_same(found: Any, given: Any) -> bool:
@@ -108,8 +116,7 @@ def test_save_raises_at_once_or_newest_returns_the_same_values(soak: bool) -> No
             try:
                 save(run_dir, state=state, resume_invariants=invariants, step=step, app=app, groups=groups)
             except NonRetryableError as error:
-                assert str(error).isprintable()
-                assert len(str(error)) < 1000
+                check_line(error)
                 assert list(run_dir.iterdir()) == []
                 refused += 1
                 return
@@ -226,15 +233,14 @@ def test_any_value_that_a_parser_may_return_has_one_json_value(soak: bool) -> No
         try:
             converted = json_value(value)
         except ValueError as error:
-            assert " at 0x" in str(error)
+            check_line(error)
             return
         assert is_same(json_value(converted), converted)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 save(Path(folder), resume_invariants={"option": converted})
             except NonRetryableError as error:
-                assert "resume_invariants.option" in str(error)  # noqa: PT017
-                assert any(word in str(error) for word in ("surrogates", "bits"))  # noqa: PT017
+                check_line(error, r"resume_invariants\.option.* (surrogates|bits)")  # JSON has no such value
                 return
             checkpoint.finish()
             found = checkpoint.newest(Path(folder), pytest.fail)
