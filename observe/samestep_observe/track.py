@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 from samestep import ConfigError, checkpoint
 from samestep.options import Options
 from samestep.root import Root, try_lock
+from samestep.untrusted import shown
 
 from samestep_observe import run_reader
 from samestep_observe.command import new_parser, run_command
@@ -244,7 +245,7 @@ def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options:
             if options.until_stdin_ends:  # the launch script adds more
                 print(f"{thread.name}: {reason}")
             else:
-                print(f"error: {thread.name} is incomplete: {reason}", file=sys.stderr)
+                print(f"error: {thread.name} is incomplete: {shown(reason, limit=500)}", file=sys.stderr)
         sys.stdout.flush()
     os._exit(1 if incomplete else 0)  # do not wait for a thread that waits for a server
 
