@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import enum
 import math
 import re
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samestep import NonRetryableError, checkpoint, manifest
-from samestep.options import json_value
+from samestep import ConfigError, NonRetryableError, checkpoint, log, manifest, rundir
+from samestep.env import World
+from samestep.options import Parser, add_common, json_value, resume_invariants
+from samestep.run import Run
 from samestep.sharded import storage
 from samestep.sharded.tensors import TensorShard
 
@@ -248,3 +251,43 @@ def test_any_value_that_a_parser_may_return_has_one_json_value(soak: bool) -> No
             assert is_same(found.resume_invariants["option"], converted)
 
     attempt()
+
+
+def test_options_of_any_type_equal_themselves_after_a_resume(tmp_path: Path) -> None:
+    values = {"vocab": Path("v"), "betas": (0.9, 0.99), "color": Color.RED, "day": datetime.date(2026, 1, 2)}
+    values |= {"scale": np.float32(0.1), "names": {"b", "a"}, "limit": math.nan, "big": 10**400}
+    options = Parser().parse([])
+    vars(options).update(values)
+    save(tmp_path, resume_invariants=resume_invariants(options))
+    checkpoint.finish()
+    found = checkpoint.newest(tmp_path, pytest.fail)
+    assert found is not None
+    vars(options).update(values)
+    rundir.check_same_run(found, "toy", resume_invariants(options))
+    for name, other in {"vocab": Path("w"), "betas": (0.9, 0.9), "limit": 0.5}.items():
+        vars(options).update({**values, name: other})
+        with pytest.raises(ConfigError, match=rf"holds another run: --{name} "):
+            rundir.check_same_run(found, "toy", resume_invariants(options))
+
+
+def test_an_option_without_a_stable_text_is_refused_by_the_parser() -> None:
+    parser = Parser()
+    parser.add_argument("--loss", type=lambda text: object())
+    with pytest.raises(
+        ConfigError, match=r"--loss has the value <object object at 0x\w+>, which is another one in each"
+    ):
+        parser.parse(["--loss=x"])
+
+
+@pytest.mark.parametrize("dtype", ["O", "V2", "c16"])
+def test_arrays_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bfloat16 array is of dtype V2 for numpy."""
+    monkeypatch.setattr(log, "start", lambda *arguments: None)  # it would take this process's output
+    parser = Parser()
+    add_common(parser, epochs=1, global_batch_size=4, lr="1", datasets=("none",), devices=("cpu",))
+    parser.set_defaults(dtype="float64")
+    run = Run("toy", parser.parse([f"--run-dir={tmp_path / 'run'}"]), World(0, 1))
+    with pytest.raises(NonRetryableError, match=r"w is .*, which no safetensors file can hold: convert it"):
+        run.restore(OneRank(), lambda groups: None, arrays=lambda: {"model": {"w": np.zeros(2, dtype)}})

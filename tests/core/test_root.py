@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from samestep import ConfigError, checkpoint, rundir, untrusted
+from samestep import ConfigError, NonRetryableError, checkpoint, log, rundir, untrusted
 from samestep.root import Root, try_lock
 
 # Each method, called for a file or a folder below "log".
@@ -134,15 +134,13 @@ def test_a_run_dir_with_a_link_for_a_folder_is_refused_with_the_remedy(tmp_path:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_locks_is_one_warning(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_without_locks_is_one_warning(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: int) -> None:
         raise OSError(code, "injected")
 
     warnings: list[str] = []
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    monkeypatch.setattr(rundir.log, "warning", lambda text, kind="": warnings.append(text))
+    monkeypatch.setattr(log, "warning", lambda text, kind="": warnings.append(text))
     monkeypatch.delenv("SAMESTEP_LAUNCHER", raising=False)
     _, lock = rundir.lock_run_dir("toy", tmp_path / "run")  # locks two bytes
     lock.release(rundir.WRITER_BYTE)
@@ -180,7 +178,7 @@ def test_only_a_sync_of_folders_that_is_not_supported_is_left_out(
         checkpoint.finish()
         assert Root(tmp_path).sync() is False
     else:
-        with pytest.raises(checkpoint.NonRetryableError, match="injected"):
+        with pytest.raises(NonRetryableError, match="injected"):
             checkpoint.finish()
     assert (checkpoint.newest(tmp_path, pytest.fail) is not None) == is_saved
 
