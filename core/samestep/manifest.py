@@ -1,7 +1,7 @@
-"""Decide which values a checkpoint may hold: one set of checks for what is saved and for what is read.
+"""Decide which values a checkpoint may hold, by one set of checks for saving and reading.
 
-`seal` applies `verify` to a manifest before a save returns; `checkpoint.read` applies it to the file. So what was saved
-can be read, and is the same.
+`seal` applies `verify` to a manifest before a save returns; `checkpoint.read` applies it to the file. Therefore each
+accepted save can be read, with the same values.
 """
 
 from __future__ import annotations

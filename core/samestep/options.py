@@ -279,7 +279,7 @@ def as_json(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """Return a JSON value that stands for any value, and is the same in every process.
+    """Convert any value to a JSON value that is the same in every process.
 
     Numbers, texts, lists and dicts of any class become Python's own, and a set a sorted list. Any other value becomes
     its ``str``.

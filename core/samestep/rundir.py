@@ -201,7 +201,7 @@ def make_log_folder(run_dir: Path) -> None:
     try:
         Root(run_dir).make_folder("log")
     except LinkError as error:
-        raise ConfigError(checkpoint.os_error_message(error)) from error
+        raise ConfigError(f"{error.filename} is a link: remove it, or name its target by --run-dir") from error
     except OSError as error:
         problem = f"cannot make {run_dir / 'log'}: {error.strerror}"
         raise ConfigError(f"{problem}: name another place with --run-dir") from error

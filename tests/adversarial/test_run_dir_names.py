@@ -132,7 +132,7 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
 def test_no_name_of_a_run_dir_changes_anything_outside(
     toy: Toy, killed: Path, tmp_path: Path, kind: str, soak: bool
 ) -> None:
-    """A run resumes, evaluates or starts anew, or ends with one line, without a traceback."""
+    """A run trains or evaluates, or ends with one line, without a traceback."""
     options = ["--resume", "--no-resume", "--evaluate-only"] if soak else ["--resume"]
     names = sorted({str(path.relative_to(killed)) for path in killed.rglob("*")} | {*OTHERS})
     assert {"log", "checkpoints", ".lock", "checkpoints/step-00000004/manifest.json", "log/rank-0.log"} <= {*names}

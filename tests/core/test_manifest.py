@@ -1,4 +1,4 @@
-"""What `checkpoint.save` accepts, `checkpoint.newest` returns: the same values, of the same types."""
+"""`checkpoint.newest` returns all values that `checkpoint.save` accepts, unchanged and of the same types."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These send the signal:
 
-* ``audit`` and ``match``: before the first change of a run dir of that kind whose path matches: "os.mkdir" makes a
-  folder, "open" a new file, and "os.rename" renames.
+* ``audit`` and ``match``: before the first change of that kind in a run dir whose path matches. The kinds are
+  "os.mkdir", "open" (of a new file) and "os.rename".
 * ``updates``: after this many updates.
 * ``step``: at the beginning of this step.
 * ``evaluating``: at this evaluated batch since the first step, from 1.
