@@ -22,6 +22,7 @@ from samestep.options import Parser, add_common, json_value, resume_invariants
 from samestep.run import Run
 from samestep.sharded import storage
 from samestep.sharded.tensors import TensorShard
+from samestep.sharding import GlobalBatches
 
 
 class Color(enum.IntEnum):
@@ -224,7 +225,7 @@ def test_sharded_save_refuses_the_same_values(
     }
     with pytest.raises(NonRetryableError, match=message):
         storage.save(OneRank(), 0, checkpoint.folder_of(tmp_path, 5), shards, body)
-    assert checkpoint.newest(tmp_path, pytest.fail) is None
+    assert list(tmp_path.iterdir()) == []  # refused before any rank waits for another, or writes
 
 
 def test_any_value_that_a_parser_may_return_has_one_json_value(soak: bool) -> None:
@@ -279,15 +280,28 @@ def test_an_option_without_a_stable_text_is_refused_by_the_parser() -> None:
         parser.parse(["--loss=x"])
 
 
+def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Run:
+    monkeypatch.setattr(log, "start", lambda *arguments: None)  # it would take this process's output
+    parser = Parser()
+    add_common(parser, epochs=1, global_batch_size=4, lr="1", datasets=("none",), devices=("cpu",))
+    parser.set_defaults(dtype="float64", **options)
+    return Run("toy", parser.parse([f"--run-dir={tmp_path / 'run'}"]), World(0, 1))
+
+
+def test_options_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path, monkeypatch, corpus="\ud83d\ude00")
+    run.restore(OneRank(), lambda groups: None)
+    with pytest.raises(NonRetryableError, match=r"resume_invariants\.corpus has surrogates, which JSON would change"):
+        run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", {})
+
+
 @pytest.mark.parametrize("dtype", ["O", "V2", "c16"])
 def test_arrays_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bfloat16 array is of dtype V2 for numpy."""
-    monkeypatch.setattr(log, "start", lambda *arguments: None)  # it would take this process's output
-    parser = Parser()
-    add_common(parser, epochs=1, global_batch_size=4, lr="1", datasets=("none",), devices=("cpu",))
-    parser.set_defaults(dtype="float64")
-    run = Run("toy", parser.parse([f"--run-dir={tmp_path / 'run'}"]), World(0, 1))
+    run = new_run(tmp_path, monkeypatch)
     with pytest.raises(NonRetryableError, match=r"w is .*, which no safetensors file can hold: convert it"):
         run.restore(OneRank(), lambda groups: None, arrays=lambda: {"model": {"w": np.zeros(2, dtype)}})
