@@ -88,6 +88,9 @@ def write(
     try:
         names = {_file_name(group, rank): {"size": 0, "sha256": ""} for group in groups}
         manifest.seal({**(body or _NO_STATE), "files": names})
+        for shards in groups.values():
+            for name, shard in shards.items():
+                checkpoint.check_array(name, shard.values)
         files = _write_files(rank, folder, groups)
         entries = {"files": files, "pieces": {group: _describe(shards) for group, shards in groups.items()}}
     except (OSError, NonRetryableError) as error:
