@@ -1,6 +1,7 @@
 """Train as own_loop.py does, with a `Run`: samestep run -n 2 own_loop_run.py --max-steps 200."""
 
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ def main() -> None:
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
+    load = partial(weights.load, model, optimizer)
+    run.restore(distributed, load, arrays=partial(weights.groups, model, optimizer))  # collective: rank 0 reads
 
     digits = datasets.load(options.dataset, options.data_dir)
     images, labels = torch.tensor(digits.train_images).flatten(1) / 255, torch.tensor(digits.train_labels).long()

@@ -10,6 +10,7 @@ here, as it would in a program that is not measured.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from options import APP
 from samestep import NonRetryableError, env, log, rundir
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
+from samestep.root import Root
 from samestep.stop import Stopped, StopRequest
 from samestep.torch.distributed import all_gather, broadcast, choose_device
 
@@ -169,9 +171,10 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
             options.run_dir = Path(broadcast(run_dir.encode()).decode())
         log.start(options.run_dir, world.rank, options.quiet)
     if getattr(options, "trace", False):
-        path = options.run_dir / f"trace-{options.command}-{world.world_size}" / f"rank-{world.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        session.trace = path.open("w", buffering=1)  # by line: a killed rank leaves all that it had done
+        folder, root = f"trace-{options.command}-{world.world_size}", Root(options.run_dir)
+        root.make_folder(folder)
+        file = root.create(f"{folder}/rank-{world.rank}.jsonl")
+        session.trace = io.TextIOWrapper(file, line_buffering=True)  # a killed rank leaves all that it had done
     watchdog = Watchdog()  # ends a rank without a launcher; `collective` limits the waiting
     watchdog.start(world, Options(timeout=math.inf))
     watchdog.write_to(options.run_dir / "log")

@@ -25,6 +25,7 @@ from typing import Any
 from options import device_argument
 from samestep import NonRetryableError, log
 from samestep.options import Options
+from samestep.root import Root
 from show import Picture, Table, duration, publish, ranks_of, size
 
 HERE = Path(__file__).resolve().parent
@@ -58,7 +59,8 @@ def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[s
 
 def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
     """Run a job; return how it ended, in numbers and in its own words."""
-    (run_dir / "log").mkdir(parents=True, exist_ok=True)
+    root = Root(run_dir)
+    root.make_folder("log")
     for old in run_dir.glob("*.json"):
         old.unlink()
     mark = uuid.uuid4().hex
@@ -75,7 +77,8 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
         process.communicate()
         raise NonRetryableError(f"the job by {name} was not done after {LIMIT} s") from None
     ended = time.monotonic()
-    (run_dir / "log" / "stderr.log").write_text(stderr)
+    with root.create("log/stderr.log") as file:
+        file.write(stderr.encode(errors="replace"))
     lines = stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     results = {path.stem: json.loads(path.read_text()) for path in sorted(run_dir.glob("*.json"))}

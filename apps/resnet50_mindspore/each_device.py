@@ -17,7 +17,6 @@ the table, reported in one line, and 130 or 143 after INT or TERM.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -31,6 +30,8 @@ from make_rank_table import Device
 from options import TABLE_VARIABLES, build_parser, table_variable
 from placement import Placement, find_placement
 from samestep import ConfigError
+from samestep.root import Root
+from samestep.untrusted import write_json
 
 # Variables of the launcher that placed this process on its machine. samestep.env would read a rank's place from them.
 PLACED = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP")
@@ -77,12 +78,12 @@ def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> s
         ConfigError: its logs cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        environment_log = folder / "env.log"
-        environment_log.unlink(missing_ok=True)
-        environment_log.touch(0o600)  # an environment may hold secrets
-        environment_log.write_bytes(b"".join(os.fsencode(f"{name}={environ[name]}\n") for name in sorted(environ)))
-        log = (folder / "train.log").open("ab")  # after the output of an earlier start
+        root = Root(folder.parent)
+        root.make_folder(folder.name)
+        with root.create(f"{folder.name}/env.log", mode=0o600) as file:  # an environment may hold secrets
+            file.write(b"".join(os.fsencode(f"{name}={environ[name]}\n") for name in sorted(environ)))
+        # After the output of an earlier start.
+        log = os.fdopen(root.open(f"{folder.name}/train.log", os.O_WRONLY | os.O_APPEND), "ab")
     except OSError as problem:
         where = problem.filename or folder
         raise ConfigError(f"{where}: {problem.strerror}: name a --run-dir to write in") from problem
@@ -167,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {problem}", file=sys.stderr)
         if "SAMESTEP_LAUNCHER" in os.environ:  # the launch script must not try again: no rank was started
             with contextlib.suppress(OSError, ConfigError):
-                (absolute_paths(argv[2:])[0] / "log" / "no-restart").write_text(json.dumps({"code": 2}))
+                write_json(absolute_paths(argv[2:])[0] / "log", "no-restart", {"code": 2}, writer=0)
         return 2
 
 

@@ -28,7 +28,7 @@ from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
 from samestep.options import Options, Parser, bounded_float, bounded_int, seconds
 from samestep.stop import STOP_SIGNALS, Stopped
-from samestep.untrusted import open_closed_streams, printable
+from samestep.untrusted import MAX_LINE, open_closed_streams, printable, shown
 
 from samestep_check.lab import CHECKPOINT, LOSS, CannotTell, Failed, Lab, NotSeen, Verdict
 from samestep_check.rows import QUICK, ROWS
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run(build_parser().parse(arguments[:split]), arguments[split + 1 :])
     except (ConfigError, NonRetryableError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(shown(f"error: {error}", limit=MAX_LINE), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except Stopped as stopped:
         return stopped.exit_code

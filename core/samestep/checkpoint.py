@@ -15,44 +15,29 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import IO, Any, Optional
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from samestep import ConfigError, NonRetryableError, untrusted
+from samestep import ConfigError, NonRetryableError, manifest, untrusted
+from samestep.root import LinkError, Root
+from samestep.untrusted import shown
 
 Arrays = dict[str, NDArray[Any]]
-FORMAT = 1
+_SURROGATE = re.compile("[\ud800-\udfff]")  # no UTF-8 has one
+FORMAT = manifest.FORMAT
 _MANIFEST = "manifest.json"
 _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _pending: Future[None] | None = None  # of the checkpoint that is being written
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
-_FILE_NAME = re.compile(r"[a-z_]+(-[0-9]{5,})?\.safetensors")
-_MAX_MANIFEST = 2**27  # bytes; a sharded one names each rank's part of each array
-_STEP, _NUMBER, _TEXT = untrusted.integer(0, 2**62), untrusted.number(), untrusted.text(1000)
-_FILE = {"size": untrusted.integer(0, 2**62), "sha256": untrusted.text(64)}
-_MAPPING = untrusted.mapping(lambda value: True, 10**6)
-_BODY = {"app": _TEXT, "step": _STEP, "state": _MAPPING, "arithmetic": _MAPPING, "files": _MAPPING, "pieces": _MAPPING}
-# The values of the state that a run relies on.
-_STATE: dict[str, untrusted.Check] = {
-    **dict.fromkeys(("requested_dataset", "dataset_fingerprint", "threads"), untrusted.optional(_TEXT)),
-    "metadata": _MAPPING,
-    **dict.fromkeys(("epoch_loss_sum", "epoch_correct"), _NUMBER),
-    "train_loss": untrusted.optional(_NUMBER),
-    "seconds": untrusted.number(0, 1e15),
-    "best": lambda value: untrusted.mapping(_NUMBER)(value) and _STEP(value.get("step")),
-}
 
 
 class CorruptCheckpoint(Exception):
@@ -85,7 +70,8 @@ class Checkpoint:
         try:
             return safetensors.numpy.load(self.contents[group])
         except (KeyError, SafetensorError, ValueError, TypeError) as error:
-            raise NonRetryableError(f"checkpoint {self.folder}: {group}.safetensors cannot be read: {error}") from error
+            file = f"checkpoint {self.folder}: {shown(group)}.safetensors"
+            raise NonRetryableError(f"{file} cannot be read: {shown(error, limit=200)}") from error
 
 
 GroupNames = Iterable[str]  # such as "model" and "optimizer"
@@ -106,45 +92,62 @@ def save(
 ) -> Path:
     """Write the checkpoint of ``step`` and delete older ones.
 
-    Returns as soon as the arrays are copied, so they may change. A thread writes the files; `finish`, which the next
-    call begins with, waits for it.
+    Returns as soon as all values are checked and copied, so they may change. A thread writes the files; `finish`, which
+    the next call begins with, waits for it.
 
     Args:
         run_dir: the run's folder.
         app: the app's name.
         step: the number of updates done.
         groups: arrays by group and name.
-        state: JSON values to restore.
-        resume_invariants: options that a resume must repeat.
-        keep: how many of the newest checkpoints to keep.
+        state: JSON values to restore, as `manifest.seal` describes them.
+        resume_invariants: options that a resume must repeat, as JSON values.
+        keep: how many of the newest checkpoints to keep, at least 1.
         protected_step: a step whose checkpoint is kept as well.
 
     Raises:
-        NonRetryableError: the previous checkpoint could not be written; earlier ones are untouched.
+        NonRetryableError: a value cannot be kept in a checkpoint, or the previous checkpoint could not be written;
+            earlier ones are untouched.
     """
     finish()
-    folder = folder_of(run_dir, step)
+    if keep < 1:
+        raise NonRetryableError(f"cannot save a checkpoint with keep={keep}: keep at least 1")
     contents = {f"{group}.safetensors": serialize(arrays) for group, arrays in groups.items()}
-    body = {"format": FORMAT, "app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
+    files = {name: {"size": len(content), "sha256": "0" * 64} for name, content in contents.items()}
+    values = {"app": app, "step": step, "state": dict(state), "arithmetic": dict(resume_invariants)}
+    body = manifest.seal({**values, "files": files})
+    folder = folder_of(run_dir, step)
 
     def write() -> None:
-        with writing(f"checkpoint {folder}", temporary_of(folder)):
+        with writing(f"checkpoint {folder}", folder):
             clear(run_dir)
-            temporary_of(folder).mkdir(parents=True)
-            files = {name: write_file(temporary_of(folder) / name, content) for name, content in contents.items()}
-            commit(folder, {**body, "files": files}, keep, protected_step)
+            Root(run_dir).make_folder(temporary_name(folder), exist_ok=False)
+            for name, content in contents.items():
+                body["files"][name] = write_file(folder, name, content)
+            commit(folder, body, keep, protected_step)
 
     submit(write)
     return folder
 
 
 def serialize(arrays: Arrays) -> bytes:
-    """Return the content of a safetensors file. Raises TypeError for a dtype that it cannot hold."""
+    """Return the content of a safetensors file. Raises NonRetryableError for an array that it cannot hold."""
     for name, array in arrays.items():
-        if array.dtype.kind not in "biufc" or array.dtype.itemsize > 8:
-            raise TypeError(f"{name} is {array.dtype}, which no safetensors file can hold")
+        check_array(name, array)
     # Its writer takes an array's memory as it lies.
     return safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+
+
+def check_array(name: Any, array: Any) -> None:
+    """Raise NonRetryableError unless a safetensors file gives back the same array under the same name."""
+    if not isinstance(name, str) or name == "__metadata__" or _SURROGATE.search(name):
+        problem = f"an array has the name {shown(repr(name))}, which no safetensors file can hold"
+        raise NonRetryableError(f"{problem}: rename it")
+    if not isinstance(array, (np.ndarray, np.generic)):
+        raise NonRetryableError(f"{shown(name)} is {type(array).__name__}, not an array: convert it with numpy.asarray")
+    dtype = array.dtype
+    if dtype.kind not in "biufc" or dtype.itemsize > 8 or not dtype.isnative:
+        raise NonRetryableError(f"{shown(name)} is {shown(dtype)}, which no safetensors file can hold: convert it")
 
 
 def submit(write: Callable[[], None]) -> None:
@@ -166,72 +169,73 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
 
     A kill at any moment leaves complete checkpoints, with or without the newest. Raises OSError.
     """
-    temporary, content = temporary_of(folder), _canonical(body)
-    write_file(temporary / _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
-    sync_folder(temporary)
-    if folder.exists():  # only a corrupt one can be in the way: a good one would have been resumed from
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
-    for old in folders(folder.parents[1])[keep:]:
-        if int(old.name[5:]) != protected_step:
+    root, content = Root(folder.parents[1]), manifest.encode(body)
+    write_file(folder, _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
+    root.sync(temporary_name(folder))
+    root.delete_folder(f"checkpoints/{folder.name}")  # only a corrupt one can be there: runs resume from a good one
+    root.rename(temporary_name(folder), f"checkpoints/{folder.name}")
+    root.sync("checkpoints")
+    for old in folders(root.path)[keep:]:
+        if _step_of(old) != protected_step:
             with contextlib.suppress(OSError):
-                shutil.rmtree(old.rename(temporary_of(old)))
+                root.rename(f"checkpoints/{old.name}", temporary_name(old))
+                root.delete(temporary_name(old))
 
 
 @contextlib.contextmanager
-def writing(what: object, temporary: Path | None = None) -> Iterator[None]:
-    """Turn an OSError of the context into a NonRetryableError, and delete the half-written ``temporary``."""
+def writing(what: object, folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError of the context into a NonRetryableError.
+
+    If it writes the checkpoint ``folder``, delete its half-written files.
+    """
     try:
         yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            delete(temporary) if temporary else None
+        if folder:
+            with contextlib.suppress(OSError):
+                Root(folder.parents[1]).delete(temporary_name(folder))
         raise NonRetryableError(f"cannot write {what}: {os_error_message(error)}") from error
 
 
-def write_file(path: Path, content: bytes) -> dict[str, Any]:
-    """Write a file, sync it, and return its entry in a manifest: size and SHA-256. Raises OSError."""
-    with untrusted.create(path) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(folder: Path, name: str, content: bytes) -> dict[str, Any]:
+    """Write and sync a file of the checkpoint ``folder``, under the folder's temporary name.
+
+    Returns its entry in a manifest: size and SHA-256. Raises OSError.
+    """
+    with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
+        _write_synced(file, content)
     return {"size": len(content), "sha256": _sha256(content)}
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, sync it and rename it. Raises OSError; nothing partial is left."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
+    """Write a file under a temporary name, sync it and rename it. Raises OSError; nothing partial is left.
+
+    ``content`` may be a function that writes it.
+    """
+    root, temporary = Root(path.parent), f".{path.name}.tmp"
     try:
-        write_file(temporary, content)
-        temporary.replace(path)
+        with root.create(temporary) as file:
+            _write_synced(file, content)
+        root.rename(temporary, path.name)
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            root.unlink(temporary)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a folder's entries survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_synced(file: IO[bytes], content: bytes | Callable[[IO[bytes]], object]) -> None:
+    if callable(content):
+        content(file)
+    else:
+        file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def clear(run_dir: Path) -> None:
     """Delete folders that a killed process left half-written or half-deleted. Raises OSError."""
     for entry in _entries(run_dir):
         if entry.startswith(".step-") and entry.endswith(".tmp"):
-            delete(run_dir / "checkpoints" / entry)
-
-
-def delete(path: Path) -> None:
-    """Delete a folder or file; do not follow a link. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+            Root(run_dir).delete(f"checkpoints/{entry}")
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -247,10 +251,19 @@ def temporary_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tmp")
 
 
+def temporary_name(folder: Path) -> str:
+    """Return `temporary_of`, relative to the run dir."""
+    return f"checkpoints/{temporary_of(folder).name}"
+
+
 def folders(run_dir: Path) -> list[Path]:
     """Return the checkpoints' folders, newest first; half-written ones have other names. Raises ConfigError."""
-    names = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if _STEP_FOLDER.fullmatch(entry)]
-    return sorted(names, key=lambda folder: int(folder.name[5:]), reverse=True)
+    names = [run_dir / "checkpoints" / entry for entry in _entries(run_dir) if manifest.STEP_FOLDER.fullmatch(entry)]
+    return sorted(names, key=_step_of, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def newest(
@@ -287,7 +300,7 @@ def newest(
             warn(f"checkpoint {text} is damaged and skipped; using {candidate.folder.name}")
         return candidate
     if corrupt := [*corrupt, *(entry for entry in _entries(run_dir) if entry.startswith("unequal-"))]:
-        place, listed = run_dir / "checkpoints", "; ".join(corrupt)
+        place, listed = run_dir / "checkpoints", shown("; ".join(corrupt), limit=1000)
         raise NonRetryableError(f"no checkpoint in {place} is good: {listed}: restore one, or {remedy}")
     return None
 
@@ -303,29 +316,27 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
             raise kind(problem)
 
     try:
-        require((folder / _MANIFEST).stat().st_size <= _MAX_MANIFEST, f"{_MANIFEST} is too large")
-        manifest = untrusted.parse_object(untrusted.read_bytes(folder / _MANIFEST))
-        untrusted.check(manifest, {"manifest": _MAPPING})
-        body = {"pieces": {}, **manifest["manifest"]}
-        digest = _sha256(_canonical(manifest["manifest"]))
-        require(manifest.get("sha256") == digest, f"{_MANIFEST} does not match its own checksum")
-        version = f"{_MANIFEST} has format {body.get('format')!r:.60}, this program reads {FORMAT}"
-        require(body.get("format") == FORMAT, version, UnsupportedFormat)
-        untrusted.check(body, _BODY)
-        state, files, contents = body["state"], body["files"], {}
-        untrusted.check(state, {name: is_valid for name, is_valid in _STATE.items() if name in state})
+        require((folder / _MANIFEST).stat().st_size <= manifest.MAX_BYTES, f"{_MANIFEST} is too large")
+        content = untrusted.parse_object(untrusted.read_bytes(folder / _MANIFEST))
+        untrusted.check(content, {"manifest": manifest.MAPPING})
+        body = {"pieces": {}, **content["manifest"]}
+        digest = _sha256(manifest.encode(content["manifest"]))
+        require(content.get("sha256") == digest, f"{_MANIFEST} does not match its own checksum")
+        form = shown(repr(body.get("format")), limit=60)
+        version = f"{_MANIFEST} has format {form}, this program reads {manifest.FORMAT}"
+        require(body.get("format") == manifest.FORMAT, version, UnsupportedFormat)
+        manifest.verify(body)
         require(folder.name == f"step-{body['step']:08d}", f"{_MANIFEST} is of step {body['step']}")
+        files, contents = body["files"], {}
         for name, entry in files.items():
-            # A manifest must not lead out of its folder.
-            require(_FILE_NAME.fullmatch(name) and _MAPPING(entry), f"{_MANIFEST} names the file {name[:60]!r}")
-            untrusted.check(entry, _FILE)
             size = (folder / name).stat().st_size
             require(size == entry["size"], f"{name} has {size} bytes, not {entry['size']}")
             if verify:
-                content = untrusted.read_bytes(folder / name)
-                require(_sha256(content) == entry["sha256"], f"{name} does not match its checksum")
-                contents[name.removesuffix(".safetensors")] = content
-        return Checkpoint(folder, body["app"], body["step"], state, body["arithmetic"], contents, files, body["pieces"])
+                file = untrusted.read_bytes(folder / name)
+                require(_sha256(file) == entry["sha256"], f"{name} does not match its checksum")
+                contents[name.removesuffix(".safetensors")] = file
+        values = body["state"], body["arithmetic"]
+        return Checkpoint(folder, body["app"], body["step"], *values, contents, files, body["pieces"])
     except OSError as error:
         raise CorruptCheckpoint(os_error_message(error)) from error
     except (ValueError, RecursionError) as error:
@@ -334,9 +345,9 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
 def quarantine(folder: Path, why: str) -> None:
     """Rename a checkpoint to "damaged-..." or "unequal-...", so that it is kept but no longer counted."""
-    kept = folder.with_name(f"{why}-{folder.name}")
-    delete(kept)
-    folder.rename(kept)
+    root, kept = Root(folder.parents[1]), f"checkpoints/{why}-{folder.name}"
+    root.delete(kept)
+    root.rename(f"checkpoints/{folder.name}", kept)
 
 
 # --- weights -----------------------------------------------------------------------------------------------------
@@ -372,26 +383,28 @@ def load_weights(path: Path) -> Arrays:
     except OSError as error:
         raise ConfigError(f"--init-from {path}: {os_error_message(error)}") from error
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+        reason = shown(error, limit=200)
+        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {reason}") from error
 
 
 def state_dict_diff(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
     """Return the first difference of arrays in names, shapes or dtypes; None if ``given`` fits ``wanted``."""
     for name in sorted({*given, *wanted}):
+        what = shown(name)
         if name not in given:
-            return f"{name} is missing"
+            return f"{what} is missing"
         if name not in wanted:
-            return f"{name} is not part of it"
+            return f"{what} is not part of it"
         if given[name].shape != wanted[name].shape:
-            return f"{name} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
+            return f"{what} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
         if given[name].dtype != wanted[name].dtype:
-            return f"{name} is {given[name].dtype}, not {wanted[name].dtype}"
+            return f"{what} is {given[name].dtype}, not {wanted[name].dtype}"
     return None
 
 
 def _entries(run_dir: Path) -> list[str]:
     try:
-        return os.listdir(run_dir / "checkpoints")
+        return Root(run_dir).names("checkpoints")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -402,14 +415,11 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _canonical(value: Any) -> bytes:
-    """Return JSON that is the same for the same value."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
 def os_error_message(error: OSError) -> str:
     """Describe an OSError with its path; for a full disk also the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on the disk: free some and start again, the run resumes"
+    if isinstance(error, LinkError):
+        return f"{error.filename} is a link: remove it, or name its target by --run-dir"
     problem = error.strerror or str(error)
     return f"{problem}: {error.filename}" if error.filename else problem

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from samestep.untrusted import open_regular
+from samestep.root import Root
 
 FILE_NAME = "events.jsonl"
 START = "start"  # steps begin; has the fields step, last_step, ranks
@@ -33,5 +34,7 @@ def append_event(folder: Path, kind: str, **fields: Any) -> None:
         **fields: JSON values. All kinds may have ``rank``, ``step`` (updates done) and ``text`` (one line for readers).
     """
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
-    with contextlib.suppress(OSError), open(folder / FILE_NAME, "a", opener=open_regular) as file:
-        file.write(f"{line}\n")  # one write, so that the lines of several ranks do not mix
+    with contextlib.suppress(OSError):
+        descriptor = Root(folder.parent).open(f"{folder.name}/{FILE_NAME}", os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(descriptor, "a") as file:
+            file.write(f"{line}\n")  # one write, so that the lines of several ranks do not mix

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, events, untrusted
 from samestep.env import launch_script
 from samestep.monitor import Monitor
+from samestep.root import Root
 from samestep.stop import Stopped
 
 for _name in ("stdin", "stdout", "stderr"):  # the next file that is opened would get a closed one's number
@@ -59,8 +60,9 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     _console_errors = _open_launch_script_file(os.environ.get("SAMESTEP_ERRORS"), 2)
     path = _folder / f"rank-{rank}.log"
     with checkpoint.writing(path):
-        _folder.mkdir(parents=True, exist_ok=True)
-        file = untrusted.open_regular(path, os.O_WRONLY | os.O_APPEND)
+        root = Root(_folder.parent)
+        root.make_folder(_folder.name)
+        file = root.open(f"{_folder.name}/{path.name}", os.O_WRONLY | os.O_APPEND)
     if isinstance(sys.stdout, io.TextIOWrapper):  # printed text must not stay in a buffer when the process ends
         sys.stdout.reconfigure(line_buffering=True)
     os.dup2(file, 1)
@@ -88,16 +90,17 @@ def info(text: str) -> None:
 
 
 def warning(text: str, kind: str = "") -> None:
-    """Log a warning to the file and to the console's standard error, and with a ``kind`` also as an event."""
+    """Log a warning in one line to the file and to the console's standard error; with a ``kind`` also as an event."""
+    line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     if kind:
-        _monitor.record_event(kind, text=text)
-    _to_file(f"warning: {text}")
-    _to_console(_console_errors, f"warning: {text}")
+        _monitor.record_event(kind, text=line)
+    _to_file(f"warning: {line}")
+    _to_console(_console_errors, f"warning: {line}")
 
 
 def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
     """Report a failure in one line on the console's standard error, in the file, and as an event of this kind."""
-    line = " ".join(text.split())
+    line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
     _to_file(f"error: {line}")
     _monitor.record_event(kind, text=line, **fields)

@@ -16,6 +16,7 @@ from typing import Any
 from samestep import checkpoint, log, untrusted
 from samestep.env import World
 from samestep.options import Options, as_json
+from samestep.root import Root
 
 # The first of these that an evaluation has decides which evaluation is best; the sign shows whether more is better.
 BEST_MEASURES = {"test_accuracy": 1, "test_loss": -1}
@@ -34,13 +35,19 @@ class Metrics:
             lines = self._lines_before(resumed_from) if resumed_from is not None else []
             lines.append(json.dumps({"resumed": {"step": resumed_from, **header}} if lines else dict(header)).encode())
             checkpoint.write_atomic(self._path, b"\n".join(lines) + b"\n")
-            self._file = self._path.open("a", buffering=1)
+            file = Root(run_dir).open(self._path.name, os.O_WRONLY | os.O_APPEND)
+            self._file = os.fdopen(file, "a", buffering=1)
+            is_durable = Root(run_dir).sync()
+        if not is_durable:
+            risk = "a crash of the machine can lose the newest checkpoints"
+            log.warning(f"the file system of {run_dir} cannot sync folders: {risk}: copy important ones elsewhere")
 
     def _lines_before(self, resumed_from: int) -> list[bytes]:
         """Return the header and the lines of at most ``resumed_from`` updates, without lines that are not a run's."""
         lines = []
         is_before = untrusted.integer(0, resumed_from)
-        for line in untrusted.read_bytes(self._path).splitlines() if self._path.exists() else ():
+        content = untrusted.read_bytes(self._path) if self._path.exists() else b""
+        for line in content.splitlines():
             with contextlib.suppress(ValueError, TypeError, AttributeError):  # cut off, or of no run
                 values = untrusted.parse_object(line if len(line) <= untrusted.MAX_BYTES else "")
                 untrusted.check(values.get("resumed", {"step": 0, **values}), {"step": is_before})
@@ -106,7 +113,7 @@ class BestEvaluation:
         """
         path = run_dir / "model-best.safetensors"
         with checkpoint.writing(path):
-            path.unlink(missing_ok=True)  # from an earlier end of this run
+            Root(run_dir).unlink(path.name)  # from an earlier end of this run
         if self.step is None:
             log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
             return {}

@@ -9,14 +9,16 @@ import argparse
 import contextlib
 import difflib
 import functools
+import numbers
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NoReturn
 
 from samestep import ConfigError
+from samestep.untrusted import shown
 
 GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
 HELP_WIDTH = 80  # columns
@@ -87,6 +89,7 @@ class Parser(argparse.ArgumentParser):
         for name, value in vars(options).items():
             if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
                 raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
+        as_json(options)  # a value that no checkpoint can hold is refused here
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}: {self._hint(unknown[0].split('=')[0])}")
         if getattr(options, "virtual_ranks", None):
@@ -258,12 +261,50 @@ def add_share_gpu(parser: Any) -> None:
 def resume_invariants(options: Options) -> dict[str, Any]:
     """Return the options that a resume must repeat, because they decide a run's numbers, as JSON values."""
     mutable = RESUME_MUTABLE.union(options.resume_mutable).difference(options.resume_pinned)
-    return {name: value for name, value in sorted(vars(options).items()) if name not in mutable}
+    return {name: value for name, value in as_json(options).items() if name not in mutable}
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all options as JSON values, sorted by name."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in sorted(vars(options).items())}
+    """Return all options as JSON values, sorted by name. Raises ConfigError for a value without a stable text."""
+    values = {}
+    for name, value in sorted(vars(options).items()):
+        try:
+            values[name] = json_value(value)
+        except ValueError as error:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} has the value {error}: let its type return a number, a str or a Path"
+            ) from None
+    return values
+
+
+def json_value(value: Any) -> Any:
+    """Convert any value to a JSON value that is the same in every process.
+
+    Numbers, texts, lists and dicts of any class become Python's own, and a set a sorted list. Any other value becomes
+    its ``str``.
+
+    Raises:
+        ValueError: its ``str`` is an address in memory, which differs between processes.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        return [json_value(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((json_value(each) for each in value), key=repr)
+    if isinstance(value, Mapping):
+        return {str(json_value(key)): json_value(each) for key, each in value.items()}
+    text = str(value)
+    if re.search(r"\bat 0x[0-9a-fA-F]+", text):
+        raise ValueError(f"{shown(text)}, which is another one in each process")
+    return text
 
 
 class _LocalRank(argparse.Action):

@@ -24,13 +24,14 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, events, log, stop
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, events, log, manifest, stop
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
-from samestep.options import Options, check_virtual_ranks, resume_invariants
+from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import PHASES, StepTimer
+from samestep.untrusted import shown
 
 if TYPE_CHECKING:
     from samestep.metrics import BestEvaluation, Metrics
@@ -145,7 +146,7 @@ class Run:
         for things, count in (("ranks", world.world_size), ("machines", world.node_count)):
             requested = os.environ.get(f"SAMESTEP_{things.upper()}") or str(count)
             if count is not None and requested != str(count):
-                problem = f"the launch script was asked for {requested} {things}, but {count} joined"
+                problem = f"the launch script was asked for {shown(requested)} {things}, but {count} joined"
                 raise ConfigError(f"{problem} (launcher: {world.launcher}): make N and the options agree")
 
     def _open_logs(self) -> None:
@@ -161,7 +162,13 @@ class Run:
 
     # --- where to start ------------------------------------------------------------------------------------------
 
-    def restore(self, collectives: Collectives, load: Callable[[Groups], None], groups: Sequence[str] = GROUPS) -> None:
+    def restore(
+        self,
+        collectives: Collectives,
+        load: Callable[[Groups], None],
+        groups: Sequence[str] = GROUPS,
+        arrays: Callable[[], Groups] | None = None,
+    ) -> None:
         """Resolve run dir, dataset and checkpoint or --init-from on rank 0; load the same bytes on all ranks.
 
         Args:
@@ -170,9 +177,12 @@ class Run:
                 "model" alone. A new run does not call it.
             groups: names of the groups that the app passes to `save`. A checkpoint without one of them counts as
                 corrupt. --evaluate-only needs "model" and `eval_group` alone.
+            arrays: returns the groups as `save` will get them. They are checked here: a dtype that no checkpoint can
+                hold, such as bfloat16, then ends the run before its first update.
 
         Raises:
             ConfigError, NonRetryableError: on rank 0, which reports the reason.
+            NonRetryableError: on every rank, for ``arrays`` that no checkpoint can hold.
             RemoteRankError: on all other ranks.
         """
         self.monitor.last_collective = getattr(collectives, "last_collective", None)
@@ -196,6 +206,9 @@ class Run:
         if contents and self.world.rank != 0:
             load({group: safetensors.numpy.load(content) for group, content in contents.items()})
         self._apply_restored(message)
+        for values in (arrays() if arrays else {}).values():
+            for name, array in values.items():
+                checkpoint.check_array(name, array)
 
     def _required(self, groups: Iterable[str]) -> set[str]:
         return {"model", self.eval_group} if self.options.evaluate_only else {*groups}
@@ -215,7 +228,8 @@ class Run:
         total = options.epochs * batches.steps_per_epoch
         self.last_step = max(self.first_step, total if options.max_steps is None else min(total, options.max_steps))
         self.last_step = self.first_step if options.evaluate_only else self.last_step
-        self._batches, self._metadata, self._step = batches, dict(metadata), self.first_step  # updates done
+        metadata = json_value(metadata)
+        self._batches, self._metadata, self._step = batches, metadata, self.first_step  # updates done
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_loss: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
@@ -225,14 +239,18 @@ class Run:
         if world.rank == 0 and not options.evaluate_only:
             from samestep import metrics  # the other ranks do not need it
 
-            if (before := self._state.get("threads", self._threads)) != self._threads:
-                change = f"was {before or 'unset'} before this resume and is {self._threads or 'unset'} now"
+            before = self._state.get("threads", self._threads)
+            if before != self._threads:
+                now_set = shown(self._threads or "unset")
+                change = f"was {shown(before or 'unset')} before this resume and is {now_set} now"
                 name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
                 log.warning(f"{name} {change}: sums may round differently; set it back for the same bits")
             was = self._state.get("metadata", metadata) if getattr(options, "virtual_ranks", None) else metadata
             changed = [name for name in metadata if name not in ("threads", "gpus") and was.get(name) != metadata[name]]
             if changed:
-                texts = [f"{name} {was.get(name)} before this resume, {metadata[name]} now" for name in changed]
+                texts = [
+                    f"{name} {shown(was.get(name))} before this resume, {shown(metadata[name])} now" for name in changed
+                ]
                 log.warning(f"{'; '.join(texts)}: the bits may differ from here on")
             header = metrics.header(self.app, options, world, metadata)
             self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
@@ -240,12 +258,14 @@ class Run:
         self._stragglers = list[dict[str, Any]]()  # since the last log line
         examples = f"{batches.n:,} training and {test_examples:,} test examples"
         steps = f"steps {self.first_step} to {self.last_step}, run dir {options.run_dir}"
-        where = ": ".join(dict.fromkeys([device, metadata.get("gpus", metadata.get("device", device))]))
+        place = shown(metadata.get("gpus", metadata.get("device", device)), limit=200)
+        where = ": ".join(dict.fromkeys([device, place]))
         if world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
             self.monitor.record_event(events.START, last_step=self.last_step, ranks=world.world_size)
         log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
+        manifest.seal({"app": self.app, "step": self._step, **self._state_to_save()})  # or fail before the first update
         self._last_sync, self._next_sync, self._stop_signal = (self.first_step, now), self.first_step + 1, 0
         self._last_log = (now, batches.samples_seen(self.first_step))
         self.stop_request.install()
@@ -386,12 +406,18 @@ class Run:
     def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
         """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
         metrics.sync()
+        values = self._state_to_save()
+        protected_step = self._best.step if self._best else None
+        return values["state"], values["arithmetic"], self.options.keep_checkpoints, protected_step
+
+    def _state_to_save(self) -> dict[str, Any]:
+        """Return a manifest's state and arithmetic, as JSON values."""
         state = {name: self._state[name] for name in ("requested_dataset", "dataset_fingerprint")}
         state |= {"epoch_loss_sum": self._epoch_loss, "epoch_correct": self._epoch_correct, "metadata": self._metadata}
         state |= {"train_loss": self._train_loss, "seconds": time.monotonic() - self._begun, "threads": self._threads}
-        options, best = self.options, self._best
-        state |= {"best": best.state} if best and best.state else {}
-        return state, resume_invariants(options), options.keep_checkpoints, best.step if best else None
+        if self._best and self._best.state:
+            state["best"] = self._best.state
+        return {"state": json_value(state), "arithmetic": resume_invariants(self.options)}
 
     # --- the result ----------------------------------------------------------------------------------------------
 

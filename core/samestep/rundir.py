@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import socket
@@ -19,9 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, events, log, untrusted
+from samestep import ConfigError, NonRetryableError, checkpoint, events, log
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
+from samestep.root import LinkError, Root, try_lock
+from samestep.untrusted import shown
 
 # A run dir's .lock has two bytes to lock. The launch script holds the first, rank 0 the second: so a new launch script
 # also waits for a rank 0 that outlived its launch script. A rank 0 without a launch script holds both.
@@ -142,15 +145,22 @@ def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -
     """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before."""
     run_dir, recorded = saved.folder.parents[1], saved.resume_invariants
     if saved.app != app:
-        raise ConfigError(f"{run_dir} holds a run of {saved.app}, not of {app}: choose another --run-dir")
-    differences = [
-        f"--{name.replace('_', '-')} {recorded.get(name)} in the checkpoint, {invariants.get(name)} now"
-        for name in sorted({*recorded, *invariants})
-        if recorded.get(name) != invariants.get(name)
-    ]
+        raise ConfigError(f"{run_dir} holds a run of {shown(saved.app)}, not of {app}: choose another --run-dir")
+    differences = []
+    for name in sorted({*recorded, *invariants}):
+        before, now = recorded.get(name), invariants.get(name)
+        if not _is_same(before, now):
+            option = f"--{shown(name).replace('_', '-')}"
+            differences.append(f"{option} {shown(before)} in the checkpoint, {shown(now)} now")
     if differences:
         remedy = "repeat its options, or choose another --run-dir"
-        raise ConfigError(f"{run_dir} holds another run: {'; '.join(differences)}: {remedy}")
+        listed = shown("; ".join(differences), limit=1000)
+        raise ConfigError(f"{run_dir} holds another run: {listed}: {remedy}")
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Return whether two JSON values are equal; NaN is equal to itself."""
+    return bool(before == now) or json.dumps(before, sort_keys=True) == json.dumps(now, sort_keys=True)
 
 
 def quarantine_newer(used: Checkpoint) -> None:
@@ -166,7 +176,8 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
     if recorded is None and warn:
         log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")
     if recorded not in (None, dataset.fingerprint):
-        digests = f"SHA-256 {str(recorded)[:12]} in the checkpoint, {str(dataset.fingerprint)[:12]} now"
+        before, now = shown(str(recorded)[:12]), str(dataset.fingerprint)[:12]
+        digests = f"SHA-256 {before} in the checkpoint, {now} now"
         changed = f"{dataset.folder.resolve()} has changed since ({digests})"
         remedy = "put the former files back, or choose another --run-dir"
         raise ConfigError(f"{saved.folder.parents[1]} was trained on other data: {changed}: {remedy}")
@@ -178,11 +189,23 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
 def lock_run_dir(app: str, run_dir: Path) -> tuple[Path, Lock]:
     """Make and lock the run dir; return its absolute path and the lock. Raises ConfigError if that is impossible."""
     run_dir = Path(os.path.realpath(run_dir))  # Path.resolve() raises RuntimeError for a loop of links
-    make_folder(run_dir / "log")
+    make_log_folder(run_dir)
     lock = Lock(run_dir, f"{app}, started by {Path(sys.argv[0]).name}")
     for byte in (WRITER_BYTE,) if "SAMESTEP_LAUNCHER" in os.environ else (LAUNCHER_BYTE, WRITER_BYTE):
         lock.acquire(byte)
     return run_dir, lock
+
+
+def make_log_folder(run_dir: Path) -> None:
+    """Make ``log/`` of a run dir. Raises ConfigError if that is impossible, or if one of its folders is a link."""
+    try:
+        Root(run_dir).make_folder("log")
+    except LinkError as error:
+        raise ConfigError(f"{error.filename} is a link: remove it, or name its target by --run-dir") from error
+    except OSError as error:
+        problem = f"cannot make {run_dir / 'log'}: {error.strerror}"
+        raise ConfigError(f"{problem}: name another place with --run-dir") from error
+    checkpoint.folders(run_dir)
 
 
 def new(app: str, suffix: str = "") -> Path:
@@ -208,12 +231,13 @@ def _run_dir_of_job(app: str) -> Path:
 def archive_previous_run(run_dir: Path) -> None:
     """Move an earlier run's checkpoints and results to ``earlier-<UTC time>/``, for --no-resume."""
     left = ("checkpoints", "metrics.jsonl", "model.safetensors", "result.json", "evaluation.json")
-    names = [name for name in left if (run_dir / name).exists()]
-    names += [path.name for path in run_dir.glob("model-*.safetensors")]  # the best, an average
+    root = Root(run_dir)
+    # "model-" begins the names of the best weights and of an average.
+    names = [name for name in root.names() if name in left or re.fullmatch(r"model-.*\.safetensors", name)]
     if names:
         aside = make_folder(run_dir / time.strftime("earlier-%Y%m%dT%H%M%SZ", time.gmtime()), unique=True)
         for name in names:
-            (run_dir / name).rename(aside / name)
+            root.rename(name, f"{aside.name}/{name}")
 
 
 def make_folder(path: Path, unique: bool = False) -> Path:
@@ -247,9 +271,10 @@ class Lock:
     def __init__(self, run_dir: Path, who: str) -> None:
         """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
         self._run_dir, self._who = run_dir, who
+        self._warned = "SAMESTEP_LAUNCHER" in os.environ  # the launch script has warned
         try:
             # A user who can read a file can lock it, too.
-            self._descriptor = untrusted.open_regular(run_dir / ".lock", os.O_RDWR, 0o600)
+            self._descriptor = Root(run_dir).open(".lock", os.O_RDWR, mode=0o600)
         except OSError as error:
             raise ConfigError(f"cannot use --run-dir {run_dir}: {checkpoint.os_error_message(error)}") from error
 
@@ -271,18 +296,20 @@ class Lock:
 
     def _holder(self) -> str:
         """Return the holder that the file names, or "another process": a user who can only read it can lock it, too."""
-        text = untrusted.printable(os.pread(self._descriptor, 200, 0).decode(errors="replace").strip())
+        text = shown(os.pread(self._descriptor, 200, 0).decode(errors="replace"), limit=200)
         host, pid = (re.findall(r"\(host (.+), pid ([0-9]{1,7}), since", text) or [("", "0")])[0]
         is_elsewhere = host not in ("", socket.gethostname())
         return text if is_elsewhere or Path("/proc", pid).exists() else "another process"
 
     def _try(self, byte: int) -> bool:
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
-            return False
-        return True
+        """Return whether the byte is locked now. Without locks in the file system, it counts as locked."""
+        taken = try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        if taken is None and not self._warned:
+            risk = "two jobs can write to it at the same time: start only one"
+            log.warning(f"the file system of {self._run_dir} has no locks, so {risk}")
+            self._warned = True
+        return taken is not False
 
     def release(self, byte: int) -> None:
         """Unlock a byte."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, byte)
+        try_lock(fcntl.lockf, self._descriptor, fcntl.LOCK_UN, 1, byte)

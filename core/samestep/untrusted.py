@@ -1,7 +1,7 @@
-"""Read files and JSON that another program, another user or a crash may have written, and write beside such files.
+"""Read files and JSON that another program, another user or a crash may have written, and show their text.
 
-Nothing here blocks on a FIFO, follows a link to write, or raises anything but OSError and ValueError. Standard library
-only.
+Nothing here blocks on a FIFO, follows a link to write, or raises anything but OSError and ValueError. `samestep.root`
+has the functions that write beside such files. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,17 +13,37 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, Callable
+from typing import Any, Callable
+
+from samestep.root import Root
 
 MAX_BYTES = 2**20  # that are read of any file
+MAX_LINE = 4000  # characters of a line on the console
 Check = Callable[[Any], bool]  # whether a JSON value is one of a kind
+
+
+class IrregularFileError(OSError):
+    """A folder, a FIFO, a socket or a device has the place of a file."""
+
+
+def open_to_read(path: Path) -> BufferedReader:
+    """Open a file to read. Raises OSError, for anything but a regular file IrregularFileError."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # without blocking on a FIFO
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise IrregularFileError(errno.EINVAL, "not a file", str(path))
+    return file
 
 
 def read_bytes(path: Path, max_bytes: int = -1) -> bytes:
     """Return the first ``max_bytes`` (all for -1) of a regular file; b"" for anything else. Raises OSError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        return file.read(max_bytes) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    try:
+        with open_to_read(path) as file:
+            return file.read(max_bytes)
+    except IrregularFileError:
+        return b""
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
@@ -32,11 +52,9 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open or make a file to write; return its descriptor. Raises OSError for a link, a FIFO or a directory."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.EEXIST, "not a regular file (remove it)", str(path))
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    """Open or make a file to write, in a folder that is trusted; return its descriptor. Raises as `Root.open`."""
+    path = Path(path)
+    return Root(path.parent).open(path.name, flags, mode)
 
 
 def own_folder(path: Path) -> os.stat_result | None:
@@ -62,22 +80,19 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode))
 
 
-def create(path: Path) -> IO[bytes]:
-    """Open a new file to write; a file or a link that has its place is deleted. Raises OSError."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
-
-
 def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) -> None:
-    """Write a file of ``folder`` atomically. ``writer`` is the rank that writes it; errors are ignored."""
-    temporary = folder / f".{name}.{writer}.tmp"
+    """Write a file of ``folder``, a folder of a run dir, atomically. Errors are ignored.
+
+    ``writer`` is the rank that writes it.
+    """
+    root, temporary = Root(folder.parent), f"{folder.name}/.{name}.{writer}.tmp"
     try:
-        with create(temporary) as file:
+        with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
-        temporary.replace(folder / name)
+        root.rename(temporary, f"{folder.name}/{name}")
     except OSError:  # a full disk must not stop the training; the checkpoint will report it
         with contextlib.suppress(OSError):
-            os.utime(folder / name)  # the launch script takes a heartbeat that does not change for a stopped rank
+            root.touch(f"{folder.name}/{name}")  # the launch script takes an unchanged heartbeat for a stopped rank
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -102,7 +117,7 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Check]) -> None:
     """Raise ValueError that names the first field of ``schema`` that ``values`` lacks, or that is of another kind."""
     for name, is_valid in schema.items():
         if name not in values or not is_valid(values[name]):
-            raise ValueError(f"{name} is {printable(repr(values.get(name)))[:60]}")
+            raise ValueError(f"{name} is {shown(repr(values.get(name)), limit=60)}")
 
 
 def integer(low: int, high: int) -> Check:
@@ -128,6 +143,32 @@ def text(length: int) -> Check:
 def mapping(of: Check, size: int = 1000) -> Check:
     """Return a check for objects of at most ``size`` values that pass the check ``of``."""
     return lambda value: isinstance(value, dict) and len(value) <= size and all(map(of, value.values()))
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return a value of a file or of the environment as a part of a message.
+
+    Every such value passes through here, so that it can neither begin a line of its own, control a terminal, nor flood
+    a console.
+
+    Args:
+        value: any value; its ``str`` is shown.
+        limit: the most characters to return; a longer text ends with "...".
+
+    Returns:
+        One line of printable characters.
+    """
+    text = value if isinstance(value, str) else _text(value)
+    line = printable(" ".join(text[: 4 * limit].split()))
+    is_cut = len(line) > limit or len(text) > 4 * limit
+    return f"{line[: limit - 3]}..." if is_cut else line
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python refuses to convert an int of more than 4,300 digits
+        return f"a very long {type(value).__name__}"
 
 
 def printable(line: str) -> str:

@@ -45,7 +45,7 @@ from typing import Any
 from samestep import ConfigError, NonRetryableError
 from samestep.env import JOB_VARIABLES
 from samestep.options import Options, check_virtual_ranks
-from samestep.untrusted import open_closed_streams, printable, read_text
+from samestep.untrusted import MAX_LINE, open_closed_streams, read_text, shown
 
 from samestep_launch import environments, supervise, trackers
 from samestep_launch.environments import Environment
@@ -114,7 +114,7 @@ def run_safely(run: Callable[[], int]) -> int:
     try:
         return run()
     except (ConfigError, NonRetryableError) as error:
-        print_stderr(printable(f"error: {error}"))
+        print_stderr(shown(f"error: {error}", limit=MAX_LINE))
         return 2 if isinstance(error, ConfigError) else 1
     except supervise.Stopped as stopped:
         return 128 + stopped.number

@@ -29,6 +29,7 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from samestep import ConfigError, NonRetryableError
+from samestep.root import try_lock
 
 from samestep_launch.supervise import STOPS, block_signals, print_stderr, read_text
 
@@ -380,7 +381,7 @@ def _lock(venv: Path) -> IO[str]:
         lock = path.open("w")
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}: or name an interpreter by PYTHON=") from error
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try_lock(fcntl.flock, lock.fileno(), fcntl.LOCK_EX)  # waits; a file system without locks has no effect
     return lock
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep import ConfigError, NonRetryableError, events, untrusted
 from samestep.options import EXEC, FORK, Options
+from samestep.root import Root
 
 from samestep_launch import supervise, user_folder
 from samestep_launch.environments import has_nvidia
@@ -280,7 +281,7 @@ def _resolve(job: Job) -> dict[str, Any]:
 
     if job.nodes.rank > 0:  # a file lists the machines: the first resolves the rest, and its rank 0 broadcasts
         job.options.run_dir = (job.options.run_dir or rundir.new(job.name)).resolve()
-        rundir.make_folder(job.options.run_dir / "log")
+        rundir.make_log_folder(job.options.run_dir)
         return {}
     run_dir: Path = job.options.run_dir or rundir.new(job.name)
     job.options.run_dir = run_dir.resolve()
@@ -307,8 +308,17 @@ def _check_log(job: Job) -> None:
     supervise.open_log(logs / "launcher.log").close()
     for path in sorted(logs.iterdir()):
         with contextlib.suppress(FileNotFoundError):  # a temporary file of a rank that is still ending
-            if LOG_FILE.fullmatch(path.name) and not stat.S_ISREG(path.lstat().st_mode):
-                raise ConfigError(f"{untrusted.printable(str(path))} is not a regular file: remove it")
+            status = path.lstat()
+            if not LOG_FILE.fullmatch(path.name):
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{_shown_in(logs, path)} is not a regular file: remove it")
+            if status.st_nlink > 1:
+                raise ConfigError(f"{_shown_in(logs, path)} is a hard link, another name of the same file: remove it")
+
+
+def _shown_in(folder: Path, path: Path) -> str:
+    return f"{folder}/{untrusted.shown(path.name)}"
 
 
 def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]]) -> Rendezvous:
@@ -322,7 +332,7 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
         if not {"run_dir", "job"} <= plan.keys():
             raise ConfigError("machine 0 sent no run dir: check out the same commit on all machines")
         job.options.run_dir = Path(job.options.run_dir or plan["run_dir"]).resolve()
-        rundir.make_folder(job.options.run_dir / "log")
+        rundir.make_log_folder(job.options.run_dir)
         _check_log(job)
         if "dataset" in plan:
             resolve_dataset = job.options.resolve_dataset or datasets.resolve
@@ -464,7 +474,7 @@ def attempt(
     if job.nodes.rank == 0:  # machines may share the run dir
         for name in ("no-restart", "stalled", "stack-0.txt"):  # of an earlier start
             with contextlib.suppress(OSError):
-                (logs / name).unlink()
+                Root(run_dir).unlink(f"log/{name}")
     address = rendezvous.address if rendezvous else None
     environ = supervise.environment(state.name, job.nproc, job.nodes.count, number, run_dir, address)
     hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""

@@ -192,7 +192,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
     secret = os.fsencode(environ.get("SAMESTEP_SECRET", "")).strip()
     if secret or not path:
         return secret
-    shown = untrusted.printable(path)
+    shown = untrusted.shown(path, limit=200)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
             mode, secret = os.fstat(file.fileno()).st_mode, file.read(MAX_BYTES).strip()
@@ -724,7 +724,7 @@ def _check(message: Message) -> Message:
 
 def _as_error(message: Message) -> ConfigError | NonRetryableError:
     kind = NonRetryableError if message.get("fatal") else ConfigError
-    return kind(untrusted.printable(message["problem"])[:MAX_PROBLEM])
+    return kind(untrusted.shown(message["problem"], limit=MAX_PROBLEM))
 
 
 def _as_node(message: Message) -> NodeInfo | None:

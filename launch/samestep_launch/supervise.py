@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
 from samestep import ConfigError, events, untrusted
+from samestep.root import Root
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
@@ -270,7 +271,7 @@ class HeartbeatWatch:
                 continue
             # A rank that has ended, or is about to, has removed its stacks.
             if beat["pid"] in _processes_of(self._job) and (self._logs / f"stack-{rank}.txt").exists():
-                name = f"rank {rank} ({untrusted.printable(beat['host'])}, pid {beat['pid']})"
+                name = f"rank {rank} ({untrusted.shown(beat['host'])}, pid {beat['pid']})"
                 text = f"{name} has written no heartbeat for {now - changed:.0f} s, last alive at step {beat['step']}"
                 return {
                     "rank": rank,
@@ -284,7 +285,8 @@ class HeartbeatWatch:
 def open_log(path: Path) -> IO[bytes]:
     """Open a log file to append to, unbuffered. Raises ConfigError if it is not a regular file or cannot be written."""
     try:
-        return os.fdopen(untrusted.open_regular(path, os.O_WRONLY | os.O_APPEND, 0o666), "ab", buffering=0)
+        log = Root(path.parents[1]).open(f"{path.parent.name}/{path.name}", os.O_WRONLY | os.O_APPEND, mode=0o666)
+        return os.fdopen(log, "ab", buffering=0)
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}: name another place with --run-dir") from None
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from samestep import ConfigError
 from samestep.options import bounded_float
-from samestep.untrusted import printable
+from samestep.root import Root
+from samestep.untrusted import shown
 
 from samestep_launch.environments import TRACKERS as NAME
 from samestep_launch.environments import Environment
@@ -88,7 +89,8 @@ class TrackerProcess:
     def _popen(self, run_dir: Path) -> subprocess.Popen[str] | None:
         command = [self._python, "-m", "samestep", "track", str(run_dir), "--to", ",".join(self._names)]
         try:
-            with (run_dir / "log" / "track.log").open("ab") as log:
+            descriptor = Root(run_dir).open("log/track.log", os.O_WRONLY | os.O_APPEND)
+            with os.fdopen(descriptor, "ab") as log:
                 process = subprocess.Popen(
                     [*command, "--until-stdin-ends"],
                     stdin=subprocess.PIPE,
@@ -102,7 +104,8 @@ class TrackerProcess:
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             return process
         except OSError as error:
-            print_stderr(f"warning: --track: cannot start {self._python}: {error.strerror}; training continues")
+            what = error.filename or self._python
+            print_stderr(f"warning: --track: cannot start with {what}: {error.strerror}; training continues")
             return None
 
     def _report_end(self, then: str) -> None:
@@ -134,7 +137,8 @@ class TrackerProcess:
             if self._process and self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()
-        problems = dict(line.split(": ", 1) for line in map(printable, output.splitlines()) if ": " in line)
+        lines = [shown(line, limit=500) for line in output.splitlines()]
+        problems = dict(line.split(": ", 1) for line in lines if ": " in line)
         if late:
             problems = dict.fromkeys(self._names, f"not done {limit:g} s after the job") | problems
         for name, problem in problems.items():

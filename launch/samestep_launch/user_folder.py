@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samestep import NonRetryableError
+from samestep.root import try_lock
 from samestep.untrusted import open_regular, own_folder
 
 from samestep_launch.supervise import block_signals, print_stderr
@@ -83,12 +84,21 @@ def _warn_once() -> None:
 
 
 def _lock_port(locks: int | None, port: int) -> bool:
-    if locks is not None:
-        try:
-            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # the kernel frees it with the process
-        except OSError:
-            return False
-    return True
+    if locks is None:
+        return True
+    try:
+        taken = try_lock(fcntl.lockf, locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)  # freed with the process
+    except OSError:
+        return False
+    if taken is None:
+        _warn_of_no_locks()
+    return taken is not False
+
+
+@functools.cache
+def _warn_of_no_locks() -> None:
+    risk = "simultaneous jobs may choose the same port: set MASTER_PORT for each"
+    print_stderr(f"warning: the file system of {BASE} has no locks, {risk}")
 
 
 def port_is_free(port: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from samestep import ConfigError
 from samestep.options import Options, Parser
-from samestep.untrusted import printable
+from samestep.untrusted import MAX_LINE, shown
 
 
 def new_parser(name: str, manual: str | None) -> Parser:
@@ -27,6 +27,6 @@ def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Opt
     except BrokenPipeError:  # `| head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ConfigError, OSError) as problem:  # an OSError if RUN_DIR cannot be read
-        print(printable(f"error: {problem}"), file=sys.stderr)
+        print(shown(f"error: {problem}", limit=MAX_LINE), file=sys.stderr)
         return 2
     return 0

@@ -26,7 +26,7 @@ from typing import Any
 
 from samestep import ConfigError, checkpoint
 from samestep.options import Options
-from samestep.untrusted import printable
+from samestep.untrusted import shown
 
 from samestep_observe import report_page, run_reader
 from samestep_observe.command import new_parser, run_command
@@ -64,7 +64,7 @@ def _run(options: Options) -> None:
     _write(options.output, report_page.html_of(page).encode(), "-o")
     if options.png:
         _write(options.png, _draw(page), "--png")
-    print(f"{printable(str(options.output))}: {len(page.names)} run{'s' * (len(page.names) != 1)}")
+    print(f"{shown(options.output, limit=500)}: {len(page.names)} run{'s' * (len(page.names) != 1)}")
 
 
 def _write(path: Path, content: bytes, option: str) -> None:

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import signal
-import stat
 import struct
 import time
 from array import array
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
+from samestep.untrusted import open_to_read
 
 RESULT_FILES = ("metrics.jsonl", "result.json", "log", ".lock")  # every run dir has one of them
 RUN_FILES = (*RESULT_FILES, "evaluation.json", "checkpoints")
@@ -82,7 +82,7 @@ def _is_flat(value: Any, depth: int) -> bool:
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
     """Return the JSON object in a small file, and its problem: "", "missing", "empty", ..."""
     try:
-        with _open(path) as file:
+        with open_to_read(path) as file:
             content = file.read(BLOCK + 1)
     except OSError as error:
         return {}, _reason(error)
@@ -92,15 +92,6 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
     return ({}, "damaged: not a JSON object") if values is None else (values, "")
 
 
-def _open(path: Path) -> Any:
-    """Open a regular file to read it; a pipe in its place would block. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "not a file")
-    return os.fdopen(descriptor, "rb")
-
-
 def _reason(error: OSError) -> str:
     return "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
@@ -108,7 +99,7 @@ def _reason(error: OSError) -> str:
 def _problem(path: Path) -> str:
     """Return why a file has nothing to read, or ""."""
     try:
-        with _open(path) as file:
+        with open_to_read(path) as file:
             return "" if os.fstat(file.fileno()).st_size else "empty"
     except OSError as error:
         return _reason(error)
@@ -133,7 +124,7 @@ class FileTail:
         run writes, is yielded as b"".
         """
         try:
-            with _open(self.path) as file:
+            with open_to_read(self.path) as file:
                 status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._position:
                     on_new_file()
@@ -283,12 +274,12 @@ def checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
             problem, size, changed = "", 0, 0.0
             if not match[1]:
                 try:
-                    _open(folder / "manifest.json").close()
+                    open_to_read(folder / "manifest.json").close()
                     checkpoint.read(folder, verify=False)
                 except OSError as error:
                     problem = f"manifest.json: {_reason(error)}"
                 except checkpoint.CorruptCheckpoint as error:
-                    problem = str(error)[:1000]
+                    problem = untrusted.shown(error, limit=1000)
             with contextlib.suppress(OSError):  # it may be deleted at this moment
                 changed = folder.stat().st_mtime
                 size = sum(path.lstat().st_size for path in folder.iterdir())
@@ -450,7 +441,7 @@ def is_held(run_dir: Path) -> bool | None:
     Another machine's lock is seen if the file system has locks over the network.
     """
     queries = [struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0) for byte in (LAUNCHER_BYTE, WRITER_BYTE)]
-    with contextlib.suppress(OSError, struct.error), _open(run_dir / ".lock") as file:
+    with contextlib.suppress(OSError, struct.error), open_to_read(run_dir / ".lock") as file:
         holders = [struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query)) for query in queries]
         return any(kind != fcntl.F_UNLCK for kind, *_ in holders)
     return None

@@ -38,6 +38,8 @@ from typing import Any, NoReturn
 
 from samestep import ConfigError, checkpoint
 from samestep.options import Options
+from samestep.root import Root, try_lock
+from samestep.untrusted import shown
 
 from samestep_observe import run_reader
 from samestep_observe.command import new_parser, run_command
@@ -210,16 +212,13 @@ def names_of(text: str) -> list[str]:
 def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
     """Keep other processes from copying the same steps. If one does, wait while the run lasts, then FINISH_SECONDS."""
     try:
-        (run_dir / "track").mkdir(exist_ok=True)
-        file = (run_dir / "track" / ".lock").open("w")
+        Root(run_dir).make_folder("track")
+        file = Root(run_dir).open("track/.lock", os.O_WRONLY)
     except OSError as error:
         raise ConfigError(f"cannot write to {run_dir / 'track'}: {error.strerror}: make it a writable folder") from None
     deadline = time.monotonic() + FINISH_SECONDS + 5
-    with file:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+    with os.fdopen(file, "wb"):
+        while try_lock(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
             if time.monotonic() > deadline and (ended is None or ended.is_set()):
                 raise ConfigError(f"another process gives {run_dir} to trackers: wait for it, or end it")
             time.sleep(0.2)
@@ -246,7 +245,7 @@ def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options:
             if options.until_stdin_ends:  # the launch script adds more
                 print(f"{thread.name}: {reason}")
             else:
-                print(f"error: {thread.name} is incomplete: {reason}", file=sys.stderr)
+                print(f"error: {thread.name} is incomplete: {shown(reason, limit=500)}", file=sys.stderr)
         sys.stdout.flush()
     os._exit(1 if incomplete else 0)  # do not wait for a thread that waits for a server
 

@@ -14,6 +14,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
+from samestep.root import Root
 
 from samestep_observe.tracker import Line, MetricsBatch, flatten
 
@@ -32,6 +33,8 @@ class MLflow:
         self._run_dir = run_dir
         folder = run_dir / "track"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:  # SQLite would follow a link; an empty file is a new database
+            os.close(Root(run_dir).open("track/mlflow.db", os.O_RDWR))
         self._artifacts = None if uri else (folder / "mlflow-artifacts").as_uri()
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
         self._header: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
-FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)")
+FILE_NAME = re.compile(r"events\.out\.tfevents\.\d{1,18}")
 
 
 class TensorBoard(AtomicFileTracker):
@@ -29,21 +29,26 @@ class TensorBoard(AtomicFileTracker):
     """
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir / "track" / "tensorboard")
+        super().__init__(run_dir, folder="track/tensorboard")
         self._time, self._step = 0.0, 0
 
-    def final_path(self, batch: MetricsBatch) -> Path:
-        """Return the path with the next number."""
-        numbers = [int(match[1]) for path in self._folder.iterdir() if (match := FILE_NAME.fullmatch(path.name))]
-        return self._folder / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}"
+    def _files(self) -> list[str]:
+        return sorted(name for name in self._root.names(self._folder) if FILE_NAME.fullmatch(name))
 
-    def delete_stale(self, path: Path) -> None:
+    def final_name(self, batch: MetricsBatch) -> str:
+        """Return the name with the next number."""
+        numbers = [int(name.rpartition(".")[2]) for name in self._files()]
+        return f"events.out.tfevents.{max(numbers, default=0) + 1:010d}"
+
+    def delete_stale(self, name: str) -> None:
         """Delete all other files but the last, which is emptied."""
-        others = sorted(each for each in self._folder.iterdir() if FILE_NAME.fullmatch(each.name) and each != path)
+        others = [each for each in self._files() if each != name]
         for each in others[:-1]:
-            each.unlink()
+            self._root.unlink(f"{self._folder}/{each}")
         for each in others[-1:]:
-            os.truncate(each, 0)
+            file = self._root.open(f"{self._folder}/{each}", os.O_WRONLY)
+            os.truncate(file, 0)
+            os.close(file)
 
     def head(self, batch: MetricsBatch) -> bytes:
         """Return the file's version, the start of a session, and the header as text."""

@@ -7,7 +7,7 @@ writes the file itself, of W&B's own protocol buffers.
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import struct
 import sys
 import time
@@ -23,6 +23,7 @@ from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
 # The format is LevelDB's log with a header: blocks, in which each chunk of a record has its CRC-32, length and type.
 BLOCK, HEADER = 32768, struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+MAX_TIME = 20  # characters of a time in a name
 CHUNK_HEADER = struct.Struct("<IHB")
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
@@ -31,20 +32,21 @@ class Wandb(AtomicFileTracker):
     """Write one offline run, whose id is computed from the first line of metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir / "track" / "wandb")
+        super().__init__(run_dir, folder="track/wandb")
         self._name = run_dir.name
         self._position, self._record_count, self._start, self._last = 0, 0, 0.0, 0.0
 
-    def final_path(self, batch: MetricsBatch) -> Path:
-        """Return the path that `wandb sync` expects."""
-        when = str(batch.header.get("time", "")).translate({ord(each): None for each in "-:Z"}).replace("T", "_")
-        return self._folder / f"offline-run-{when}-{batch.key}" / f"run-{batch.key}.wandb"
+    def final_name(self, batch: MetricsBatch) -> str:
+        """Return the name that `wandb sync` expects."""
+        text = str(batch.header.get("time", "")).replace("T", "_")
+        when = re.sub(r"[^0-9_]", "", text)[:MAX_TIME]
+        return f"offline-run-{when}-{batch.key}/run-{batch.key}.wandb"
 
-    def delete_stale(self, path: Path) -> None:
+    def delete_stale(self, name: str) -> None:
         """Delete the folders of other runs."""
-        for folder in self._folder.glob("offline-run-*"):
-            if folder != path.parent:
-                shutil.rmtree(folder)
+        for folder in self._root.names(self._folder):
+            if folder.startswith("offline-run-") and folder != name.partition("/")[0]:
+                self._root.delete(f"{self._folder}/{folder}")
 
     def head(self, batch: MetricsBatch) -> bytes:
         """Return the file's header, its versions, and the run with its config."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
+
+from samestep.root import Root
 
 
 class Line(NamedTuple):
@@ -42,18 +45,20 @@ class AtomicFileTracker:
     This replaces a file that a killed process left incomplete, or that a resume has cut back.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run_dir: Path, folder: str) -> None:
+        """Take the run dir, and the tracker's folder in it."""
+        self._root = Root(run_dir)
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._root.make_folder(folder)
         self._file: IO[bytes] | None = None
-        self._final_path: Path | None = None  # None: the file is there already
+        self._final_name: str | None = None  # None: the file is there already
 
-    def final_path(self, batch: MetricsBatch) -> Path:
-        """Return the path of a new file."""
+    def final_name(self, batch: MetricsBatch) -> str:
+        """Return the name of a new file in the tracker's folder."""
         raise NotImplementedError
 
-    def delete_stale(self, path: Path) -> None:
-        """Delete the tracker's files except ``path``."""
+    def delete_stale(self, name: str) -> None:
+        """Delete the tracker's files except ``name``."""
         raise NotImplementedError
 
     def head(self, batch: MetricsBatch) -> bytes:
@@ -70,22 +75,22 @@ class AtomicFileTracker:
 
     def add(self, batch: MetricsBatch) -> None:
         """Append the lines to the file, which is replaced if the batch is of a new file."""
-        temporary = self._folder / ".new"
+        temporary = f"{self._folder}/.new"
         if batch.is_new_file:
             if self._file:
                 self._file.close()
-            self._file, self._final_path = temporary.open("wb"), self.final_path(batch)
+            self._file, self._final_name = self._root.create(temporary), self.final_name(batch)
             self._file.write(self.head(batch))
         if self._file is None:
             return
         if batch.lines:
             self._file.write(self.body(batch.lines))
         self._file.flush()
-        if self._final_path and not batch.has_more:
-            self._final_path.parent.mkdir(exist_ok=True)
-            temporary.replace(self._final_path)
-            self.delete_stale(self._final_path)
-            self._final_path = None
+        if self._final_name and not batch.has_more:
+            self._root.make_folder(os.path.dirname(f"{self._folder}/{self._final_name}"))
+            self._root.rename(temporary, f"{self._folder}/{self._final_name}")
+            self.delete_stale(self._final_name)
+            self._final_name = None
 
     def finish(self, result: dict[str, Any] | None) -> None:
         """Append the result."""

@@ -368,13 +368,15 @@ def put_in_the_way(path: Path, kind: str, outside: Path) -> None:
         os.mkfifo(path)
     elif kind == "file":
         path.write_text("in the way")
+    elif kind == "hard link":
+        path.hardlink_to(outside)
     else:
         path.symlink_to(outside)
 
 
 # For a resumed run: the path, the thing in its place, the exit code, and the one error.
 IN_THE_WAY = [
-    ("log", "file", 2, r"cannot make \S+/log: File exists: name another place"),
+    ("log", "file", 2, r"cannot make \S+/log: Not a directory: name another place"),
     ("log/rank-0.log", "folder", 1, r"cannot write \S+rank-0.log: not a regular file"),
     ("log/rank-0.log", "FIFO", 1, r"cannot write \S+rank-0.log: not a regular file"),
     ("log/rank-0.log", "link", 1, r"cannot write \S+rank-0.log: not a regular file"),
@@ -457,10 +459,11 @@ def test_a_run_with_closed_streams_trains(tmp_path: Path, finished: Path, closed
 # --- through the launch script ---------------------------------------------------------------------------------------
 
 
-def lock(kind: str) -> Callable[[ScratchProject], dict[str, str]]:
+def place(name: str, kind: str) -> Callable[[ScratchProject], dict[str, str]]:
     def prepare(project: ScratchProject) -> dict[str, str]:
-        project.run_dir.mkdir()
-        put_in_the_way(project.run_dir / ".lock", kind, project.work / "outside")
+        outside = project.work / "outside"
+        outside.touch()
+        put_in_the_way(project.run_dir / name, kind, outside)
         return {}
 
     return prepare
@@ -473,9 +476,19 @@ ATTEMPTS = [
             f"a {kind} as .lock",
             2,
             r"cannot use --run-dir \S+: not a regular file \(remove it\): \S+/.lock",
-            prepare=lock(kind),
+            prepare=place(".lock", kind),
         )
         for kind in ("folder", "FIFO", "link")
+    ),
+    *(
+        Attempt(16, f"a {kind} as {name}", 2, message, prepare=place(name, kind))
+        for name, kind, message in [
+            (".lock", "hard link", r"cannot use --run-dir \S+: a hard link: another name has the same content"),
+            ("log", "link", r"\S+/log is a link: remove it, or name its target by --run-dir"),
+            ("checkpoints", "link", r"\S+/checkpoints is a link: remove it, or name its target by --run-dir"),
+            ("log/launcher.log", "hard link", r"cannot write to \S+launcher.log: a hard link"),
+            ("log/rank-0.log", "hard link", r"\S+/log/rank-0.log is a hard link, another name of the same file"),
+        ]
     ),
     *(
         Attempt(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
@@ -266,6 +268,24 @@ def test_without_a_folder_of_the_users_own_ports_are_chosen_without_locks(
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: cannot use {base}/samestep-")
     assert not [path for path in base.rglob("*") if path.is_file() and path.name != f"samestep-{os.getuid()}"]
+
+
+def test_without_locks_in_the_file_system_a_port_is_chosen_with_one_warning(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "injected")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    user_folder._warn_of_no_locks.cache_clear()
+    for _ in range(2):
+        with user_folder.reserved_port(None) as port:
+            assert port in user_folder.PORTS
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning == (
+        f"warning: the file system of {base} has no locks, simultaneous jobs may choose the same port: "
+        "set MASTER_PORT for each"
+    )
 
 
 def test_the_users_folder_is_closed_to_others(base: Path) -> None:

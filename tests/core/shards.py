@@ -23,6 +23,7 @@ from samestep import checkpoint, log
 from samestep.data import datasets
 from samestep.env import World
 from samestep.recovery.watchdog import Watchdog
+from samestep.root import Root
 from samestep.run import StepStats
 from samestep.sharded.run import ShardedRun
 from samestep.sharded.tensors import StoredGroups, TensorShard
@@ -150,15 +151,25 @@ def kill_at(count: int) -> None:
     """End this process before its ``count``-th change of the checkpoints' files and folders, from 1."""
     seen = 0
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def note() -> None:
         nonlocal seen
-        changes = event in ("os.mkdir", "os.rename", "os.rmdir") or (event == "open" and str(arguments[1])[0] in "wx")
-        if changes and "/checkpoints/" in str(arguments[0]):
-            seen += 1
-            if seen == count:
-                os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(hook)
+    def note_calls(method: str) -> None:
+        change = getattr(Root, method)
+
+        def note_and_change(self: Root, name: str, *arguments: Any, **options: Any) -> Any:
+            if name.startswith("checkpoints/"):
+                note()
+            return change(self, name, *arguments, **options)
+
+        setattr(Root, method, note_and_change)
+
+    for method in ("make_folder", "create", "rename"):
+        note_calls(method)
+    sys.addaudithook(lambda event, arguments: note() if event == "os.rmdir" else None)
 
 
 def start(

@@ -146,7 +146,7 @@ def test_each_file_is_what_the_safetensors_library_writes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", ["complex128", "M8[s]", "U3", "O"])
 def test_what_no_safetensors_file_can_hold_is_refused_with_its_name(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(TypeError, match=r"weight is .*, which no safetensors file can hold"):
+    with pytest.raises(NonRetryableError, match=r"weight is .*, which no safetensors file can hold"):
         save(tmp_path, 3, groups={"model": {"weight": np.zeros(2, dtype)}})
     assert checkpoint.newest(tmp_path, no_warning) is None
 
@@ -668,7 +668,7 @@ def test_files_are_synced_before_their_checkpoint_gets_its_name(
     assert calls == [*files, *named, "rename .step-00000001.tmp"]
     calls.clear()
     checkpoint.save_weights(tmp_path / "model.safetensors", weights())
-    assert calls == ["fsync .model.safetensors.tmp", "replace model.safetensors"]
+    assert calls == ["fsync .model.safetensors.tmp", "rename model.safetensors"]
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 

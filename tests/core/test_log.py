@@ -386,3 +386,14 @@ log.run(main)
     assert done.returncode == 1
     assert "the reason" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_warnings_and_errors_are_one_line_of_limited_length_whatever_they_quote(tmp_path: Path) -> None:
+    quoted = r"x\nerror: the disk burns\x1b[2J" + "y" * 100
+    done = run(f"log.warning('{quoted}' * 1000); raise NonRetryableError('{quoted}' * 1000)", tmp_path)
+    warning, error = done.stderr.splitlines()
+    for line, kind in ((warning, "warning"), (error, "error")):
+        assert line.startswith(f"{kind}: x error: the disk burns")
+        assert line.isprintable()
+        assert len(line) < 4100
+    assert len(rank_log(tmp_path)) < 10_000

@@ -31,7 +31,7 @@ for name in apps:
 own = {name for name in sys.modules if name.startswith("samestep")}
 modules = ("app", "environments", "fork_server", "job", "process_info", "supervise", "trackers", "user_folder")
 launch = {"samestep_launch", *(f"samestep_launch.{name}" for name in modules)}
-needs = {f"samestep.{name}" for name in ("env", "events", "options", "untrusted")}
+needs = {f"samestep.{name}" for name in ("env", "events", "options", "root", "untrusted")}
 assert own == {"samestep", *needs, *launch}, own
 assert app.__file__.startswith(tuple(path.split(":"))), app.__file__
 locks = app.Environment(Path(root), "trackers")

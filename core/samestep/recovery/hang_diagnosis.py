@@ -24,7 +24,19 @@ from typing import Any
 
 from samestep.env import detect
 from samestep.recovery.rank_files import PROGRAM, CodeLocation, current_frames, own_location, stack
-from samestep.untrusted import check, integer, mapping, number, optional, read_object, read_text, text, write_json
+from samestep.untrusted import (
+    MAX_LINE,
+    check,
+    integer,
+    mapping,
+    number,
+    optional,
+    read_object,
+    read_text,
+    shown,
+    text,
+    write_json,
+)
 
 HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
 DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
@@ -88,7 +100,7 @@ class RankState:
     @property
     def name(self) -> str:
         """Return "rank 1 (host, pid 7)"."""
-        return f"rank {self.rank} ({self.values['host']}, pid {self.values['pid']})"
+        return f"rank {self.rank} ({shown(self.values['host'])}, pid {self.values['pid']})"
 
     @property
     def step(self) -> int:
@@ -109,7 +121,7 @@ class RankState:
     def position(self) -> str:
         """Return "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
         verb = "waits" if self.is_waiting else "is"
-        verb += f" in {self.collective['name']}" if self.collective.get("pending") else ""
+        verb += f" in {shown(self.collective['name'])}" if self.collective.get("pending") else ""
         return f"{verb if self.is_current else 'last seen'} at {self.location or 'an unknown location'}"
 
 
@@ -334,7 +346,9 @@ def explain(folder: Path, now: State, deadline: float) -> str:
     diagnosis = diagnose([states[rank] for rank in sorted(states)], now["world_size"])
     diagnosed = format_diagnosis(diagnosis, _silent_processes(now["job"]) if diagnosis.missing else {})
     first = _read_rank(folder / f"hang-{read_object(folder / 'stalled').get('rank')}.json")
-    return (_is_of_hang(first, now) and first.get("verdict")) or diagnosed  # one line on the console
+    if _is_of_hang(first, now) and first.get("verdict"):  # one line on the console
+        return shown(first["verdict"], limit=MAX_LINE)
+    return diagnosed
 
 
 def save_diagnosis(folder: Path, now: State, text: str) -> None:

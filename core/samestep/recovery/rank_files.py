@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from samestep.untrusted import shown
+
 MAX_CODE_LENGTH = 70  # characters of a line of code in a message
 MAX_SOURCE = 2**23  # bytes of a source file whose lines are shown: another program may have named the file
 
@@ -41,7 +43,8 @@ class CodeLocation(NamedTuple):
     def __str__(self) -> str:
         code = re.sub(r"\s*#.*", "", self.code)
         code = code if len(code) <= MAX_CODE_LENGTH else f"{code[: MAX_CODE_LENGTH - 3]}..."
-        return f"{os.path.basename(self.file)}:{self.line} in {self.function}" + (f" ({code})" if code else "")
+        place = f"{shown(os.path.basename(self.file))}:{self.line} in {shown(self.function)}"
+        return f"{place} ({code})" if code else place
 
 
 def current_frames() -> dict[int, FrameType]:

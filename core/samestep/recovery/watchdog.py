@@ -32,7 +32,8 @@ from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.rank_files import current_frames, is_in_collective, own_location, stack
 from samestep.recovery.straggler import StragglerDetector
-from samestep.untrusted import open_regular, write_json
+from samestep.root import Root
+from samestep.untrusted import write_json
 
 _TICK = 1.0  # seconds
 _SILENT = 5.0  # seconds without a tick after which this process itself was stopped
@@ -68,14 +69,17 @@ class Watchdog(Monitor):
     def write_to(self, folder: Path) -> None:
         self.folder = folder if self.folder == _NO_FOLDER else self.folder
         with contextlib.suppress(OSError):
-            stacks = self.folder / f"stack-{self._world.rank}.txt"
-            self._stacks = self._stacks or open(stacks, "a", opener=open_regular)
+            self._stacks = self._stacks or self._open_stacks()
             self._stacks.truncate(0)  # an earlier start's; opened for appending, as its writer keeps its position
             if not faulthandler.is_enabled():  # if a framework's C++ aborts, no line of Python can report it
                 faulthandler.enable(self._stacks)
         if (heartbeat := self.folder / f"alive-{self._world.rank}").is_dir():  # the launch script reads it
             raise NonRetryableError(f"{heartbeat} is a directory: remove it")
         self._write_heartbeat()
+
+    def _open_stacks(self) -> IO[str]:
+        name = f"{self.folder.name}/stack-{self._world.rank}.txt"
+        return os.fdopen(Root(self.folder.parent).open(name, os.O_WRONLY | os.O_APPEND), "a")
 
     def resume_at(self, step: int) -> None:
         self._step = self._first_step = step
@@ -155,7 +159,8 @@ class Watchdog(Monitor):
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         if self._stacks:
-            Path(self._stacks.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Root(self.folder.parent).unlink(f"{self.folder.name}/stack-{self._world.rank}.txt")
 
     # --- progress ------------------------------------------------------------------------------------------------
 

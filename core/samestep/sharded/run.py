@@ -14,6 +14,7 @@ from typing import Any
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
+from samestep.root import Root
 from samestep.run import GROUPS, Collectives, Run
 from samestep.sharded import storage
 from samestep.sharded.tensors import ShardGroups, StoredGroups, TensorShard
@@ -87,11 +88,11 @@ class ShardedRun(Run):
             return
         token = run_dir / f".shared-{os.urandom(8).hex()}"
         try:
-            token.touch()
+            Root(run_dir).create(token.name).close()
         except OSError as error:
             raise ConfigError(f"cannot use --run-dir {run_dir}: {error.strerror}: name another one") from error
         blind = list(filter(None, self._rpc_all(collectives, {"request": "exists", "file": str(token)})))
-        token.unlink(missing_ok=True)
+        Root(run_dir).unlink(token.name)
         if blind:
             why = f"{', '.join(blind)} does not see the files of rank 0 ({socket.gethostname()})"
             raise storage.not_shared_error(run_dir, why)

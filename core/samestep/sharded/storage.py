@@ -21,18 +21,21 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from samestep import ConfigError, RemoteRankError, checkpoint, untrusted
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, manifest, untrusted
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
+from samestep.root import Root
 from samestep.run import Collectives
 from samestep.sharded import safetensors_layout, tensors
 from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
 
 _LENGTH = untrusted.integer(0, 2**48)  # of an array's axis
+
+_NO_STATE = {"app": "", "step": 0, "state": {}, "arithmetic": {}}  # of a rank that writes no manifest
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -48,50 +51,75 @@ def save(
 ) -> None:
     """Write the checkpoint ``folder``; every rank calls this, and returns when all ranks' files are on the disk.
 
-    Rank 0's ``body`` has the app, the step, the state and the resume invariants. A thread writes the manifest, renames
-    the folder and deletes old checkpoints, as in `checkpoint.save`; `checkpoint.finish` waits for it. Raises
-    NonRetryableError on a rank that cannot write, and RemoteRankError on all others; earlier ones are then untouched.
+    Rank 0's ``body`` has the app, the step, the state and the resume invariants (arithmetic), with the values that
+    `manifest.seal` allows. A thread writes the manifest, renames the folder and deletes old checkpoints, as in
+    `checkpoint.save`; `checkpoint.finish` waits for it. Raises NonRetryableError on a rank that cannot write, and
+    RemoteRankError on all others; earlier ones are then untouched.
     """
     checkpoint.finish()
-    files, pieces = write(collectives, rank, folder, groups)
+    files, pieces = write(collectives, rank, folder, groups, body)
     if rank != 0:
         return
     if lacking := [name for name in files if not (checkpoint.temporary_of(folder) / name).exists()]:
         raise not_shared_error(folder.parents[1], f"{lacking[0]}, which a rank wrote, is not there for rank 0")
-    manifest = {"format": checkpoint.FORMAT, "files": files, "pieces": pieces, **(body or {})}
+    sealed = manifest.seal({**(body or _NO_STATE), "files": files, "pieces": pieces})
+    try:
+        stored_in(folder, sealed["pieces"], files)
+    except ValueError as error:
+        reason = untrusted.shown(error, limit=200)
+        raise NonRetryableError(f"cannot save checkpoint {folder}: {reason}: save arrays of numbers") from error
 
     def commit() -> None:
-        with checkpoint.writing(f"checkpoint {folder}", checkpoint.temporary_of(folder)):
-            checkpoint.commit(folder, manifest, keep, protected_step)
+        with checkpoint.writing(f"checkpoint {folder}", folder):
+            checkpoint.commit(folder, sealed, keep, protected_step)
 
     checkpoint.submit(commit)
 
 
 def write(
-    collectives: Collectives, rank: int, folder: Path, groups: ShardGroups
+    collectives: Collectives, rank: int, folder: Path, groups: ShardGroups, body: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write each rank's files in the temporary folder of ``folder``; return all ranks' entries of the manifest."""
-    temporary, failed, entries = checkpoint.temporary_of(folder), None, dict[str, Any]()
+    """Write each rank's files in the temporary folder of ``folder``; return all ranks' entries of the manifest.
+
+    Rank 0 checks ``body``, and each rank the names of groups, before any rank waits for another. Raises as `save`.
+    """
+    failed: OSError | NonRetryableError | None = None
+    entries: dict[str, Any] = {}
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        files = {}
-        for group, shards in groups.items():
-            local = {name: shard.values for name, shard in shards.items() if shard.values.size and not shard.copy}
-            name = _file_name(group, rank)
-            files[name] = checkpoint.write_file(temporary / name, checkpoint.serialize(local))
-        checkpoint.sync_folder(temporary)
+        names = {_file_name(group, rank): {"size": 0, "sha256": ""} for group in groups}
+        manifest.seal({**(body or _NO_STATE), "files": names})
+        for shards in groups.values():
+            for name, shard in shards.items():
+                checkpoint.check_array(name, shard.values)
+        files = _write_files(rank, folder, groups)
         entries = {"files": files, "pieces": {group: _describe(shards) for group, shards in groups.items()}}
-    except OSError as error:
+    except (OSError, NonRetryableError) as error:
         failed = error
     # No rank returns, or deletes anything, before all have written.
     gathered = [json.loads(entry) for entry in all_gather_bytes(collectives, json.dumps(entries).encode())]
     if failed:
-        with checkpoint.writing(f"checkpoint {folder}", temporary):
+        with checkpoint.writing(f"checkpoint {folder}", folder):
             raise failed
     if not all(gathered):
         raise RemoteRankError(1)
     all_files = {name: entry for rank_entries in gathered for name, entry in rank_entries["files"].items()}
     return all_files, {group: _merge([rank_entries["pieces"][group] for rank_entries in gathered]) for group in groups}
+
+
+def _write_files(rank: int, folder: Path, groups: ShardGroups) -> dict[str, Any]:
+    """Write this rank's files; return their entries of the manifest. Raises OSError or NonRetryableError."""
+    root, temporary = Root(folder.parents[1]), checkpoint.temporary_name(folder)
+    root.make_folder(temporary)
+    files = {}
+    for group, shards in groups.items():
+        content = checkpoint.serialize(_written_by_this_rank(shards))
+        files[_file_name(group, rank)] = checkpoint.write_file(folder, _file_name(group, rank), content)
+    root.sync(temporary)
+    return files
+
+
+def _written_by_this_rank(shards: Mapping[str, TensorShard]) -> checkpoint.Arrays:
+    return {name: shard.values for name, shard in shards.items() if shard.values.size and not shard.copy}
 
 
 def _file_name(group: str, rank: int) -> str:
@@ -158,7 +186,7 @@ def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Call
     for name, entry in files.items():
         digest = hashlib.sha256()
         try:
-            with (folder / name).open("rb", buffering=0) as file:
+            with untrusted.open_to_read(folder / name) as file:
                 while count := file.readinto(buffer):
                     digest.update(buffer[:count])
                     beat()
@@ -174,7 +202,7 @@ def stored_groups(saved: Checkpoint) -> StoredGroups:
     try:
         return stored_in(saved.folder, saved.pieces, saved.files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        problem = untrusted.printable(f"{type(error).__name__}: {error}")[:200]
+        problem = untrusted.shown(f"{type(error).__name__}: {error}", limit=200)
         raise CorruptCheckpoint(f"manifest.json has invalid locations of arrays ({problem})") from error
 
 
@@ -217,7 +245,8 @@ def stored_file(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ConfigError(f"--init-from {path}: {checkpoint.os_error_message(error)}") from error
     except (SafetensorError, ValueError, KeyError) as error:
-        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {error}") from error
+        reason = untrusted.shown(error, limit=200)
+        raise ConfigError(f"--init-from {path} is not a readable safetensors file: {reason}") from error
     return stored
 
 
@@ -230,21 +259,22 @@ def consolidate(
     """
     digest = hashlib.sha256()
     begin, places = safetensors_layout.layout(arrays)
-    temporary = checkpoint.temporary_of(path) if path else None
-    with checkpoint.writing(path, temporary):
-        with untrusted.create(temporary) if temporary else open(os.devnull, "wb") as file:
-            file.write(begin)
-            for name in sorted(arrays):
-                digest.update(checkpoint.digest_line(name, arrays[name]))
-                file.seek(places[name])
-                for block in arrays[name].blocks():
-                    content = block.astype(block.dtype.newbyteorder("<"), copy=False).tobytes()
-                    digest.update(content)
-                    file.write(content)
-                tick()
-            if temporary:
-                file.flush()
-                os.fsync(file.fileno())
-        if temporary and path:
-            temporary.replace(path)
+
+    def write(file: IO[bytes]) -> None:
+        file.write(begin)
+        for name in sorted(arrays):
+            digest.update(checkpoint.digest_line(name, arrays[name]))
+            file.seek(places[name])
+            for block in arrays[name].blocks():
+                content = block.astype(block.dtype.newbyteorder("<"), copy=False).tobytes()
+                digest.update(content)
+                file.write(content)
+            tick()
+
+    with checkpoint.writing(path):
+        if path:
+            checkpoint.write_atomic(path, write)
+        else:
+            with open(os.devnull, "wb") as file:
+                write(file)
     return digest.hexdigest()

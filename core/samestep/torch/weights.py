@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,7 +27,16 @@ def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
 
 def model_arrays(model: nn.Module) -> Arrays:
     """Return the weights and buffers under their names, as arrays on the CPU."""
-    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in model.state_dict().items()}
+    return {name: _array(name, tensor) for name, tensor in model.state_dict().items()}
+
+
+def _array(name: str, tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as an array. Raises NonRetryableError for a dtype that numpy lacks, such as bfloat16."""
+    try:
+        return tensor.detach().cpu().contiguous().numpy()
+    except TypeError as error:
+        remedy = "keep weights in float32, and compute in it by autocast"
+        raise NonRetryableError(f"{name} is {tensor.dtype}, which no checkpoint can hold: {remedy}") from error
 
 
 def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
@@ -36,7 +48,7 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and not shape_mismatch_error(value, parameter):
-                arrays[f"{name}.{key}"] = value.detach().cpu().contiguous().numpy()
+                arrays[f"{name}.{key}"] = _array(f"{name}.{key}", value)
             elif value is not None:
                 problem = f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint"
                 raise NonRetryableError(f"{problem}: use another optimizer")

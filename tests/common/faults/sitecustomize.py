@@ -2,8 +2,8 @@
 
 SAMESTEP_FAULT holds JSON: ``rank``, ``signal``, and one of the following keys. These send the signal:
 
-* ``audit`` and ``match``: at the first audit event of that name whose first argument matches. An example is a file
-  about to be opened, or a folder about to be renamed.
+* ``audit`` and ``match``: before the first change of that kind in a run dir whose path matches. The kinds are
+  "os.mkdir", "open" (of a new file) and "os.rename".
 * ``updates``: after this many updates.
 * ``step``: at the beginning of this step.
 * ``evaluating``: at this evaluated batch since the first step, from 1.
@@ -113,9 +113,18 @@ def _make_slow(rank: int, sharding: Any) -> None:  # noqa: C901
     sharding.GlobalBatches.indices = indices_of
 
 
-def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == _fault["audit"] and re.search(_fault["match"], str(arguments[0])):
-        _strike()
+def _strike_before_change(method: str) -> None:
+    """Strike before a `Root` does something with a matching path; an audit event would only have its last part."""
+    from samestep.root import Root
+
+    change = getattr(Root, method)
+
+    def strike_or_change(self: Root, name: str, *arguments: Any, **options: Any) -> Any:
+        if re.search(_fault["match"], str(self.path / name)):
+            _strike()
+        return change(self, name, *arguments, **options)
+
+    setattr(Root, method, strike_or_change)
 
 
 def _arm() -> None:  # noqa: C901
@@ -130,7 +139,7 @@ def _arm() -> None:  # noqa: C901
     if rank != _fault.get("rank"):
         return
     if "audit" in _fault:
-        sys.addaudithook(_on_audit)
+        _strike_before_change({"os.mkdir": "make_folder", "open": "create", "os.rename": "rename"}[_fault["audit"]])
     if "step" in _fault or "differ" in _fault or "tell" in _fault:
         indices = sharding.GlobalBatches.indices
 

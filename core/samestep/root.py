@@ -1,0 +1,205 @@
+"""Open, make, rename and delete files below a folder that somebody else may have prepared, such as a run dir.
+
+`Root` follows no link below its folder: a path is walked by descriptors, one folder at a time. So a name in a run dir
+cannot lead to a file outside of it, also if another program replaces a folder meanwhile. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+# The operation does not exist on this file system, such as locks without a lock server, or a sync of a folder.
+NOT_SUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class Root:
+    """A folder and its files. The folder itself may be a link; nothing below it is followed.
+
+    Names are relative, such as "log/rank-0.log". Every method raises OSError, with the path, for a link or a file in
+    place of a folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextlib.contextmanager
+    def folder(self, name: str = "") -> Iterator[int]:
+        """Open a folder, by default the root itself, and yield its descriptor."""
+        if ".." in Path(name).parts or os.path.isabs(name):
+            raise OSError(errno.EINVAL, "leads out of its folder", name)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        walked = self.path
+        try:
+            for part in Path(name).parts:
+                walked = walked / part
+                inner = self._open_part(descriptor, part, walked)
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _open_part(descriptor: int, part: str, path: Path) -> int:
+        try:
+            return os.open(part, _FOLDER, dir_fd=descriptor)
+        except OSError as error:
+            if _is_link(part, descriptor):
+                raise LinkError(path) from error
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+    @contextlib.contextmanager
+    def _parent(self, name: str) -> Iterator[tuple[int, str]]:
+        """Open the folder of a file; yield its descriptor and the file's name in it."""
+        path = Path(name)
+        with self.folder(str(path.parent)) as descriptor:
+            try:
+                yield descriptor, path.name
+            except OSError as error:
+                if error.filename not in (None, path.name):
+                    raise
+                raise OSError(error.errno, error.strerror, str(self.path / path)) from error
+
+    def open(self, name: str, flags: int, mode: int = 0o644) -> int:
+        """Open or make a file to write, and return its descriptor; ``flags`` must not truncate.
+
+        Raises OSError for anything but a regular file, and for a file with another name (a hard link), which may lie
+        outside of the root.
+        """
+        with self._parent(name) as (descriptor, leaf):
+            with contextlib.suppress(FileNotFoundError):
+                _check_writable(os.stat(leaf, dir_fd=descriptor, follow_symlinks=False))
+            flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(leaf, flags, mode, dir_fd=descriptor)
+            try:
+                _check_writable(os.fstat(file))
+            except OSError:
+                os.close(file)
+                raise
+            return file
+
+    def create(self, name: str, mode: int = 0o666) -> IO[bytes]:
+        """Open a new file to write; a file or a link that has its place is deleted."""
+        with self._parent(name) as (descriptor, leaf):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(leaf, dir_fd=descriptor)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            return os.fdopen(os.open(leaf, flags, mode, dir_fd=descriptor), "wb")
+
+    def make_folder(self, name: str, exist_ok: bool = True) -> None:
+        """Make a folder and its parents. Raises FileExistsError if it exists and must not."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        parts = Path(name).parts
+        for depth in range(1, len(parts) + 1):
+            may_exist = exist_ok or depth < len(parts)
+            with _allow_existing(may_exist), self._parent(str(Path(*parts[:depth]))) as (descriptor, leaf):
+                os.mkdir(leaf, dir_fd=descriptor)
+        with self.folder(name):  # raises for a link or a file in its place
+            pass
+
+    def names(self, name: str = "") -> list[str]:
+        """Return the names in a folder."""
+        with self.folder(name) as descriptor:
+            return os.listdir(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or a folder; a file of the new name is replaced."""
+        with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
+            os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
+
+    def unlink(self, name: str) -> None:
+        """Delete a file or a link, if there is one."""
+        with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
+            os.unlink(leaf, dir_fd=descriptor)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, a link or a folder with all that it holds, if there is one."""
+        try:
+            self.delete_folder(name)
+        except NotADirectoryError:
+            self.unlink(name)
+
+    def delete_folder(self, name: str) -> None:
+        """Delete a folder with all that it holds, if there is one. Raises NotADirectoryError for a file or a link."""
+        with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
+            if not stat.S_ISDIR(os.stat(leaf, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder")
+            if sys.version_info >= (3, 11):
+                shutil.rmtree(leaf, dir_fd=descriptor)
+            else:
+                shutil.rmtree(self.path / name)
+
+    def touch(self, name: str) -> None:
+        """Set the time of a file's last change to now."""
+        with self._parent(name) as (descriptor, leaf):
+            os.utime(leaf, dir_fd=descriptor, follow_symlinks=False)
+
+    def sync(self, name: str = "") -> bool:
+        """Make a folder's entries survive a crash of the machine.
+
+        Returns:
+            False if this file system cannot sync a folder. Other errors, such as EIO, are raised.
+        """
+        with self.folder(name) as descriptor:
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno not in NOT_SUPPORTED:
+                    raise
+                return False
+        return True
+
+
+def try_lock(lock: Callable[..., object], *arguments: int) -> bool | None:
+    """Return whether ``fcntl.lockf`` or ``fcntl.flock`` takes a lock; None if the file system has no locks.
+
+    Raises OSError, such as EIO.
+    """
+    try:
+        lock(*arguments)
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+        return False
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return None
+    return True
+
+
+class LinkError(OSError):
+    """A link has the place of a folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.ELOOP, "is a link", str(path))
+
+
+@contextlib.contextmanager
+def _allow_existing(allowed: bool) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError:
+        if not allowed:
+            raise
+
+
+def _is_link(part: str, descriptor: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _check_writable(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EEXIST, "not a regular file (remove it)")
+    if status.st_nlink > 1:
+        raise OSError(errno.EEXIST, "a hard link: another name has the same content (remove it)")
