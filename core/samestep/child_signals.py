@@ -23,6 +23,7 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ORPHAN_SECONDS = 1.0  # between checks whether the parent has ended, once a signal was not obeyed
+FOREVER = 1e6  # seconds
 _CONFIG_NAME = "samestep_signals"  # in the configuration that multiprocessing sends to each child
 
 # Module state, because the signal mask that it describes is process state.
@@ -77,19 +78,14 @@ def _receive_signals(*parents: int) -> None:
     """Deliver the stop signals that the child obeys. ``parents``: process ids, first that of `os.getppid`."""
     waiting = 0  # a signal that was not obeyed, or 0
     while True:
-        if waiting:
-            received = signal.sigtimedwait(STOP_SIGNALS, ORPHAN_SECONDS)
-        else:
-            received = signal.sigwaitinfo(STOP_SIGNALS)
-        is_orphan = os.getppid() != parents[0]
-        if received is None and is_orphan:
-            _deliver(waiting)
-        elif received is not None:
-            is_obeyed = is_orphan or not _blocks or received.si_pid in (*parents, os.getpid())
-            if is_obeyed:
-                _deliver(received.si_signo)
-            else:
-                waiting = received.si_signo
+        received = signal.sigtimedwait(STOP_SIGNALS, ORPHAN_SECONDS if waiting else FOREVER)
+        number = received.si_signo if received else waiting
+        is_obeyed = not _blocks or os.getppid() != parents[0]
+        is_obeyed = is_obeyed or (received is not None and received.si_pid in (*parents, os.getpid()))
+        if number and is_obeyed:
+            _deliver(number)
+            number = 0
+        waiting = number
 
 
 def _deliver(number: int) -> None:
@@ -107,7 +103,7 @@ class _StartedChild:
 
 
 def _protect_started(creator: int) -> _StartedChild:
-    """Protect this process, which inherited blocked signals. ``creator`` is not its parent if a fork server forked it."""
+    """Protect this process, which inherited blocked signals. A fork server is its parent, but not its ``creator``."""
     install()
     _protect(os.getppid(), creator)
     return _StartedChild()

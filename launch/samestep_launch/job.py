@@ -394,8 +394,9 @@ class Outcome:
 
     def repeats(self, history: Sequence[Outcome]) -> bool:
         """Return whether the start before failed with the same error at the same step: a third one would fail too."""
-        is_error = self.failure is not None and not self.crashes
-        return is_error and bool(history) and self.failure.is_same(history[-1].failure)
+        if not self.failure or self.crashes or not history:
+            return False
+        return self.failure.is_same(history[-1].failure)
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,8 @@ def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs
     see, ended = f"see {logs}/launcher.log and rank-*.log", f"the job ended with code {outcome.code}{outcome.crashes}"
     failure = outcome.failure
     if failure and outcome.repeats(history):
-        return Decision(1, f"error: the job failed twice at step {failure.step} by the same error: {failure.text}: {see}")
+        same = f"error: the job failed twice with the same error at step {failure.step}"
+        return Decision(1, f"{same}: {failure.text}: {see}")
     if len(history) == 1 and not any(each.stepped is not False for each in (*history, outcome)):
         return Decision(1, f"error: the job failed twice before its first step: {see}")  # a third start would fail too
     if len(history) < max_restarts:

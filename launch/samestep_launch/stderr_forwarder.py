@@ -31,8 +31,8 @@ class StderrForwarder:
     """Reads a pipe to its end.
 
     The log gets all bytes at once. The console gets one-line messages once each, and other lines only while ``shows``
-    returns True. ``\\r`` ends a line too, and a long line is cut. Once a rank has reported an error, other ranks' errors
-    about a lost connection stay in the log.
+    returns True. A carriage return ends a line too, and a long line is cut. Once a rank has reported an error, other
+    ranks' errors about a lost connection stay in the log.
     """
 
     def __init__(

@@ -39,12 +39,14 @@ def terminate(pids):
     return ends(pids)
 """
 # A rank in a group of its own, with a worker that evaluates expressions. ``ask`` returns what the worker answers.
-RANK = f"""
+RANK = (
+    f"""
 import multiprocessing
 from samestep import stop
 
 TOOLS = {TOOLS!r}
-""" + """
+"""
+    + """
 WORKER = TOOLS + '''
 connection.send(os.getpid())
 while True:
@@ -77,6 +79,7 @@ def main():
 
 log.run(main)
 """
+)
 
 
 @contextlib.contextmanager
@@ -148,9 +151,7 @@ def test_a_worker_whose_parent_ends_obeys_the_signal_to_the_group(tmp_path: Path
     ("place", "method"),
     [("rank", "fork"), ("worker", "fork"), pytest.param("worker", "spawn", marks=pytest.mark.soak)],
 )
-def test_a_program_that_a_rank_or_its_worker_starts_gets_its_signals(
-    tmp_path: Path, place: str, method: str
-) -> None:
+def test_a_program_that_a_rank_or_its_worker_starts_gets_its_signals(tmp_path: Path, place: str, method: str) -> None:
     """It inherits no blocked signal: the process that started it can terminate it, and Ctrl-C ends it."""
     body = f"""
 call = {{"rank": eval, "worker": ask}}["{place}"]
