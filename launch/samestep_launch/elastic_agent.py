@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.multiprocessing
 from samestep import untrusted
 from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record

@@ -325,18 +325,20 @@ class _StopState(enum.Enum):
 class _Stopping:
     """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the rest.
 
-    The ranks alone get the signal, because a launcher would end its ranks in its own time. While there are none, all
-    processes of the job get TERM. A second signal ends the wait, unless it repeats the first.
+    The ranks alone get the signal, because a launcher would end its ranks in its own time. All other processes get TERM
+    when ranks and launcher have ended, and at once if there is no rank. A second signal ends the wait, unless it
+    repeats the first.
     """
 
     def __init__(self, processes: JobProcesses, job: str, logs: Path, grace: float, startup_grace: float) -> None:
         self._processes, self._job, self._logs = processes, job, logs
         self._grace, self._startup_grace = grace, startup_grace
+        self._signaled: list[int] = []  # the ranks, until all have ended
         self.find_ranks: Callable[[], list[int]] = list  # finds the ranks if none has a heartbeat
 
     def stop(self, process: Process | None, number: int) -> None:
         """Send the signal and wait. ``process``: the launcher, if it has been started."""
-        ranks: list[int] = []
+        has_heartbeat = False
         begun = deadline = time.monotonic()
         state = _StopState.SIGNAL
         while state is not _StopState.ENDED:
@@ -344,23 +346,35 @@ class _Stopping:
                 if state is _StopState.SIGNAL:
                     with block_signals():
                         ranks = self._ranks_with_heartbeat()
+                        has_heartbeat = bool(ranks)
                         deadline += self._grace + 1.0 if ranks else self._startup_grace  # ranks end by themselves
                         self._send(ranks or self.find_ranks(), number)
                         state = _StopState.WAIT
-                while time.monotonic() < deadline and ((process and process.poll() is None) or self._processes.find()):
+                while time.monotonic() < deadline and self._waits_for(process):
                     time.sleep(0.05)
                 state = _StopState.ENDED
             except Stopped as again:
                 if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
                     return
-        if ranks and self._processes.find():
+        if has_heartbeat and self._processes.find():
             print_stderr(f"killed after {self._grace:g} s (--grace): steps since the last checkpoint are not saved")
 
     def _send(self, ranks: list[int], number: int) -> None:
+        self._signaled = ranks
         if ranks and number != signal.SIGHUP:
             job_processes.send(ranks, number)
         else:
             job_processes.send(ranks or self._processes.find(), signal.SIGTERM)
+
+    def _waits_for(self, process: Process | None) -> bool:
+        """Return whether the launcher or another process of the job has not ended."""
+        left = self._processes.find()
+        if process and process.poll() is None:
+            return True
+        if self._signaled and not {*left} & {*self._signaled}:
+            job_processes.send(left, signal.SIGTERM)
+            self._signaled = []
+        return bool(left)
 
     def _ranks_with_heartbeat(self) -> list[int]:
         here, host = self._processes.find(), socket.gethostname()
