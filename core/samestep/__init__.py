@@ -39,7 +39,7 @@ class RetryableError(Exception):
     ``repeated`` is the message if the next start fails in the same way, and a restart did not help.
     """
 
-    def __init__(self, message: str, repeated: str = "") -> None:
+    def __init__(self, message: str, *, repeated: str = "") -> None:
         super().__init__(message)
         self.repeated = repeated or message
 

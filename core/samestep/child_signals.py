@@ -29,7 +29,7 @@ _CONFIG_NAME = "samestep_signals"  # in the configuration that multiprocessing s
 # Module state, because the signal mask that it describes is process state.
 _is_installed = False
 _blocks = False  # whether this process is a child that blocks the stop signals
-_thread = threading.local()  # mask: the mask before a fork; executes: whether the thread executes a program
+_thread = threading.local()  # mask and pid before a fork, and whether the thread executes a program
 
 
 def install() -> None:
@@ -75,7 +75,7 @@ def _protect(*parents: int) -> None:
 
 
 def _receive_signals(*parents: int) -> None:
-    """Deliver the stop signals that the child obeys. ``parents``: process ids, first that of `os.getppid`."""
+    """Deliver the stop signals that the child obeys. ``parents`` are process ids, and `os.getppid` is the first."""
     waiting = 0  # a signal that was not obeyed, or 0
     while True:
         received = signal.sigtimedwait(STOP_SIGNALS, ORPHAN_SECONDS if waiting else FOREVER)

@@ -42,7 +42,7 @@ class JobProcesses:
         launcher = f"{os.getpid()}@{socket.gethostname()}"  # another machine's script may run here too, in tests
         self._marks = {f"SAMESTEP_JOB={job}", f"SAMESTEP_LAUNCHER={launcher}"}
         self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
-        self.launcher = 0  # the process that was started, whose end is not reaped here; 0: none
+        self.launcher = 0  # the process that was started, if any, which its `Process` reaps
 
     def __enter__(self) -> JobProcesses:
         _adopt_orphans(True)
@@ -65,7 +65,7 @@ class JobProcesses:
     def ranks(self, program: Path) -> list[int]:
         """Return the process of each rank, found by the variables of its launcher.
 
-        A rank's children have the same variables, and its parent may be a shell that has them too: a rank is the
+        A rank's children have the same variables, and its parent may be a shell that has them too. So a rank is the
         outermost process whose command contains ``program``, or the outermost of all if none does.
         """
         table = _table()

@@ -132,7 +132,12 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
 
 
 class LauncherEnd(NamedTuple):
-    """How a launcher ended: its exit code, or minus a signal; and which rank a signal ended, for a message, or ""."""
+    """How a launcher ended.
+
+    Attributes:
+        code: the exit code, or minus a signal.
+        ended_rank: names the rank that a signal ended, for the message; or "".
+    """
 
     code: int
     ended_rank: str = ""
@@ -326,7 +331,7 @@ class _Stopping:
     """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the rest.
 
     The ranks alone get the signal, because a launcher would end its ranks in its own time. All other processes get TERM
-    when ranks and launcher have ended, and at once if there is no rank. A second signal ends the wait, unless it
+    when ranks and launcher have ended, and immediately if no rank exists. A second signal ends the wait, unless it
     repeats the first.
     """
 

@@ -13,7 +13,7 @@ import pytest
 from processes import is_running, wait_for
 from programs import LIMIT, start
 
-# What a rank and its worker can do. A program has started when it has the name of the command.
+# Functions of a rank and its worker. A program has started when it has the name of the command.
 TOOLS = """
 import os, signal, subprocess, sys, time
 SLEEP = ["sleep", "600"]

@@ -285,7 +285,7 @@ while len((run_dir / "notes.jsonl").read_text().splitlines()) < 2 * (start + 1):
 def test_no_descendant_outlives_the_start_that_it_belongs_to(
     command: Command, end: str, code: int, starts: int
 ) -> None:
-    """Each start checks that those of the start before have ended."""
+    """Each start checks that the processes of the start before have ended."""
     check = """
 before = [json.loads(line)["pid"] for line in open(run_dir / "notes.jsonl")] if start else []
 assert not any(os.path.exists(f"/proc/{pid}") for pid in before), before
@@ -374,7 +374,7 @@ log.run(main)
             "ValueError(f'sample 700 is damaged, seen by pid {os.getpid()}')",
             "rank 0: ValueError: sample 700 is damaged",
         ),
-        ("RetryableError('not saved; a restart helps', 'buffers differ')", "buffers differ"),
+        ("RetryableError('not saved; a restart helps', repeated='buffers differ')", "buffers differ"),
     ],
 )
 def test_the_same_error_at_the_same_step_is_not_started_a_third_time(command: Command, error: str, text: str) -> None:

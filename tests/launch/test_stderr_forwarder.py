@@ -1,4 +1,4 @@
-"""What of a launcher's standard error reaches the console, and what it says about a rank that has ended."""
+"""The console gets parts of a launcher's standard error, in which launchers also report ranks that have ended."""
 
 from __future__ import annotations
 
