@@ -7,7 +7,7 @@ Modules that every rank uses:
 * ``sharding``: this rank's samples.
 * ``schedules``: learning rates.
 * ``run`` and ``rundir``: the life of one run, and its folder.
-* ``stop``, ``step_timer``, ``monitor``, ``events``.
+* ``stop``, ``child_signals``, ``step_timer``, ``monitor``, ``events``, ``failures``.
 
 Packages that build on them:
 
@@ -34,7 +34,14 @@ class NonRetryableError(Exception):
 
 
 class RetryableError(Exception):
-    """Report a failure that a restart from the last good checkpoint can fix. Programs exit with 1."""
+    """Report a failure that a restart from the last good checkpoint can fix. Programs exit with 1.
+
+    ``repeated`` is the message if the next start fails in the same way, and a restart did not help.
+    """
+
+    def __init__(self, message: str, *, repeated: str = "") -> None:
+        super().__init__(message)
+        self.repeated = repeated or message
 
 
 class RemoteRankError(Exception):

@@ -21,7 +21,16 @@ from typing import IO, Any, NoReturn
 
 from tqdm import tqdm
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, RetryableError, checkpoint, events, untrusted
+from samestep import (
+    ConfigError,
+    NonRetryableError,
+    RemoteRankError,
+    RetryableError,
+    checkpoint,
+    events,
+    failures,
+    untrusted,
+)
 from samestep.env import launch_script
 from samestep.monitor import Monitor
 from samestep.root import Root
@@ -133,6 +142,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
         error(str(problem))
         code = 2 if isinstance(problem, ConfigError) else 1
     except RetryableError as problem:
+        _record_failure(problem, problem.repeated)
         error(str(problem), events.ROLLBACK)
         os._exit(1)
     except RemoteRankError as problem:
@@ -148,6 +158,7 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
         where = f"; more in {_file}" if _file else ""
         summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
         summary += "".join(remedy(str(problem)) for remedy in remedies)
+        _record_failure(problem, f"rank {_rank}: {summary}")
         error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
         with contextlib.suppress(OSError):
             sys.stderr.flush()
@@ -185,8 +196,24 @@ def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any)
 
 def no_restart(code: int) -> None:
     """Write ``log/no-restart``: a restart cannot help, and the launch script must exit with ``code``."""
-    if _folder:
-        untrusted.write_json(_folder, "no-restart", {"code": code, "job": os.environ.get("SAMESTEP_JOB")}, _rank)
+    folder = _job_folder()
+    if folder:
+        untrusted.write_json(folder, "no-restart", {"code": code, "job": os.environ.get("SAMESTEP_JOB")}, _rank)
+
+
+def _record_failure(problem: Exception, line: str) -> None:
+    """Note the failure for the launch script, if the monitor knows the step."""
+    folder, job = _job_folder(), os.environ.get("SAMESTEP_JOB")
+    if folder and job and _monitor.step is not None:
+        failures.record(folder, job, _rank, _monitor.step, problem, line)
+
+
+def _job_folder() -> Path | None:
+    """Return the log folder, also before `start`, if a launch script started this process; else None."""
+    run_dir = os.environ.get("SAMESTEP_RUN_DIR")
+    if _folder is None and run_dir and "SAMESTEP_JOB" in os.environ:
+        return Path(run_dir, "log")
+    return _folder
 
 
 def progress(total: int, done: int) -> tqdm[Any]:

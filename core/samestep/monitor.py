@@ -26,6 +26,11 @@ class Monitor:
 
     last_collective: Callable[[], dict[str, Any] | None] | None = None
 
+    @property
+    def step(self) -> int | None:
+        """Number of updates done; None if it is not known."""
+        return None
+
     def start(self, world: World, options: Options) -> None:
         """Start to watch this rank."""
 

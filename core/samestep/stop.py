@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from samestep import child_signals
+
+STOP_SIGNALS = child_signals.STOP_SIGNALS
 LOST_SECONDS = 2.0  # from a stop signal until a rank exits if another has ended: ranks that save exit together
 REPEAT_SECONDS = 1.0  # launchers repeat a signal, and a terminal sends it to a whole group: count those as one
 
@@ -58,7 +60,8 @@ class StopRequest:
             self._read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
             threading.Thread(target=self._signal_thread, name="signals", daemon=True).start()
-            os.register_at_fork(after_in_child=_restore_defaults)
+            child_signals.install()
+        child_signals.unblock()
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)  # gets each signal's number at once
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: None)
@@ -99,10 +102,3 @@ class StopRequest:
 def decode(sums: Sequence[float]) -> tuple[int, bool]:
     """Return the signal that any rank received (0 for none), and whether any rank's launcher died."""
     return next((int(number) for number, votes in zip(STOP_SIGNALS, sums) if votes), 0), sums[-1] > 0
-
-
-def _restore_defaults() -> None:
-    """In a forked child, such as a loader's worker: let signals end it."""
-    signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)

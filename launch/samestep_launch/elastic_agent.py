@@ -15,14 +15,14 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from samestep import untrusted
 from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import elastic_launch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessContext
 
 from samestep_launch import fork_server, process_info
 from samestep_launch.program import ImportFailed, Program, exit_code, importing, threads
@@ -144,7 +145,35 @@ def run_agent(program: Program, arguments: list[str]) -> None:
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
     own_files = _open_files()
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as torchrun's python -u
-    elastic_launch(config, run_rank)(program, options.training_script_args, handlers, own_files)
+    contexts = _record_contexts()
+    try:
+        elastic_launch(config, run_rank)(program, options.training_script_args, handlers, own_files)
+    except ChildFailedError as failure:
+        _report_signals(failure, contexts[-1])
+        raise
+
+
+def _record_contexts() -> list[ProcessContext]:
+    """Return a list that receives the context of the ranks' processes, which the agent keeps to itself."""
+    contexts: list[ProcessContext] = []
+    start: Callable[..., ProcessContext] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+
+    def start_processes(*arguments: Any, **settings: Any) -> ProcessContext:
+        contexts.append(start(*arguments, **settings))
+        return contexts[-1]
+
+    torch.multiprocessing.start_processes = start_processes  # type: ignore[attr-defined]
+    return contexts
+
+
+def _report_signals(failed: ChildFailedError, context: ProcessContext) -> None:
+    """Print each rank that a signal ended: the agent reports one rank, which may only have lost its connection."""
+    rank, failure = failed.get_first_failure()
+    first = rank - failure.local_rank
+    for local_rank, process in enumerate(context.processes):
+        if process.exitcode is not None and process.exitcode < 0:
+            end = f"process rank {first + local_rank} with PID {process.pid} exited on signal {-process.exitcode}"
+            print(end, file=sys.stderr, flush=True)
 
 
 def run_rank(

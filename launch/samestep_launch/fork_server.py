@@ -37,6 +37,7 @@ class Launcher:
         self._process, self._control = process, control
         self._code: int | None = None
         self._ended = threading.Event()
+        self.pid = process.pid
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:

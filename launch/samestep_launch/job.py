@@ -22,7 +22,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from samestep import ConfigError, NonRetryableError, events, untrusted
+from samestep import ConfigError, NonRetryableError, events, failures, untrusted
 from samestep.options import EXEC, FORK, Options
 from samestep.root import Root
 
@@ -41,7 +41,7 @@ TORCHRUN = "torch.distributed.run"  # module
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
-LOG_FILE = re.compile(r"\.?(alive|events|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
+LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
 
 @dataclass(frozen=True)
@@ -392,6 +392,7 @@ class Outcome:
         verdict: see `JobState`.
         stepped: whether a rank made an update; None if that cannot be known.
         crashes: describes ranks that a signal ended, for the message; or "".
+        failure: the exception of the first rank that failed; None if no rank recorded one.
     """
 
     code: int
@@ -399,6 +400,13 @@ class Outcome:
     verdict: int | None = None
     stepped: bool | None = False
     crashes: str = ""
+    failure: failures.Failure | None = None
+
+    def repeats(self, history: Sequence[Outcome]) -> bool:
+        """Return whether the start before failed with the same error at the same step: a third one would fail too."""
+        if not self.failure or self.crashes or not history:
+            return False
+        return self.failure.is_same(history[-1].failure)
 
 
 @dataclass(frozen=True)
@@ -418,6 +426,10 @@ def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs
     if -outcome.code in supervise.STOPS:  # someone stopped the launcher: no failure
         return Decision(128 - outcome.code)
     see, ended = f"see {logs}/launcher.log and rank-*.log", f"the job ended with code {outcome.code}{outcome.crashes}"
+    failure = outcome.failure
+    if failure and outcome.repeats(history):
+        same = f"error: the job failed twice with the same error at step {failure.step}"
+        return Decision(1, f"{same}: {failure.text}: {see}")
     if len(history) == 1 and not any(each.stepped is not False for each in (*history, outcome)):
         return Decision(1, f"error: the job failed twice before its first step: {see}")  # a third start would fail too
     if len(history) < max_restarts:
@@ -472,7 +484,7 @@ def attempt(
     if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
         resolved = ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
     if job.nodes.rank == 0:  # machines may share the run dir
-        for name in ("no-restart", "stalled", "stack-0.txt"):  # of an earlier start
+        for name in ("no-restart", "stalled", "stack-0.txt", failures.FILE_NAME):  # of an earlier start
             with contextlib.suppress(OSError):
                 Root(run_dir).unlink(f"log/{name}")
     address = rendezvous.address if rendezvous else None
@@ -493,20 +505,21 @@ def attempt(
             prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
             graces = grace, startup_grace if job.has_heartbeats else grace
             environ |= variables
-            show_all = not job.has_heartbeats
-            code = supervise.run_once(command, environ, logs, *graces, prefix, hint, show_all, watch, state.start)
+            program = None if job.has_heartbeats else job.program
+            end = supervise.run_once(command, environ, logs, *graces, prefix, hint, program, watch, state.start)
     finally:
         state.verdict = _verdict(logs, state.name)
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
     complete = not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").is_file())
-    if code == 0 and complete:
+    if end.code == 0 and complete:
         return Outcome(0)
     from samestep.recovery import hang_diagnosis  # not before something has failed
 
     beats = list(supervise.heartbeats(state.name, logs))
     stepped = any(beat["updates"] > 0 for beat in beats) if beats or job.has_heartbeats else None
-    crashes = hang_diagnosis.crashes(logs, state.name, job.program.parent)
-    return Outcome(code, complete, state.verdict, stepped, crashes)
+    crashes = hang_diagnosis.crashes(logs, state.name, job.program.parent) or end.ended_rank
+    failure = failures.read(logs, state.name)
+    return Outcome(end.code, complete, state.verdict, stepped, crashes, failure)
 
 
 def _verdict(logs: Path, job: str) -> int | None:

@@ -14,8 +14,8 @@ environment of PROGRAM:
   same command on each with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and
   share a secret by SAMESTEP_SECRET or the file SAMESTEP_SECRET_FILE.
 
-signals: TERM, USR1 or Ctrl-C stops the job and all its processes. A program
-that uses samestep.run.Run saves first.
+signals: TERM, USR1 or Ctrl-C stops the job and all its processes. The ranks
+receive the same signal. A program that uses samestep.run.Run saves first.
 
 exit codes: 0 done, 1 a failure, 2 a mistake in the call,
 128 + n stopped by signal n

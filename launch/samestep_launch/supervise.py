@@ -9,7 +9,6 @@ import contextlib
 import enum
 import fcntl
 import os
-import re
 import shlex
 import signal
 import socket
@@ -20,10 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
 from samestep import ConfigError, events, untrusted
 from samestep.root import Root
+
+from samestep_launch import job_processes
+from samestep_launch.job_processes import JobProcesses
+from samestep_launch.stderr_forwarder import StderrForwarder
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # at which ranks save a checkpoint and exit
 STOP_SECONDS = 10.0  # from the first signal to SIGKILL if no rank can save
@@ -40,11 +43,6 @@ HEARTBEAT = {
     "step": untrusted.integer(0, 2**63),
     "updates": untrusted.integer(0, 2**63),
 }
-# The errors of gloo, NCCL and Horovod in ranks that have lost another one.
-LOST_CONNECTION = re.compile(
-    rb"error: rank \d+: .*(connection (was )?(closed|reset)|broken pipe|remote process|has been shut down)",
-    re.IGNORECASE,
-)
 
 
 class Stopped(BaseException):
@@ -109,6 +107,10 @@ def environment(
 class Process(Protocol):
     """A launcher that has been started."""
 
+    @property
+    def pid(self) -> int:
+        """The process that was started: the launcher, or the fork server that forked it."""
+
     def poll(self) -> int | None:
         """Return the exit code, or minus a signal; None while it runs."""
 
@@ -130,6 +132,18 @@ def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: in
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
+class LauncherEnd(NamedTuple):
+    """How a launcher ended.
+
+    Attributes:
+        code: the exit code, or minus a signal.
+        ended_rank: names the rank that a signal ended, for the message; or "".
+    """
+
+    code: int
+    ended_rank: str = ""
+
+
 def run_once(
     command: Sequence[str],
     environ: Mapping[str, str],
@@ -138,11 +152,11 @@ def run_once(
     startup_grace: float,
     line_prefix: str = "",
     stop_hint: str = "",
-    show_all: bool = False,
+    program: Path | None = None,
     watch: HeartbeatWatch | None = None,
     start: Starter = start_program,
-) -> int:
-    """Run the launcher once; return its exit code when all of the job's processes have ended.
+) -> LauncherEnd:
+    """Run the launcher once; return how it ended when all of the job's processes have ended.
 
     Args:
         command: the launcher's command.
@@ -152,8 +166,9 @@ def run_once(
         startup_grace: the same, if no rank has written a heartbeat.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: follows "stopping (SIGTERM)" on the console.
-        show_all: whether the console shows all of stderr, and not only one-line messages, until a rank writes a
-            heartbeat: programs with a watchdog keep their output in log files.
+        program: the ranks' program, if it may have no watchdog. The console then shows all of stderr, and not only
+            one-line messages, until a rank writes a heartbeat: programs with a watchdog keep their output in log
+            files. And ranks get a signal also without a heartbeat.
         watch: finds ranks that cannot report a hang themselves.
         start: starts the launcher.
 
@@ -169,34 +184,41 @@ def run_once(
     # own stdout, which belongs in the log.
     messages, errors = os.pipe()
     keeps_files = any(str(logs) in word for word in command) and _can_be_opened(1)
-    shows = (lambda: not any(heartbeats(job, logs))) if show_all else bool
-    forward = (os.fdopen(messages, "rb"), log, line_prefix, shows)
-    forwarder = threading.Thread(target=forward_stderr, args=forward, daemon=True)
-    forwarder.start()
+    shows = (lambda: not any(heartbeats(job, logs))) if program else bool
+    forwarder = StderrForwarder(messages, log, line_prefix, shows, print_stderr)
+    forwarding = threading.Thread(target=forwarder.run, daemon=True)
+    forwarding.start()
+    processes = JobProcesses(job)
+    stopping = _Stopping(processes, job, logs, grace, startup_grace)
     process = None
-    try:
-        process = start(command, {**environ, "SAMESTEP_ERRORS": str(errors)}, errors if keeps_files else 1, errors)
-        code = _wait(process, job, logs, watch)
-        if -code in STOPS:  # someone stopped the launcher: its ranks must still save
-            _stop_ranks(job, process, -code, logs, grace, startup_grace)
-    except Stopped as stopped:
-        after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-        print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
-        _stop_ranks(job, process, stopped.number, logs, grace, startup_grace)
-        raise
-    finally:
-        with block_signals():
-            _kill_all(job)
-            if process:
-                process.kill()
-                process.wait()
-            os.close(errors)
-            forwarder.join(timeout=5)
-            seek_end(1)
-    return code
+    with processes:
+        try:
+            process = start(command, {**environ, "SAMESTEP_ERRORS": str(errors)}, errors if keeps_files else 1, errors)
+            processes.launcher = process.pid
+            if program:
+                is_launcher = str(program) == command[1]
+                stopping.find_ranks = (lambda: [process.pid]) if is_launcher else (lambda: processes.ranks(program))
+            code = _wait(process, processes, job, logs, watch)
+            if -code in STOPS:  # someone stopped the launcher: its ranks must still save
+                stopping.stop(process, -code)
+        except Stopped as stopped:
+            after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
+            print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
+            stopping.stop(process, stopped.number)
+            raise
+        finally:
+            with block_signals():
+                processes.kill_all(STOP_SECONDS)
+                if process:
+                    process.kill()
+                    process.wait()
+                os.close(errors)
+                forwarding.join(timeout=5)
+                seek_end(1)
+    return LauncherEnd(code, forwarder.ends.describe())
 
 
-def _wait(process: Process, job: str, logs: Path, watch: HeartbeatWatch | None) -> int:
+def _wait(process: Process, processes: JobProcesses, job: str, logs: Path, watch: HeartbeatWatch | None) -> int:
     """Wait until the launcher has ended; return its exit code.
 
     A watchdog reports a stalled rank on the console and by the file ``stalled``. The job is then killed here, because
@@ -210,8 +232,9 @@ def _wait(process: Process, job: str, logs: Path, watch: HeartbeatWatch | None) 
             return process.wait()
         # Machines may share the run dir: this start's alone counts.
         is_stalled = untrusted.read_object(logs / "stalled").get("job") == job
-        if is_stalled or (watch and watch.finds_hang()):
-            _kill(_processes_of(job), signal.SIGKILL)
+        if is_stalled or (watch and watch.finds_hang(processes)):
+            job_processes.send(processes.find(), signal.SIGKILL)
+        processes.reap()
 
 
 class HeartbeatWatch:
@@ -230,7 +253,7 @@ class HeartbeatWatch:
         self._elsewhere: set[Path] = set()
         self._begun = self._checked = time.monotonic()
 
-    def finds_hang(self) -> bool:
+    def finds_hang(self, processes: JobProcesses) -> bool:
         """Return whether there is such a hang, which is reported when it is found."""
         now = time.monotonic()
         if now - self._checked < HEARTBEAT_SECONDS or self._is_done:
@@ -239,7 +262,7 @@ class HeartbeatWatch:
             self._begun, self._changes = now, {path: (state, now) for path, (state, _) in self._changes.items()}
         self._checked = now
         self._read(now)
-        fields = self._hang(now)
+        fields = self._hang(now, processes)
         if fields:
             self._is_done = True
             print_stderr(f"error: {fields['text']}")
@@ -260,7 +283,7 @@ class HeartbeatWatch:
                 elif beat:
                     self._elsewhere.add(path)
 
-    def _hang(self, now: float) -> dict[str, Any]:
+    def _hang(self, now: float, processes: JobProcesses) -> dict[str, Any]:
         limit = max(self._timeout, self._first_step_timeout, START_SECONDS)
         if self._must_start and not (self._ranks or self._elsewhere) and now - self._begun > limit:
             return {"text": f"no rank has written a heartbeat within {limit:g} s: see {self._logs}/launcher.log"}
@@ -270,7 +293,7 @@ class HeartbeatWatch:
             if now - changed <= (before_first or self._timeout) + DIAGNOSIS_SECONDS:
                 continue
             # A rank that has ended, or is about to, has removed its stacks.
-            if beat["pid"] in _processes_of(self._job) and (self._logs / f"stack-{rank}.txt").exists():
+            if beat["pid"] in processes.find() and (self._logs / f"stack-{rank}.txt").exists():
                 name = f"rank {rank} ({untrusted.shown(beat['host'])}, pid {beat['pid']})"
                 text = f"{name} has written no heartbeat for {now - changed:.0f} s, last alive at step {beat['step']}"
                 return {
@@ -291,29 +314,6 @@ def open_log(path: Path) -> IO[bytes]:
         raise ConfigError(f"cannot write to {path}: {error.strerror}: name another place with --run-dir") from None
 
 
-def forward_stderr(stream: IO[bytes], log: IO[bytes], line_prefix: str, shows: Callable[[], bool]) -> None:
-    """Copy the stderr of launcher and ranks to the log. The console gets one-line messages, and others if it shows.
-
-    Once a rank has reported an error, other ranks' errors about a lost connection stay in the log.
-    """
-    prefix = re.compile(line_prefix.encode())
-    shown: set[bytes] = set()
-    has_error = False
-    with stream, log:
-        for line in stream:
-            with contextlib.suppress(OSError):
-                log.write(line)
-            match = prefix.match(line)
-            line = line[match.end() :] if match else line
-            is_message = line.startswith((b"error: ", b"warning: "))
-            if has_error and LOST_CONNECTION.match(line):
-                continue
-            has_error = has_error or line.startswith(b"error: ")
-            if line not in shown if is_message else shows():  # a message once, if all ranks report it
-                shown.update([line] if is_message else [])
-                print_stderr(line.decode(errors="replace").rstrip())
-
-
 def _can_be_opened(descriptor: int) -> bool:
     """Return whether other processes can open this process's file, as `log.start` does. They cannot open a socket."""
     try:
@@ -329,38 +329,64 @@ class _StopState(enum.Enum):
     ENDED = "nothing more to wait for"
 
 
-def _stop_ranks(
-    job: str,
-    process: Process | None,
-    number: int,
-    logs: Path,
-    grace: float,
-    startup_grace: float,
-) -> None:
-    """Send the signal to the ranks of the job, which save and exit within ``grace`` seconds. The caller kills the rest.
+class _Stopping:
+    """Stops the ranks of a job, which save and exit within ``grace`` seconds. The caller kills the rest.
 
-    The launcher gets no signal, because it would end its ranks in its own time. If no rank has a heartbeat yet, all
-    processes of the job get TERM. A second signal ends the wait, unless it repeats the first.
+    The ranks alone get the signal, because a launcher would end its ranks in its own time. All other processes get TERM
+    when ranks and launcher have ended, and immediately if no rank exists. A second signal ends the wait, unless it
+    repeats the first.
     """
-    ranks: list[int] = []
-    begun = deadline = time.monotonic()
-    state = _StopState.SIGNAL
-    while state is not _StopState.ENDED:
-        try:
-            if state is _StopState.SIGNAL:
-                with block_signals():
-                    ranks = _ranks_of(job, logs)
-                    deadline += grace + 1.0 if ranks else startup_grace  # ranks end by themselves
-                    _kill(ranks or _processes_of(job), number if ranks and number != signal.SIGHUP else signal.SIGTERM)
-                    state = _StopState.WAIT
-            while time.monotonic() < deadline and ((process and process.poll() is None) or _processes_of(job)):
-                time.sleep(0.05)
-            state = _StopState.ENDED
-        except Stopped as again:
-            if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
-                return
-    if ranks and _processes_of(job):
-        print_stderr(f"killed after {grace:g} s (--grace): steps since the last checkpoint are not saved")
+
+    def __init__(self, processes: JobProcesses, job: str, logs: Path, grace: float, startup_grace: float) -> None:
+        self._processes, self._job, self._logs = processes, job, logs
+        self._grace, self._startup_grace = grace, startup_grace
+        self._signaled: list[int] = []  # the ranks, until all have ended
+        self.find_ranks: Callable[[], list[int]] = list  # finds the ranks if none has a heartbeat
+
+    def stop(self, process: Process | None, number: int) -> None:
+        """Send the signal and wait. ``process``: the launcher, if it has been started."""
+        has_heartbeat = False
+        begun = deadline = time.monotonic()
+        state = _StopState.SIGNAL
+        while state is not _StopState.ENDED:
+            try:
+                if state is _StopState.SIGNAL:
+                    with block_signals():
+                        ranks = self._ranks_with_heartbeat()
+                        has_heartbeat = bool(ranks)
+                        deadline += self._grace + 1.0 if ranks else self._startup_grace  # ranks end by themselves
+                        self._send(ranks or self.find_ranks(), number)
+                        state = _StopState.WAIT
+                while time.monotonic() < deadline and self._waits_for(process):
+                    time.sleep(0.05)
+                state = _StopState.ENDED
+            except Stopped as again:
+                if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
+                    return
+        if has_heartbeat and self._processes.find():
+            print_stderr(f"killed after {self._grace:g} s (--grace): steps since the last checkpoint are not saved")
+
+    def _send(self, ranks: list[int], number: int) -> None:
+        self._signaled = ranks
+        if ranks and number != signal.SIGHUP:
+            job_processes.send(ranks, number)
+        else:
+            job_processes.send(ranks or self._processes.find(), signal.SIGTERM)
+
+    def _waits_for(self, process: Process | None) -> bool:
+        """Return whether the launcher or another process of the job has not ended."""
+        left = self._processes.find()
+        if process and process.poll() is None:
+            return True
+        if self._signaled and not {*left} & {*self._signaled}:
+            job_processes.send(left, signal.SIGTERM)
+            self._signaled = []
+        return bool(left)
+
+    def _ranks_with_heartbeat(self) -> list[int]:
+        here, host = self._processes.find(), socket.gethostname()
+        beats = heartbeats(self._job, self._logs)
+        return [beat["pid"] for beat in beats if beat["host"] == host and beat["pid"] in here]
 
 
 def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
@@ -375,55 +401,6 @@ def _heartbeat(path: Path, job: str) -> dict[str, Any]:
         untrusted.check(beat, HEARTBEAT)
         return beat if beat.get("job") == job else {}
     return {}
-
-
-def _ranks_of(job: str, logs: Path) -> list[int]:
-    """Return the process ids of the job's ranks on this machine, by their heartbeats."""
-    here, host = _processes_of(job), socket.gethostname()
-    return [beat["pid"] for beat in heartbeats(job, logs) if beat["host"] == host and beat["pid"] in here]
-
-
-def _processes_of(job: str) -> list[int]:
-    """Return this launch script's processes of a job, by their environment, whatever their parent.
-
-    Another machine's script may run on this machine too, in tests.
-    """
-    marks = {f"SAMESTEP_JOB={job}".encode(), f"SAMESTEP_LAUNCHER={os.getpid()}@{socket.gethostname()}".encode()}
-    pids = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            environ = entry.read_bytes()
-            if marks <= set(environ.split(b"\0")) or (not environ and _is_starting_child(entry.with_name("stat"))):
-                pids.append(int(entry.parent.name))
-    return pids
-
-
-def _is_starting_child(stat: Path) -> bool:
-    """Return whether a process without an environment is a child of this one in the middle of its exec.
-
-    `subprocess.Popen` returns so early that a launcher may still be there if a signal arrives right after it.
-    """
-    state, parent, *_ = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold spaces: proc(5)
-    return state not in "ZX" and int(parent) == os.getpid()
-
-
-def _kill_all(job: str) -> None:
-    """Kill every process of the job and wait until the last is gone: none may write while the next start runs.
-
-    Two checks in a row must find none, because a rank has no environment in the middle of its exec.
-    """
-    deadline, checks = time.monotonic() + STOP_SECONDS, 0
-    while checks < 2 and time.monotonic() < deadline:
-        left = _processes_of(job)
-        checks = 0 if left else checks + 1
-        _kill(left, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _kill(processes: Sequence[int], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
 
 
 def _interface(address: str | None) -> str | None:
@@ -452,11 +429,11 @@ def read_text(path: Any) -> str | None:
         return None
 
 
-def print_stderr(text: str) -> None:
-    """Print one line to standard error."""
+def print_stderr(text: str, end: str = "\n") -> None:
+    """Print one line to standard error, or with another ``end`` a part of a line."""
     seek_end(2)
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def seek_end(descriptor: int) -> None:

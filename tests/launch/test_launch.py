@@ -16,12 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes import is_running
 from repository import REPOSITORY
 from samestep import ConfigError
+from samestep.failures import Failure
 from samestep.options import Options
 from samestep_launch import app
 from samestep_launch.job import Decision, Job, Nodes, Outcome, decide, read_nodes
@@ -339,6 +341,7 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
 LOGS = Path("r/log")
 SEE = "see r/log/launcher.log and rank-*.log"
 FAILED, STEPPED = Outcome(7), Outcome(7, stepped=True)
+RAISED = Outcome(1, stepped=True, failure=Failure(7, "E", "rank 0: E: bad"))
 
 
 @pytest.mark.parametrize(
@@ -364,6 +367,19 @@ FAILED, STEPPED = Outcome(7), Outcome(7, stepped=True)
             [Outcome(7, stepped=None)],
             None,
             "warning: the job ended with code 7; starting it again (2 of 3), logs in r/log",
+        ),
+        (RAISED, [RAISED], 1, f"error: the job failed twice with the same error at step 7: rank 0: E: bad: {SEE}"),
+        (
+            replace(RAISED, crashes="; rank 1 died"),  # the exception may be a consequence
+            [RAISED],
+            None,
+            "warning: the job ended with code 1; rank 1 died; starting it again (2 of 3), logs in r/log",
+        ),
+        (
+            RAISED,
+            [RAISED, STEPPED],
+            None,
+            "warning: the job ended with code 1; starting it again (3 of 3), logs in r/log",
         ),
         (STEPPED, [STEPPED] * 3, 1, f"error: the job ended with code 7 after 3 restarts: {SEE}"),
         (
@@ -617,6 +633,7 @@ code = '''
 import os, sys, time
 from pathlib import Path
 from samestep import env, log
+from samestep.failures import Failure
 from samestep.options import Options
 from samestep.recovery import watchdog
 log.start(Path(sys.argv[1]), 0, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -203,8 +204,192 @@ def test_a_signal_is_forwarded_and_nothing_is_left(command: Command, number: int
     assert all(map(is_running, pids))
     process.send_signal(number)
     done = end_of(process)
-    assert (done.returncode, done.stderr) == (code, f"stopping ({signal.Signals(number).name})\n")
+    first, *others = done.stderr.splitlines()
+    assert (done.returncode, first) == (code, f"stopping ({signal.Signals(number).name})")
+    assert others.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)  # as Python reports Ctrl-C
+    assert bool(others) == (number == signal.SIGINT)
     assert gone(lambda: [pid for pid in pids if is_running(pid)])
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (signal.SIGUSR1, 1),
+        (signal.SIGINT, 2),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.soak),
+        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.soak),
+    ],
+)
+def test_a_programs_own_handler_gets_the_signal_that_arrived_once(command: Command, number: int, ranks: int) -> None:
+    """One rank is the launcher itself, and two have one. Children of a rank get no signal as long as it saves."""
+    if ranks > 1:
+        command.add_torch()
+    code = f"""
+import signal, subprocess
+child = subprocess.Popen([sys.executable, "-S", "-c", {SLEEPER!r}])
+def save(number, frame):
+    note(got=number)
+    time.sleep(0.5)
+    note(child=child.poll())
+    sys.exit(0)
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(each, save)
+note(ready=True)
+time.sleep(600)
+"""
+    process = command.start(code, "-n", str(ranks))
+    wait_for(lambda: len(command.project.notes()) == ranks)
+    process.send_signal(number)
+    assert end_of(process).returncode == 128 + number
+    notes = command.project.notes()
+    assert [note["got"] for note in notes if "got" in note] == [number] * ranks
+    assert [note["child"] for note in notes if "child" in note] == [None] * ranks
+
+
+# Children of a program that leave its session, its environment, their parent or their title behind.
+LEAVERS = """
+import ctypes, subprocess
+
+def change_title():  # as setproctitle does, which overwrites the environment too
+    fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+    ctypes.memset(int(fields[47]), 0, int(fields[48]) - int(fields[47]))
+
+def leave():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    change_title()
+    note(pid=os.getpid())
+    time.sleep(600)
+
+empty = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True, stderr=subprocess.DEVNULL)
+note(pid=empty.pid)
+if os.fork() == 0:
+    leave()
+while len((run_dir / "notes.jsonl").read_text().splitlines()) < 2 * (start + 1):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "starts"),
+    [
+        ("sys.exit(3)", 1, 2),
+        pytest.param("sys.exit(0)", 0, 1, marks=pytest.mark.soak),
+        pytest.param("os.kill(os.getpid(), 9)", 1, 2, marks=pytest.mark.soak),
+        ("os.kill(int(os.environ['SAMESTEP_LAUNCHER'].split('@')[0]), 15)\ntime.sleep(600)", 143, 1),
+    ],
+)
+def test_no_descendant_outlives_the_start_that_it_belongs_to(
+    command: Command, end: str, code: int, starts: int
+) -> None:
+    """Each start checks that the processes of the start before have ended."""
+    check = """
+before = [json.loads(line)["pid"] for line in open(run_dir / "notes.jsonl")] if start else []
+assert not any(os.path.exists(f"/proc/{pid}") for pid in before), before
+"""
+    done = command.run(check + LEAVERS + end, "--max-restarts=1")
+    pids = [note["pid"] for note in command.project.notes()]
+    left = [pid for pid in pids if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert (done.returncode, len(pids), left) == (code, 2 * starts, []), done.stderr
+
+
+def test_a_bar_without_a_newline_appears_while_the_program_runs(command: Command) -> None:
+    """The program ends only when the test has seen the bar."""
+    code = """
+print(chr(13) + "1/9 [bar]", end="", file=sys.stderr, flush=True)
+while not (run_dir / "seen").exists():
+    time.sleep(0.02)
+"""
+    process = command.start(code)
+    assert process.stderr is not None
+    shown = ""
+    while "1/9 [bar]" not in shown:
+        assert select.select([process.stderr], [], [], LIMIT)[0], shown
+        shown += os.read(process.stderr.fileno(), 100).decode()
+    (command.run_dir / "seen").touch()
+    assert end_of(process).returncode == 0
+
+
+@pytest.mark.parametrize("megabytes", [100, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_line_without_an_end_needs_no_memory(command: Command, megabytes: int) -> None:
+    """The launch script's own peak, read by the program before and after the line."""
+    code = f"""
+launcher = os.environ["SAMESTEP_LAUNCHER"].partition("@")[0]
+def peak():
+    lines = open(f"/proc/{{launcher}}/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak()
+for _ in range({megabytes}):
+    sys.stderr.write("x" * 2**20)
+sys.stderr.write("\\nthe end\\n")
+note(kilobytes=peak() - before)
+"""
+    done = command.run(code)
+    assert done.returncode == 0
+    assert command.project.notes()[0]["kilobytes"] < 50_000
+    log = command.run_dir / "log" / "launcher.log"
+    assert log.stat().st_size > megabytes * 2**20
+    assert done.stderr.endswith("x [...]\nthe end\n")
+
+
+def test_a_mistake_that_a_program_reports_ends_the_job_with_2_after_one_start(command: Command) -> None:
+    """Also before the program has opened its log files, as for a mistake in its options."""
+    code = """
+from samestep import ConfigError, log
+def main():
+    note()
+    raise ConfigError("--lr fast is not a number: give a number")
+log.run(main)
+"""
+    done = command.run(code)
+    assert (done.returncode, done.stderr) == (2, "error: --lr fast is not a number: give a number\n")
+    assert len(command.project.notes()) == 1
+
+
+# A program that fails at a step that its monitor knows.
+FAILS = """
+from samestep import ConfigError, RetryableError, log
+from samestep.monitor import Monitor
+
+class AtStep(Monitor):
+    step = 7
+
+def main():
+    log.start(run_dir, 0, False, AtStep())
+    note()
+    raise {error}
+log.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            "ValueError(f'sample 700 is damaged, seen by pid {os.getpid()}')",
+            "rank 0: ValueError: sample 700 is damaged",
+        ),
+        ("RetryableError('not saved; a restart helps', repeated='buffers differ')", "buffers differ"),
+    ],
+)
+def test_the_same_error_at_the_same_step_is_not_started_a_third_time(command: Command, error: str, text: str) -> None:
+    done = command.run(FAILS.format(error=error))
+    assert (done.returncode, len(command.project.notes())) == (1, 2)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: the job failed twice with the same error at step 7: {text}")
+
+
+@pytest.mark.parametrize(
+    "error", ["ValueError(f'sample {start} is damaged')", "RuntimeError('Connection closed by peer')"]
+)
+def test_an_error_that_a_restart_may_fix_gets_all_restarts(command: Command, error: str) -> None:
+    assert command.run(FAILS.format(error=error)).returncode == 1
+    assert len(command.project.notes()) == 4
 
 
 def test_a_program_has_its_grace_to_handle_term(command: Command) -> None:

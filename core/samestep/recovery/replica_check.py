@@ -22,6 +22,7 @@ from samestep.untrusted import integer, read_object, write_json
 
 _NOTE = "not-finite"  # in log/: the step at which a loss was NaN or infinite, and the number of that start of the job
 _RESTART = "a restart resumes from an earlier checkpoint"
+_REPEATED = "which not all ranks compute alike: broadcast buffers, and seed random numbers independently of the rank"
 
 
 def checksum(array: NDArray[Any]) -> int:
@@ -52,10 +53,14 @@ def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> Re
     """
     if not names:
         ranks, unknown = minority_ranks(checksums)
-        return RetryableError(f"{ranks} in the final weights: no result{unknown}; {_RESTART}")
+        repeated = f"{ranks} in the final weights, {_REPEATED}"
+        return RetryableError(f"{ranks} in the final weights: no result{unknown}; {_RESTART}", repeated=repeated)
     first = int((checksums != checksums[0]).any(axis=0).argmax())
     ranks, unknown = minority_ranks(checksums[:, [first]])
-    return RetryableError(f"{ranks} at step {step}, first in {names[first]}: not saved{unknown}; {_RESTART}")
+    repeated = f"{ranks} at step {step}, first in {names[first]}, {_REPEATED}"
+    return RetryableError(
+        f"{ranks} at step {step}, first in {names[first]}: not saved{unknown}; {_RESTART}", repeated=repeated
+    )
 
 
 def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
@@ -82,4 +87,4 @@ def not_finite(name: str, value: float, step: int, options: Options, world: Worl
     if note.get("step") == step and integer(0, start - 1)(note.get("start")):
         return NonRetryableError(f"{text}; the same happened in an earlier start")
     write_json(logs, _NOTE, {"step": step, "start": start}, world.rank)
-    return RetryableError(f"{text}, unless a flipped bit caused it; {_RESTART}")
+    return RetryableError(f"{text}, unless a flipped bit caused it; {_RESTART}", repeated=text)

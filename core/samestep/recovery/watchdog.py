@@ -90,6 +90,11 @@ class Watchdog(Monitor):
     def expect_compilation(self) -> None:
         self._is_compiling = self._compile_timeout is not None
 
+    @property
+    def step(self) -> int:
+        """Number of updates done."""
+        return self._step
+
     def beat(self, step: int | None = None) -> None:
         self.last_progress, self._is_compiling = time.monotonic(), False
         if step is not None:

@@ -1,0 +1,70 @@
+"""Record why a start of a job failed, so that the launch script recognizes the same failure at the next start.
+
+The file ``log/failure`` holds the exception of the first rank that failed. A rank that has lost its connection to
+another one does not count: its failure is a consequence. This module uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep.untrusted import check, integer, printable, read_object, text, write_json
+
+FILE_NAME = "failure"  # in the log folder
+MAX_TEXT = 1000  # characters
+# The errors of gloo, NCCL and Horovod in ranks that have lost another one.
+LOST_CONNECTION = r"connection (was )?(closed|reset)|broken pipe|remote process|has been shut down"
+_CHANGING = re.compile(r"0x[0-9a-f]+|\bpid \d+|\bport \d+|:\d{2,5}\b", re.IGNORECASE)  # at each start
+_SCHEMA = {"step": integer(0, 2**63), "error": text(MAX_TEXT), "text": text(MAX_TEXT)}
+
+
+class Failure(NamedTuple):
+    """The failure of a rank.
+
+    Attributes:
+        step: number of updates done.
+        error: class of the exception.
+        text: one line, such as "rank 0: ValueError: sample 7 is damaged".
+    """
+
+    step: int
+    error: str
+    text: str
+
+    def is_same(self, other: Failure | None) -> bool:
+        """Return whether another start failed at the same step with the same error, apart from addresses and ids."""
+        return other is not None and self._constant == other._constant
+
+    @property
+    def _constant(self) -> tuple[int, str, str]:
+        return self.step, self.error, re.sub(r"\brank \d+", "", _CHANGING.sub("", self.text))
+
+
+def record(folder: Path, job: str, rank: int, step: int, problem: BaseException, line: str) -> None:
+    """Write the file, unless a rank of this job has done so, or the problem follows from another rank's end.
+
+    Args:
+        folder: the run dir's ``log`` folder.
+        job: the name of this start.
+        rank: this rank.
+        step: number of updates done.
+        problem: the exception.
+        line: describes it in one line.
+    """
+    is_first = read_object(folder / FILE_NAME).get("job") != job
+    if is_first and not re.search(LOST_CONNECTION, str(problem), re.IGNORECASE):
+        values = {"job": job, "step": step, "error": type(problem).__name__, "text": line[:MAX_TEXT]}
+        write_json(folder, FILE_NAME, values, rank)
+
+
+def read(folder: Path, job: str) -> Failure | None:
+    """Return the failure of this start of the job; None if no rank has recorded one."""
+    values = read_object(folder / FILE_NAME)
+    try:
+        check(values, {**_SCHEMA, "job": text(MAX_TEXT)})
+    except ValueError:
+        return None
+    failure = Failure(values["step"], values["error"], " ".join(printable(values["text"]).split()))
+    return failure if values["job"] == job else None

@@ -1,0 +1,193 @@
+"""Find, signal and reap the processes of one start of a job, whatever session, environment or title they have.
+
+This module uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep import ConfigError, env
+
+from samestep_launch.fork_server import IDLE
+
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+CLEAN_CHECKS = 2  # in a row that must find no process, because processes start others
+
+
+class Process(NamedTuple):
+    """A line of the process table: the parent's id, and whether the process has ended but was not reaped."""
+
+    parent: int
+    is_zombie: bool
+
+
+class JobProcesses:
+    """The processes of one start of a job on this machine.
+
+    These are the processes that have the job's variables in their environment, the children that this process has
+    started since this object was made, and all their descendants. Use it as a context: inside, this process becomes
+    the parent of each descendant whose own parent ends, so that none can leave the job.
+    """
+
+    def __init__(self, job: str) -> None:
+        """Take the name of the start. Children that exist already, such as a tracker, are not the job's."""
+        launcher = f"{os.getpid()}@{socket.gethostname()}"  # another machine's script may run here too, in tests
+        self._marks = {f"SAMESTEP_JOB={job}", f"SAMESTEP_LAUNCHER={launcher}"}
+        self._others = {pid for pid, process in _table().items() if process.parent == os.getpid()}
+        self.launcher = 0  # the process that was started, if any, which its `Process` reaps
+
+    def __enter__(self) -> JobProcesses:
+        _adopt_orphans(True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _adopt_orphans(False)
+
+    def find(self) -> list[int]:
+        """Return the ids of the processes that have not ended."""
+        table = _table()
+        environments = {pid: _environment(pid) for pid in table}
+        marked = {pid for pid, environ in environments.items() if self._marks <= environ}
+        started = {pid for pid, process in table.items() if process.parent == os.getpid()} - self._others
+        found = _with_descendants(marked | started, table)
+        # A fork server waits for the next start. Its children are this job's.
+        idle = {pid for pid in found if f"SAMESTEP_JOB={IDLE}" in environments[pid]}
+        return sorted(pid for pid in found - idle if not table[pid].is_zombie)
+
+    def ranks(self, program: Path) -> list[int]:
+        """Return the process of each rank, found by the variables of its launcher.
+
+        A rank's children have the same variables, and its parent may be a shell that has them too. So a rank is the
+        outermost process whose command contains ``program``, or the outermost of all if none does.
+        """
+        table = _table()
+        members: dict[int, set[int]] = {}
+        own = _rank(os.environ)
+        for pid in self.find():
+            place = _rank(_variables(_environment(pid)))
+            if place and place != own:
+                members.setdefault(place[1], set()).add(pid)
+        found = []
+        for processes in members.values():
+            runs_program = {pid for pid in processes if str(program) in _command(pid)}
+            found += _outermost(runs_program or processes, table)
+        return found
+
+    def kill_all(self, timeout: float) -> None:
+        """Kill and reap all processes and wait until the last is gone: none may write while the next start runs."""
+        deadline, checks = time.monotonic() + timeout, 0
+        while checks < CLEAN_CHECKS and time.monotonic() < deadline:
+            left = self.find()
+            checks = 0 if left else checks + 1
+            send(left, signal.SIGKILL)
+            time.sleep(0.02)
+            self.reap()
+
+    def reap(self) -> None:
+        """Remove ended processes from the process table that this process has adopted."""
+        for pid in _children():
+            if pid not in self._others and pid != self.launcher and _is_zombie(pid):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def send(processes: Iterable[int], number: int) -> None:
+    """Send a signal to processes, except those that have ended or that belong to another user."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def _adopt_orphans(is_on: bool) -> None:
+    """Make this process, or stop making it, the parent of its descendants whose parents end."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+
+
+# --- /proc -----------------------------------------------------------------------------------------------------------
+
+
+def _table() -> dict[int, Process]:
+    """Return all processes of this machine by their ids."""
+    table = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            table[int(path.parent.name)] = _parse_stat(path.read_text(errors="replace"))
+    return table
+
+
+def _parse_stat(text: str) -> Process:
+    state, parent, *_ = text.rpartition(")")[2].split()  # after the name, which may hold spaces: proc(5)
+    return Process(int(parent), state in "ZX")
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace")).is_zombie
+    return False
+
+
+def _children() -> Iterator[int]:
+    """Yield the ids of this process's children, which are much fewer than all processes."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, path.read_text().split())
+
+
+def _environment(pid: int) -> set[str]:
+    """Return a process's variables as ``NAME=value``; empty if they cannot be read."""
+    with contextlib.suppress(OSError):
+        return set(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"))
+    return set()
+
+
+def _command(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def _variables(environment: Collection[str]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in environment]
+    return {name: value for name, _, value in pairs if name}
+
+
+def _rank(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the launcher's name and the rank that variables describe; None if they describe no rank of a launcher."""
+    try:
+        world = env.detect(environ)
+    except ConfigError:
+        return None
+    is_rank = world.role == "worker" and world.launcher != "none"
+    return (world.launcher, world.rank) if is_rank else None
+
+
+def _with_descendants(roots: Collection[int], table: Mapping[int, Process]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, process in table.items():
+        children.setdefault(process.parent, []).append(pid)
+    found, waiting = set[int](), [*roots]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting += children.get(pid, [])
+    return found
+
+
+def _outermost(processes: Collection[int], table: Mapping[int, Process]) -> list[int]:
+    """Return the processes that are no descendants of another of them."""
+    below = set[int]()
+    for pid in processes:
+        below |= _with_descendants([pid], table) - {pid}
+    return [pid for pid in processes if pid not in below]

@@ -1,0 +1,138 @@
+"""Copy the standard error of a launcher and its ranks to launcher.log, and parts of it to the console.
+
+This module uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+from collections.abc import Callable
+from typing import IO
+
+from samestep import failures
+
+MAX_CHUNK = 2**16  # bytes of one read
+MAX_SHOWN = 2**13  # bytes of one line that the console shows
+PAUSE_SECONDS = 0.2  # without output, after which the console shows a line that has not ended, such as a progress bar
+LOST_CONNECTION = re.compile(rb"error: rank \d+: .*(%b)" % failures.LOST_CONNECTION.encode(), re.IGNORECASE)
+# How launchers report a rank that has ended: torchrun, horovodrun, and Open MPI in one line or two.
+ENDED_RANK = re.compile(rb"\s*rank +: (\d+) \(local_rank|Process name: (\d+)$|.*process rank (\d+) with PID")
+ENDED_BY = re.compile(
+    rb"\s*exitcode +: -(\d+) |Exit code: -(\d+)$|Exit code: (129|1[3-5]\d)$|.*exited on signal (\d+)|signal (\d+) \("
+)
+SHELL_SIGNAL = 128  # a shell adds the number of the signal that ended its command
+
+
+class StderrForwarder:
+    """Reads a pipe to its end.
+
+    The log gets all bytes at once. The console gets one-line messages once each, and other lines only while ``shows``
+    returns True. A carriage return ends a line too, and a long line is cut. Once a rank has reported an error, other
+    ranks' errors about a lost connection stay in the log.
+    """
+
+    def __init__(
+        self, source: int, log: IO[bytes], line_prefix: str, shows: Callable[[], bool], show: Callable[[str, str], None]
+    ) -> None:
+        """Prepare to forward.
+
+        Args:
+            source: the descriptor to read from, which `run` closes.
+            log: the file that gets all bytes, which `run` closes.
+            line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
+            shows: returns whether the console shows lines that are no messages.
+            show: prints a text, and the characters at its end, on the console.
+        """
+        self.ends = RankEnds()
+        self._source, self._log = source, log
+        self._prefix = re.compile(line_prefix.encode())
+        self._shows, self._show = shows, show
+        self._line = b""  # the line that has not ended, up to MAX_SHOWN
+        self._is_cut = False
+        self._shown_bytes = 0  # of the line
+        self._messages: set[bytes] = set()
+        self._has_error = False
+
+    def run(self) -> None:
+        """Forward until the last writer has closed the pipe."""
+        with self._log:
+            while chunk := os.read(self._source, MAX_CHUNK):
+                self._write_log(chunk)
+                for piece in chunk.splitlines(keepends=True):
+                    self._take(piece)
+                if self._line and not select.select([self._source], [], [], PAUSE_SECONDS)[0]:
+                    self._show_unfinished_line()
+            if self._line:
+                self._end_line("\n")
+        os.close(self._source)
+
+    def _write_log(self, chunk: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the job
+            self._log.write(chunk)
+
+    def _take(self, piece: bytes) -> None:
+        """Add a piece to the line; the piece may end it."""
+        text = piece.rstrip(b"\r\n")
+        self._is_cut = self._is_cut or len(self._line) + len(text) > MAX_SHOWN
+        self._line = (self._line + text)[:MAX_SHOWN]
+        if piece.endswith(b"\n"):
+            self._end_line("\n")
+        elif piece.endswith(b"\r"):
+            self._end_line("\r")
+
+    def _end_line(self, terminator: str) -> None:
+        match = self._prefix.match(self._line)
+        line = self._line[match.end() :] if match else self._line
+        self.ends.read(line)
+        if not _is_message(line):
+            self._show_rest(line, f" [...]{terminator}" if self._is_cut else terminator)
+        elif line not in self._messages and not (self._has_error and LOST_CONNECTION.match(line)):
+            self._messages.add(line)
+            self._show(line.decode(errors="replace").rstrip(), terminator)
+        self._has_error = self._has_error or line.startswith(b"error: ")
+        self._line, self._is_cut, self._shown_bytes = b"", False, 0
+
+    def _show_unfinished_line(self) -> None:
+        match = self._prefix.match(self._line)
+        if match and not _is_message(self._line[match.end() :]):
+            self._show_rest(self._line[match.end() :], "")
+
+    def _show_rest(self, line: bytes, end: str) -> None:
+        """Show what the console has not shown of the line."""
+        if self._shown_bytes or self._shows():
+            self._show(line[self._shown_bytes :].decode(errors="replace"), end)
+            self._shown_bytes = len(line)
+
+
+class RankEnds:
+    """Finds in a launcher's output which rank a signal ended first: other ranks then lose their connections."""
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._signals: list[tuple[int, int]] = []  # rank and signal
+
+    def read(self, line: bytes) -> None:
+        """Take a line of the launcher's output."""
+        if rank := ENDED_RANK.match(line):
+            self._rank = int(rank[rank.lastindex or 0])
+        end = ENDED_BY.match(line)
+        if end and self._rank is not None:
+            number = int(end[end.lastindex or 0])
+            self._signals.append((self._rank, number % SHELL_SIGNAL))
+            self._rank = None
+
+    def describe(self) -> str:
+        """Return "; rank 0 was ended by SIGKILL, ...", or "". A launcher itself ends ranks by TERM."""
+        for rank, number in self._signals:
+            if number != signal.SIGTERM and number in {*signal.Signals}:
+                return f"; rank {rank} was ended by {signal.Signals(number).name}"
+        return ""
+
+
+def _is_message(line: bytes) -> bool:
+    """Return whether a line is one of this project's messages."""
+    return line.startswith((b"error: ", b"warning: "))
