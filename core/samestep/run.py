@@ -203,6 +203,7 @@ class Run:
     def _apply_restored(self, message: Mapping[str, Any]) -> None:
         self.options.run_dir, self.options.dataset = Path(message["run_dir"]), message["dataset"]
         self.resumed_from, self._state = message["step"], message["state"]
+        self._dataset_folder = message["dataset_folder"]
         self.first_step = self.resumed_from or 0
         self._open_logs()
         self.monitor.resume_at(self.first_step)
@@ -243,7 +244,8 @@ class Run:
         where = ": ".join(dict.fromkeys([device, metadata.get("gpus", metadata.get("device", device))]))
         if world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
             self.monitor.record_event(events.START, last_step=self.last_step, ranks=world.world_size)
-        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
+        data = f"{options.dataset} from {self._dataset_folder}"
+        log.info(f"{model} on {data}: {examples}, {world.world_size} ranks on {where}, {steps}")
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
         self._last_sync, self._next_sync, self._stop_signal = (self.first_step, now), self.first_step + 1, 0

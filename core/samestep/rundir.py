@@ -82,7 +82,8 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
     resolve_dataset = options.resolve_dataset or no_dataset
     requested = options.requested_dataset or options.dataset  # None: the user named none
     if saved is None:
-        dataset = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
+        name = options.dataset or str(options.default_dataset)
+        dataset = resolve_dataset(name, options.data_dir, fallback=options.dataset is None)
         if dataset.notice:
             log.warning(dataset.notice)
         return dataset, requested or str(options.default_dataset)
@@ -135,6 +136,7 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
     saved, dataset = resolved.checkpoint, resolved.dataset
     state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
     message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
+    message["dataset_folder"] = os.path.realpath(dataset.folder)
     return {**message, "state": {**(saved.state if saved else {}), **state}}
 
 

@@ -49,7 +49,8 @@ from samestep.untrusted import open_closed_streams, printable, read_text
 
 from samestep_launch import environments, supervise, trackers
 from samestep_launch.environments import Environment
-from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
+from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
+from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
 
 MAX_RANKS = 10**5  # on one machine
@@ -142,6 +143,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(machines[0], machines[1], None, None) if machines else read_nodes(os.environ)
+    check_interface(os.environ)
     check_share_gpu(options, nodes.count)
     _check_paths(options)
     tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
@@ -162,6 +164,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
             os.execv(python, [python, *sys.argv])
         except OSError as error:
             raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
+    warn_of_other_ranks(os.environ, nodes)
     environment.check_requirements()
     if hasattr(module, "check_installed"):
         module.check_installed(options, nproc)
