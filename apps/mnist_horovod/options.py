@@ -89,7 +89,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         options.lr = LEARNING_RATES[options.optimizer]
     if options.transport is None:
         # For ranks only: the launch script, which sets a usage, may run in a job of mpirun.
-        by_mpirun = usage is None and env.is_started_by_mpi(os.environ)
+        launcher = env.find_launcher(os.environ)
+        by_mpirun = usage is None and launcher is not None and launcher.kind == "mpi"
         options.transport = "mpi" if by_mpirun else "gloo"
     if by_slurm and options.transport != "mpi":
         raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
@@ -148,7 +149,9 @@ def check_hosts(environ: Mapping[str, str]) -> None:
     if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
         raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
     name, count = env.machine_count(environ)
-    if count not in ("", "1") and "HOROVOD_RANK" not in environ:
+    launcher = env.find_launcher(environ)
+    is_rank = launcher is not None and launcher.name == "horovodrun"
+    if count not in ("", "1") and not is_rank:
         raise ConfigError(
             f"{name}={count} is not for Horovod, which starts all machines from one: unset it, and for several "
             "machines set HOROVOD_HOSTS=server1:4,server2:4"

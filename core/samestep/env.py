@@ -170,6 +170,7 @@ MACHINE_COUNT = "NNODES|PET_NNODES|WORLD_SIZE"
 MACHINE_INDEX = "NODE_RANK|PET_NODE_RANK|RANK|JOB_COMPLETION_INDEX"
 MACHINE_ADDRESS = "MASTER_ADDR|PET_MASTER_ADDR"
 MACHINE_PORT = "MASTER_PORT|PET_MASTER_PORT"
+RANKS_PER_MACHINE = "NPROC_PER_NODE|PET_NPROC_PER_NODE"
 
 # An unknown launcher's index of a process. A size alone, such as BATCH_SIZE, is none.
 _INDEX_NAME = re.compile("[A-Z][A-Z0-9_]*_(RANK|RANKID|PROCID|TASKID|PE)")
@@ -182,14 +183,14 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
         EnvError: variables are incomplete, malformed or contradictory, or an unknown launcher started this process.
     """
     env = {name: stripped for name, value in environ.items() if (stripped := value.strip(" \t\r\n"))}
-    present = [spec for spec in _LAUNCHERS if spec.kind != "index" and _is_present(env, spec)]
-    if not present:
+    present = [spec for spec in _LAUNCHERS if _is_present(env, spec)]
+    if not present or present[0].kind == "index":
         _check_alone(env)
         return World(0, 1, local_rank=0, local_world_size=1, node_rank=0, node_count=1)
-    chosen = present[0]
+    chosen, *others = present
     world = _world(env, chosen)
-    for spec in present[1:]:
-        _check_agreement(env, chosen, world, spec)
+    for other in others:
+        _check_agreement(env, chosen, world, other)
     return world
 
 
@@ -237,11 +238,23 @@ def machine_count(environ: Mapping[str, str]) -> tuple[str, str]:
     return first_set(without_other_ranks(environ), MACHINE_COUNT)
 
 
-def is_started_by_mpi(environ: Mapping[str, str]) -> bool:
-    """Return whether an MPI's launcher placed this process, and not horovodrun, torchrun, msrun or Paddle."""
+def find_launcher(environ: Mapping[str, str]) -> LauncherSpec | None:
+    """Return the launcher whose variables `detect` reads, without a check of their values; None without any."""
     env = {name: value for name, value in environ.items() if value}
-    kinds = [spec.kind for spec in _LAUNCHERS if _is_present(env, spec)]
-    return kinds[:1] == ["mpi"]
+    for spec in _LAUNCHERS:
+        if _is_present(env, spec):
+            return spec
+    return None
+
+
+def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
+    """Return what a launcher calls this job, or "" if it has no name; and whether the launcher has restarted it."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "none")
+    slurm = environ.get("SLURM_JOB_ID")
+    if name == "none":
+        name = f"slurm-{slurm}" if slurm else ""
+    _, restarts = first_set(environ, "TORCHELASTIC_RESTART_COUNT|SLURM_RESTART_COUNT")
+    return name, restarts not in ("", "0")
 
 
 def launch_script(environ: Mapping[str, str]) -> int | None:
@@ -272,18 +285,23 @@ def _check_agreement(env: dict[str, str], chosen: LauncherSpec, world: World, ot
         place = _place(env, other)
     differs = are_peers and place != (world.rank, world.world_size)
     leaves_others = world.world_size == 1 and place[1] > 1
-    if place[1] and (differs or leaves_others):
+    if place != (0, 0) and (differs or leaves_others):
         shown = f"{chosen.name} ({_show(env, chosen.rank)}) against {other.name} ({_show(env, other.rank)})"
         raise EnvError(f"launchers disagree: {shown}: unset the variables of the one that did not start this process")
 
 
 def _place(env: dict[str, str], spec: LauncherSpec) -> tuple[int, int]:
-    """Return rank and world size of a launcher, and (0, 0) if they are incomplete or malformed."""
+    """Return rank and world size of a launcher, and (0, 0) if they are incomplete or malformed.
+
+    A process that has an index but no size is one of at least index + 1. In an Indexed Job, pods may train alone.
+    """
     try:
         rank, size = _pair(env, spec.rank)
     except EnvError:
         return 0, 0
-    return rank or 0, size or 0
+    if rank is None or spec.name == "indexed job":
+        return 0, 0
+    return rank, size or rank + 1
 
 
 def _check_alone(env: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, events, log, untrusted
+from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log, untrusted
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
 
@@ -198,13 +198,11 @@ def _run_dir_of_job(app: str) -> Path:
 
     The folder's name has a key: the launcher's own id of the job, or the launcher's process.
     """
-    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    slurm = os.environ.get("SLURM_JOB_ID")
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
-    key = elastic if elastic != "none" else f"slurm-{slurm}" if slurm else f"{socket.gethostname()}-{os.getppid()}"
+    key, is_restarted = env.job_key(os.environ)
+    key = key or f"{socket.gethostname()}-{os.getppid()}"
     suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
     earlier = sorted(Path("runs", app).glob(f"*{suffix}*"))
-    return earlier[-1] if earlier and restarts != "0" else new(app, suffix)
+    return earlier[-1] if earlier and is_restarted else new(app, suffix)
 
 
 def archive_previous_run(run_dir: Path) -> None:

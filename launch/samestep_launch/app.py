@@ -42,8 +42,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError
-from samestep.env import JOB_VARIABLES
+from samestep import ConfigError, NonRetryableError, env
 from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import open_closed_streams, printable, read_text
 
@@ -109,7 +108,7 @@ def main(root: Path, argv: Sequence[str]) -> int:
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
     open_closed_streams()
-    for name in JOB_VARIABLES:
+    for name in env.JOB_VARIABLES:
         os.environ.pop(name, None)
     supervise.stop_on_signals()
     try:
@@ -195,8 +194,8 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
     if arguments and not arguments[0].startswith("--"):
         name, text, rest = "N", arguments[0], arguments[1:]
     else:
-        name = next((n for n in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if os.environ.get(n)), "")
-        text, rest = os.environ.get(name, ""), arguments
+        name, text = env.first_set(os.environ, env.RANKS_PER_MACHINE)
+        rest = arguments
         if not text:
             example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
             raise ConfigError(f"N, the number of ranks, is missing: {usage}, for example: {example}")
