@@ -287,9 +287,9 @@ class Run:
         seconds = (time.monotonic() - self._last_sync[1]) / steps if rank == 0 else 0.0
         phases = np.zeros((self.world.world_size, len(PHASES)))
         phases[rank] = self.timer.pop()
-        counted = None if correct is None else float(correct)
+        counted = None if correct is None else _number(correct)
         stop_requests = self.stop_request.encode(self.monitor.launcher_died())
-        return StepStats(float(loss), float(running_loss), counted, stop_requests, seconds, tuple(phases.flat))
+        return StepStats(_number(loss), _number(running_loss), counted, stop_requests, seconds, tuple(phases.flat))
 
     def apply_global_stats(self, stats: StepStats) -> StepActions:
         """Take the sums over all ranks and return the actions again: a stop request adds a log line and a checkpoint.
@@ -446,3 +446,9 @@ class Run:
             names = {"framework": framework, "framework_version": framework_version}
             values = {**names, "backend": backend, "device": device, **fields, **self._result}
             metrics.report(self.app, self.options, self.world, values)
+
+
+def _number(value: SupportsFloat) -> float:
+    """Return a loss as a float. torch's ``float`` warns of a tensor that requires a gradient, and ``item`` does not."""
+    item = getattr(value, "item", None)
+    return float(value if item is None else item())

@@ -48,6 +48,7 @@ from samestep.untrusted import open_closed_streams, printable, read_text
 
 from samestep_launch import environments, supervise, trackers
 from samestep_launch.environments import Environment
+from samestep_launch.imports import check_imports
 from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
 from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
@@ -165,6 +166,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
             raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
     warn_of_other_ranks(os.environ, nodes)
     environment.check_requirements()
+    check_imports()
     if hasattr(module, "check_installed"):
         module.check_installed(options, nproc)
     node = None
