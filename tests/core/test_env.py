@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Set
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -587,6 +591,51 @@ def test_a_launch_script_leaves_an_allocation_of_slurm() -> None:
         "SLURM_STEP_NODELIST",
         "SLURM_TASKS_PER_NODE",
     }
+
+
+# --- one table -----------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files that name variables of launchers, and why `samestep.env` does not do it for them.
+ELSEWHERE = {
+    "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch passes it as an option, too
+    "launch/samestep_launch/elastic_agent.py": {"RANK"},  # in a rank that it has just forked, for the title
+    "launch/samestep_launch/job.py": {"RANK"},  # in a message about machines
+    # It runs inside programs of other people, in whose Python samestep may be missing.
+    "check/samestep_check/inside/samestep_record.py": set(
+        "RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PADDLE_TRAINER_ID RANK_ID SLURM_PROCID".split()
+    ),
+    # They start ranks, or join them, and so set what a launcher would set.
+    "apps/collectives_lab/small_job.py": {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    "apps/lenet_paddle/distributed.py": set(
+        "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_MASTER PADDLE_CURRENT_ENDPOINT".split()
+    ),
+    "apps/resnet50_mindspore/each_device.py": set(
+        "RANK_ID RANK_SIZE MS_ROLE MS_NODE_ID MS_WORKER_NUM MS_SCHED_HOST MS_SCHED_PORT".split()
+    ),
+}
+
+
+def names_in(path: Path, names: Set[str]) -> set[str]:
+    """Return which of these names a program has in a string of names alone, or as a keyword of a call."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z0-9_\s|]+", str(node.value)):
+            found |= names & set(re.split(r"[\s|]+", str(node.value)))
+        elif isinstance(node, ast.keyword) and node.arg:
+            found |= names & {node.arg}
+    return found
+
+
+def test_the_variables_of_launchers_stand_in_one_table() -> None:
+    names = env.launcher_variables() | {"SLURM_NTASKS", "SLURM_RESTART_COUNT", "JOB_COMPLETION_INDEX"}
+    found: dict[str, set[str]] = {}
+    for folder in ("core", "launch", "observe", "check", "apps"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            named = names_in(path, names)
+            if named and path.name != "env.py":
+                found[str(path.relative_to(ROOT))] = named
+    assert found == ELSEWHERE
 
 
 def compressed(counts: list[int]) -> str:
