@@ -57,7 +57,9 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
             loopback_bytes[name].append(loopback_after_barrier() - before)
             expected = (world.world_size - 1) / 2
             if [float(x[0]), float(x[-1])] != [expected, expected]:
-                raise NonRetryableError(f"{name} gives {float(x[0])} and {float(x[-1])} instead of {expected}: a defect")
+                raise NonRetryableError(
+                    f"{name} gives {float(x[0])} and {float(x[-1])} instead of {expected}: a defect"
+                )
             counts[name] = [sent["bytes"], sent["messages"]]
             bar.update()
     bar.close()

@@ -163,7 +163,7 @@ _LAUNCHERS = (
     LauncherSpec("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
 )
 # fmt: on
-_PEERS = ("starter", "mpi")  # kinds of which all present launchers must agree
+_PEERS = ("starter", "mpi")  # all present launchers of such a kind must agree
 
 # The machines of a job: what a launch script reads. Variables that count processes elsewhere count machines here.
 MACHINE_COUNT = "NNODES|PET_NNODES|WORLD_SIZE"

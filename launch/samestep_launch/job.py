@@ -126,7 +126,7 @@ def _master_port(environ: Mapping[str, str], listens: bool) -> int | None:
 def warn_of_other_ranks(environ: Mapping[str, str], nodes: Nodes) -> None:
     """Print a warning if another launcher seems to have started several processes of this script.
 
-    Each would be a job of its own. The variables may also be left over, so this is no error.
+    Each would be a job of its own. An ended job may have left the variables, so a warning is enough.
     """
     try:
         world = env.detect(environ)

@@ -55,13 +55,13 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _levels(mount: Path, path: str) -> list[Path]:
-    """Return the folder of a cgroup and those of all cgroups that contain it."""
+    """Return the folders of a cgroup and of all cgroups that contain it."""
     folder = mount / path.strip("/")
     return [each for each in (folder, *folder.parents) if each == mount or mount in each.parents]
 
 
 def _quota(quota: str = "", period: str = "") -> Iterator[float]:
-    """Yield microseconds of processor time per microsecond; nothing for "max", -1, and anything that is no number."""
+    """Yield microseconds of processor time per microsecond; nothing for "max" and for other texts."""
     with contextlib.suppress(ValueError, ZeroDivisionError):
         processors_allowed = int(quota) / int(period)
         if processors_allowed > 0:

@@ -90,9 +90,7 @@ def environment(
     # Another launcher may have left its variables. The ranks of this job get their places from its own launcher.
     stale = env.launcher_variables()
     removed = ("PET_", "SAMESTEP_SECRET")
-    environ = {
-        name: value for name, value in os.environ.items() if name not in stale and not name.startswith(removed)
-    }
+    environ = {name: value for name, value in os.environ.items() if name not in stale and not name.startswith(removed)}
     environ.update(
         SAMESTEP_JOB=job,
         SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",

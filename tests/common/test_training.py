@@ -74,6 +74,15 @@ def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict
     assert not [name for rank in loaded for name in rank if re.match(r"samestep_|samestep\.data\.download", name)]
 
 
+@pytest.mark.fixed_world
+def test_our_own_code_causes_no_warning(undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """With PYTHONWARNINGS=error, a warning would end the run."""
+    folder = Path(undisturbed(2)["run_dir"])
+    ours = "|".join(re.escape(str(ROOT / name)) for name in ("core", "launch", "apps"))
+    for log in sorted((folder / "log").glob("*.log")):
+        assert not re.findall(rf"^(?:{ours})/.*:\d+: \w*Warning: .*", log.read_text(errors="replace"), re.MULTILINE)
+
+
 @pytest.mark.soak  # in the matrix test_only_to_evaluate
 @pytest.mark.fixed_world
 def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:

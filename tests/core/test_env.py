@@ -245,7 +245,10 @@ LAUNCHED = {
         World(3, 4, 0, 1, 3, 4, "env"),
     ),
     "prun, place given": ({**PRUN, "RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 0, 1, 1, 2, "env")),
-    "sizes alone, and words": ({"BATCH_SIZE": "128", "X_SIZE": "4", "OMP_PE": "all", "SLURM_ARRAY_TASK_ID": "3"}, ALONE),
+    "sizes alone, and words": (
+        {"BATCH_SIZE": "128", "X_SIZE": "4", "OMP_PE": "all", "SLURM_ARRAY_TASK_ID": "3"},
+        ALONE,
+    ),
     "one machine of one": ({"NNODES": "1", "NODE_RANK": "0"}, ALONE),
     "nothing": ({"PATH": "/usr/bin", "HOME": "/root"}, ALONE),
     "only what the launch script reads": ({"NPROC_PER_NODE": "4", "NNODES": "1", "MASTER_PORT": "x"}, ALONE),
@@ -314,7 +317,11 @@ REFUSED = {
     # an index without a size
     "prun": (PRUN, "PMIX_RANK='1' places no size RANK WORLD_SIZE", "unset PMIX_RANK"),
     **{
-        f"unknown launcher, {name}": ({name: value}, f"{name}='{value}' places no size RANK WORLD_SIZE", f"unset {name}")
+        f"unknown launcher, {name}": (
+            {name: value},
+            f"{name}='{value}' places no size RANK WORLD_SIZE",
+            f"unset {name}",
+        )
         for name, value in [("FLUX_TASK_RANK", "0"), ("PALS_RANKID", "3"), ("ALPS_APP_PE", "2"), ("X_PROCID", "1")]
     },
     "msrun's rank without its role": (without(MSRUN, "MS_ROLE", "RANK_ID", "RANK_SIZE"), "MS_NODE_ID='3'", "unset"),

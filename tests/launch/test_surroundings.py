@@ -1,4 +1,4 @@
-"""What a launch script finds around it: quotas, interfaces, packages, and what other jobs left in the environment."""
+"""A launch script and its surroundings: quotas, interfaces, packages, and the variables of other jobs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_the_processors_are_those_of_the_affinity_and_of_the_quota(
 ) -> None:
     groups, quotas, expected = QUOTAS[what]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    for name, content in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": quotas[name] for name in quotas}}.items():
+    for name, content in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": quotas[name] for name in quotas},
+    }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
@@ -99,7 +102,13 @@ def test_the_ranks_get_no_place_from_another_job(monkeypatch: pytest.MonkeyPatch
 
 
 OTHER_RANK = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-TORCHRUN = {**OTHER_RANK, "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+TORCHRUN = {
+    **OTHER_RANK,
+    "TORCHELASTIC_RUN_ID": "x",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
 
 
 @pytest.mark.parametrize("environ", [OTHER_RANK, TORCHRUN], ids=["by hand", "torchrun"])
@@ -113,13 +122,13 @@ def test_ranks_of_another_job_are_not_taken_for_machines(
     assert read_nodes({**environ, **here}).place == ("b", 29500)
     warn_of_other_ranks(environ, nodes)
     line = capfd.readouterr().err
-    assert re.fullmatch(r"warning: \w+'s variables make this process number 3 of 4: .* set NNODES and NODE_RANK\n", line)
+    assert re.fullmatch(
+        r"warning: \w+'s variables make this process number 3 of 4: .* set NNODES and NODE_RANK\n", line
+    )
 
 
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"HOROVOD_RANK": "x"}])
-def test_nothing_is_printed_about_a_single_process(
-    environ: dict[str, str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_printed_about_a_single_process(environ: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
     warn_of_other_ranks(environ, read_nodes(environ))
     assert capfd.readouterr().err == ""
 
