@@ -27,12 +27,14 @@ def processors(root: Path = ROOT) -> int:
     Args:
         root: the folder with ``proc`` and ``sys``.
     """
-    if hasattr(os, "sched_getaffinity"):
-        allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count() or 1
     limits = [math.ceil(quota) for quota in _quotas(root)]
-    return max(1, min([allowed, *limits]))
+    return max(1, min([_affinity(), *limits]))
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -22,6 +22,7 @@ LIMIT = 60  # seconds, for a child
 # --- processors --------------------------------------------------------------------------------------------------
 
 V2, V1 = "0::{}\n", "12:memory:/m\n4:cpu,cpuacct:{}\n1:name=systemd:/s\n"
+CPU, QUOTA, PERIOD = "cpu,cpuacct", "cpu.cfs_quota_us", "cpu.cfs_period_us"
 QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
     "none": (V2.format("/"), {}, 64),
     "no cgroups": ("", {"cpu.max": "200000 100000"}, 64),
@@ -33,9 +34,9 @@ QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
     "the smallest": (V2.format("/a/b"), {"a/cpu.max": "300000 100000", "a/b/cpu.max": "900000 100000"}, 3),
     "outside of the mount": (V2.format("/docker/1f"), {"cpu.max": "400000 100000"}, 4),
     "more than the affinity": (V2.format("/"), {"cpu.max": "9900000 100000"}, 64),
-    "version 1": (V1.format("/a"), {"cpu,cpuacct/a/cpu.cfs_quota_us": "50000\n", "cpu,cpuacct/a/cpu.cfs_period_us": "25000\n"}, 2),
-    "version 1, no limit": (V1.format("/"), {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "9"}, 64),
-    "version 1, no period": (V1.format("/"), {"cpu,cpuacct/cpu.cfs_quota_us": "50000"}, 64),
+    "version 1": (V1.format("/a"), {f"{CPU}/a/{QUOTA}": "50000\n", f"{CPU}/a/{PERIOD}": "25000\n"}, 2),
+    "version 1, no limit": (V1.format("/"), {f"{CPU}/{QUOTA}": "-1", f"{CPU}/{PERIOD}": "9"}, 64),
+    "version 1, no period": (V1.format("/"), {f"{CPU}/{QUOTA}": "50000"}, 64),
     "a name with colons": (V2.format("/a:b"), {"a:b/cpu.max": "200000 100000"}, 2),
     "damaged": ("x\n::\n0::/\n", {"cpu.max": "lots of it"}, 64),
     "empty": (V2.format("/"), {"cpu.max": ""}, 64),
