@@ -226,7 +226,7 @@ def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
 
     torchrun sets its store's MASTER_PORT too, which is in use as long as the other job runs.
     """
-    if not (environ.get("LOCAL_RANK") or environ.get("TORCHELASTIC_RUN_ID")):
+    if not environ.get("LOCAL_RANK"):
         return environ
     stale = {"RANK", "WORLD_SIZE"}
     if not environ.get("NNODES"):

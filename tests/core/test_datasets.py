@@ -296,6 +296,17 @@ def test_files_of_another_dataset_are_passed_over(name: str, tmp_path: Path) -> 
     assert resolve("mnist", tmp_path).name == "mnist-5k"
 
 
+def test_the_search_for_other_names_ends_in_a_folder_of_millions_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/1.png", "a/2.png", "b/mnist.npz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert files.lookalikes(tmp_path, "mnist") == ["b/mnist.npz"]
+    monkeypatch.setattr(files, "LOOKALIKE_NAMES", 1)
+    assert files.lookalikes(tmp_path, "mnist") == []
+
+
 def test_default_cache_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     put(tmp_path / ".cache" / "samestep" / "mnist", tiny())

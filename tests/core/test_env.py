@@ -267,6 +267,10 @@ COMBINED = {
     "torchrun under a broken srun": ({**SLURM, "SLURM_NTASKS": "x", **TORCHRUN}, TORCHRUN_WORLD),
     "torchrun under mpirun": ({**OPENMPI, **HYDRA, **TORCHRUN}, TORCHRUN_WORLD),
     "torchrun in a PyTorchJob": ({**PYTORCHJOB, **TORCHRUN}, TORCHRUN_WORLD),
+    "torchrun alone in a pod of an indexed job": (
+        {**INDEXED_JOB, "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"},
+        World(0, 1, 0, 1, 0, 1, "torchrun"),
+    ),
     "torchrun in an indexed job": ({**INDEXED_JOB, **TORCHRUN}, TORCHRUN_WORLD),
     "msrun in an Ascend container": ({**ASCEND, **MSRUN}, MSRUN_WORLD),
     "msrun in DLC": ({**DLC, "NPROC_PER_NODE": "8", **MSRUN}, MSRUN_WORLD),
