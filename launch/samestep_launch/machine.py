@@ -64,7 +64,7 @@ def _levels(mount: Path, path: str) -> list[Path]:
 
 def _quota(quota: str = "", period: str = "") -> Iterator[float]:
     """Yield microseconds of processor time per microsecond; nothing for "max" and for other texts."""
-    with contextlib.suppress(ValueError, ZeroDivisionError):
+    with contextlib.suppress(ValueError, ArithmeticError):
         processors_allowed = int(quota) / int(period)
         if processors_allowed > 0:
             yield processors_allowed

@@ -42,6 +42,7 @@ QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
     "empty": (V2.format("/"), {"cpu.max": ""}, 64),
     "a period of zero": (V2.format("/"), {"cpu.max": "5 0"}, 64),
     "5,000 digits": (V2.format("/"), {"cpu.max": "9" * 5000 + " 100000"}, 64),
+    "4,000 digits": (V2.format("/"), {"cpu.max": "9" * 4000 + " 100000"}, 64),
 }  # fmt: skip
 
 
