@@ -136,7 +136,7 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
     saved, dataset = resolved.checkpoint, resolved.dataset
     state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
     message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
-    message["dataset_folder"] = os.path.realpath(dataset.folder)
+    message["dataset_folder"] = untrusted.printable(os.path.realpath(dataset.folder))
     return {**message, "state": {**(saved.state if saved else {}), **state}}
 
 

@@ -158,7 +158,7 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
     given = _find_given(name, data_dir)
     if given:
         return DatasetInfo(name, given)
-    if name in SYSTEM and not missing(SYSTEM[name], name):
+    if name in SYSTEM and _has_files(SYSTEM[name], name):
         return DatasetInfo(name, SYSTEM[name])
     cache = cache_folder(name)
     if missing(cache, name):
@@ -191,11 +191,8 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
     other data than the user put there.
     """
     for folder in (data_dir / name, data_dir / TORCHVISION[name], data_dir):
-        lacking = missing(folder, name)
-        if not lacking:
+        if _has_files(folder, name):
             return folder
-        if len(lacking) < len(files.names(name)):
-            raise ConfigError(f"{folder} lacks {_listed(lacking)}: add them")
     strangers = files.lookalikes(data_dir, name)
     if strangers:
         shown = ", ".join(strangers[:SHOWN_NAMES]) + (", ..." if len(strangers) > SHOWN_NAMES else "")
@@ -205,6 +202,14 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
             "--data-dir"
         )
     return None
+
+
+def _has_files(folder: Path, name: str) -> bool:
+    """Return whether a folder has the dataset's files. Raises ConfigError if it has only some of them."""
+    lacking = missing(folder, name)
+    if 0 < len(lacking) < len(files.names(name)):
+        raise ConfigError(f"{folder} lacks {_listed(lacking)}: add them")
+    return not lacking
 
 
 def _listed(names: Sequence[str]) -> str:
