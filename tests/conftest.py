@@ -130,6 +130,7 @@ def undisturbed(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> C
             if not done.exists():
                 shutil.rmtree(folder / "run", ignore_errors=True)
                 modules = faulty({"modules": str(folder / "modules")})  # no fault: it lists what ranks have imported
+                modules["PYTHONWARNINGS"] = "always"
                 outcome = harness.run(n, *harness.app.small, *options, run_dir=folder / "run", **modules)
                 result = harness.checked(outcome, n)
                 done.write_text(json.dumps(result))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from samestep import ConfigError
+from samestep import ConfigError, env
 from samestep.options import Options, Parser, add_share_gpu, bounded_float, bounded_int, seconds
 
 APP = "collectives_lab"
@@ -218,9 +218,9 @@ def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError for several machines, or options that N ranks cannot have; the launch script calls this."""
     check_size(options, ranks)
     remedy = "unset it, or start torchrun by hand (see README.md)"
-    for name in ("NNODES", "PET_NNODES", "WORLD_SIZE"):
-        if os.environ.get(name, "1") not in ("", "1"):
-            raise ConfigError(f"{name}={os.environ[name]}, but the lab's bench is one machine: {remedy}")
+    name, count = env.machine_count(os.environ)
+    if count not in ("", "1"):
+        raise ConfigError(f"{name}={count}, but the lab's bench is one machine: {remedy}")
 
 
 def check_size(options: Options, n: int) -> None:

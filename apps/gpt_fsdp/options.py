@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep import ConfigError
+from samestep import ConfigError, env
 from samestep.options import (
     Options,
     Parser,
@@ -129,9 +129,11 @@ def mesh_of(options: Options, ranks: int) -> tuple[int, int]:
 
 def check_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if --mesh does not fit ``ranks`` ranks on each machine. The launch script calls it."""
-    nodes = os.environ.get("NNODES") or os.environ.get("PET_NNODES") or "1"
-    if nodes.isdecimal():
-        mesh_of(options, ranks * max(1, int(nodes)))
+    _, machines = env.machine_count(os.environ)
+    if not machines:
+        mesh_of(options, ranks)
+    elif machines.isdecimal():
+        mesh_of(options, ranks * max(1, int(machines)))
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:

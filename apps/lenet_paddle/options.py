@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from samestep import ConfigError
+from samestep import ConfigError, env
 from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
 
 LAUNCHER = {"may_differ": ("gpus",)}
@@ -80,7 +80,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Parse and complete the options. Raises ConfigError for a mistake."""
     options = build_parser(prog, usage).parse(argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
-    if options.launcher == "spawn" and os.environ.get("NNODES", "1") != "1":
+    _, machines = env.machine_count(os.environ)
+    if options.launcher == "spawn" and machines not in ("", "1"):
         raise ConfigError("--launcher spawn starts ranks on one machine: use --launcher launch for several")
     if options.virtual_ranks and options.api != "basic":
         raise ConfigError(f"--api {options.api} reduces gradients itself: use basic, or leave --virtual-ranks out")

@@ -47,7 +47,7 @@ MPI_LOCK, TOOLS_LOCK = (Path(__file__).with_name(name) for name in ("mpi.txt", "
 NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # requirements.in installs them
 DEFAULTS = "WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET WITH_GLOO WITHOUT_MPI".split()  # HOROVOD_..., each set to 1
 BIN = Path(sys.prefix) / "bin"  # the environment's
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep" / "wheels"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "samestep" / "wheels"
 INSTALLED = Path(sys.prefix) / "samestep-horovod"  # holds the key of the installed build
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 LOCKED = ["--require-hashes", "--no-deps", "--only-binary=:all:", "-r"]
@@ -57,6 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="build Horovod and install it into this Python's environment")
     parser.add_argument("--rebuild", action="store_true", help="build again even if a wheel is cached")
     options = parser.parse_args()
+    if not CACHE.is_absolute():  # the path of the home folder is unknown
+        fail("no home folder to keep the build in: set XDG_CACHE_HOME to an absolute path")
     try:
         versions = {name: version(name) for name in NEEDED}
     except PackageNotFoundError as missing:

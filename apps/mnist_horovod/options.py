@@ -15,13 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from samestep import ConfigError
+from samestep import ConfigError, env
 from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 # The prefix of a rank's lines: from horovodrun itself, from Open MPI's mpirun (4 and 5), and from MPICH's.
 LAUNCHER = {"line_prefix": r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"}
-MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # Open MPI's mpirun sets the first, MPICH's the second
 BUILD_VARIABLE = "HOROVOD_(WITH|GPU|CUDA|NCCL)"  # the variables that Horovod's build reads begin so
 NO_MPI = (
     "--transport mpi: this Horovod was built without MPI: use --transport gloo, or build it, "
@@ -89,8 +88,9 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     if options.transport is None:
-        # Only ranks look at MPIRUN: the launch script, which sets a usage, may run in a job that has these variables.
-        by_mpirun = usage is None and "HOROVOD_RANK" not in os.environ and any(name in os.environ for name in MPIRUN)
+        # For ranks only: the launch script, which sets a usage, may run in a job of mpirun.
+        launcher = env.find_launcher(os.environ)
+        by_mpirun = usage is None and launcher is not None and launcher.kind == "mpi"
         options.transport = "mpi" if by_mpirun else "gloo"
     if by_slurm and options.transport != "mpi":
         raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
@@ -148,9 +148,11 @@ def check_hosts(environ: Mapping[str, str]) -> None:
     # A name or an IPv4 address, and a positive number.
     if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
         raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
-    for name in ("NNODES", "PET_NNODES", "WORLD_SIZE"):
-        if environ.get(name, "") not in ("", "1") and "HOROVOD_RANK" not in environ:
-            raise ConfigError(
-                f"{name}={environ[name]} is not for Horovod, which starts all machines from one: unset it, and for "
-                "several machines set HOROVOD_HOSTS=server1:4,server2:4"
-            )
+    name, count = env.machine_count(environ)
+    launcher = env.find_launcher(environ)
+    is_rank = launcher is not None and launcher.name == "horovodrun"
+    if count not in ("", "1") and not is_rank:
+        raise ConfigError(
+            f"{name}={count} is not for Horovod, which starts all machines from one: unset it, and for several "
+            "machines set HOROVOD_HOSTS=server1:4,server2:4"
+        )

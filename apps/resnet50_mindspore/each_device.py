@@ -29,19 +29,19 @@ from pathlib import Path
 from make_rank_table import Device
 from options import TABLE_VARIABLES, build_parser, table_variable
 from placement import Placement, find_placement
-from samestep import ConfigError
+from samestep import ConfigError, env
 from samestep.root import Root
 from samestep.untrusted import write_json
 
-# Variables of the launcher that placed this process on its machine. samestep.env would read a rank's place from them.
-PLACED = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_STEP")
 STOP_SECONDS = 10.0  # from TERM to KILL
 POLL_SECONDS = 0.1  # between checks whether a rank has ended
 
 
 def environment(placement: Placement, device: Device, folder: Path, more: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a device's rank: this process's, the table's entries, and ``more``."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(PLACED)}
+    # A launcher may have placed this process on its machine. A rank would read its own place from these variables.
+    placed = env.launcher_variables()
+    environ = {name: value for name, value in os.environ.items() if name not in placed}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
     if environ.get("PYTHONPATH"):  # the rank runs in another folder
         environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, environ["PYTHONPATH"].split(os.pathsep)))

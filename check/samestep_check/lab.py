@@ -81,6 +81,12 @@ def kept(function: Callable[[Lab], Any]) -> Any:
     return property(value)
 
 
+def _real_paths(places: Sequence[str | Path]) -> list[str]:
+    """Return absolute paths without links. Without a home folder, a place in it (`~`) is left out."""
+    expanded = [os.path.expanduser(place) for place in places]
+    return [os.path.realpath(place) for place in expanded if not place.startswith("~")]
+
+
 class Lab:
     """Runs the script, each run in a copy of its folder, and keeps what several rows need."""
 
@@ -101,7 +107,7 @@ class Lab:
         places = [*(options.allow_write or []), *caches, *ALLOWED]
         self.config = {
             "source": str(self.folder),
-            "allowed": [str(Path(place).expanduser().resolve()) for place in places],
+            "allowed": _real_paths(places),
             "checkpoint": options.checkpoint,
             "adapter": str(options.adapter.resolve()) if options.adapter else None,
         }
@@ -189,6 +195,10 @@ class Lab:
         self.steps = records.steps()
         self.total = len(self.steps) or self.lines
         return records
+
+    def run_reference(self) -> None:
+        """Run the script without a fault, and keep the records for the rows. Raises Verdict if it does not work."""
+        _ = self.reference
 
     @kept
     def twin(self) -> Records:

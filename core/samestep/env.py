@@ -1,14 +1,18 @@
 """Detect this process's place in the job (rank, world size, launcher) from environment variables.
 
 Several launchers may have left variables at the same time: torchrun under srun, mpirun in a Slurm job, a Kubernetes pod
-around them. `detect` reads all variables of one launcher and never mixes two. `_LAUNCHERS` lists them in order of
-precedence:
+around them. `detect` reads all variables of one launcher and never mixes two. `_LAUNCHERS` is the only table of these
+variables, in order of precedence:
 
 1. Launchers that started this process: msrun, horovodrun, torchrun, Paddle. If several are present, they must agree.
-2. Launchers that placed it on a node: Open MPI, MPICH, a Slurm step.
+2. Launchers that placed it on a node: Open MPI, MVAPICH2, jsrun and MPICH, which must agree too, and a Slurm step.
 3. Variables that a person or a platform exported: an Ascend rank table, RANK and WORLD_SIZE.
-4. Without any of these, the process trains alone, as rank 0 of 1. A pod of a Kubernetes Indexed Job is refused, because
-   it has an index but no size.
+4. Launchers that give an index but no size: PMIx, a Kubernetes Indexed Job. The process is refused.
+
+Without any of these, the process trains alone, as rank 0 of 1. It never does so in silence beside other ranks:
+
+- One launcher gives the size 1 and another one a larger size: refused.
+- A variable without a launcher of the table gives a place, such as FLUX_TASK_RANK=3: refused.
 
 An empty variable counts as unset. This module uses the standard library only.
 """
@@ -74,15 +78,20 @@ class LauncherSpec:
 
     Attributes:
         name: the value of `World.launcher`.
+        kind: all present launchers of a kind of `_PEERS` must agree; an "index" comes without a size.
         rank: rank and world size in the job.
         local: the same on the node.
         node: the node's rank, and the number of nodes.
         tasks: Slurm's compressed list of tasks per node.
         address: host and port of the rendezvous.
         restarts: number of restarts.
+        others: variables that `detect` does not read. A launch script removes them from its ranks' environment.
+        allocation: variables that describe an allocation of machines. A launch script leaves them to its ranks.
+        batch: variables that are 0 in a batch script, which no launcher placed.
     """
 
     name: str
+    kind: Literal["starter", "mpi", "slurm", "exported", "index"]
     rank: str
     local: str = "- -"
     node: str = "- -"
@@ -92,68 +101,161 @@ class LauncherSpec:
     markers: str = ""
     unless: str = ""
     proof: str = ""
+    others: str = ""
+    allocation: str = ""
+    batch: str = ""
 
 
 _SLURM_STEP = "SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS"
 # Kubeflow's defaults for torchrun's command line. They start no process themselves.
 _PET = "PET_NODE_RANK PET_NNODES PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT"
-_START_PROCESSES = ("msrun", "horovodrun", "torchrun", "paddle")
 # fmt: off
 _LAUNCHERS = (
     # MindSpore 2.10. RANK_ID is not read: msrun exports RANK_ID=0 for its scheduler before it starts workers, and on
     # several machines without --node_rank they inherit that 0. MS_NODE_ID is set only if msrun knows the rank.
-    LauncherSpec("msrun", "MS_NODE_ID MS_WORKER_NUM", address="MS_SCHED_HOST MS_SCHED_PORT", markers="MS_ROLE"),
+    LauncherSpec("msrun", "starter", "MS_NODE_ID MS_WORKER_NUM", address="MS_SCHED_HOST MS_SCHED_PORT",
+                 markers="MS_ROLE"),
     # Horovod 0.28 with gloo. With MPI, horovodrun sets no ranks, and `detect` reads the variables of the MPI.
     # "Cross" counts the hosts that have this local rank.
-    LauncherSpec("horovodrun", "HOROVOD_RANK HOROVOD_SIZE", "HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
+    LauncherSpec("horovodrun", "starter", "HOROVOD_RANK HOROVOD_SIZE", "HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
                  "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE",
-                 address="HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    # torch 2.13
-    LauncherSpec("torchrun", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE", "GROUP_RANK GROUP_WORLD_SIZE",
-                 restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID"),
+                 address="HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT",
+                 others="HOROVOD_HOSTNAME HOROVOD_ELASTIC"),
+    # torch 2.13. With a leftover TORCHELASTIC_USE_AGENT_STORE, rank 0 would wait for a store that nobody serves.
+    LauncherSpec("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
+                 "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
+                 others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
+                        "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE"),
     # paddle.distributed.launch and paddle.distributed.spawn of Paddle 3.3. Neither sets the index of the node.
-    LauncherSpec("paddle", "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM",
-                 "PADDLE_RANK_IN_NODE|PADDLE_LOCAL_RANK PADDLE_LOCAL_SIZE|-", "- PADDLE_NNODES", address="- -"),
+    # In Paddle's launcher, PADDLE_NNODES and other variables have priority over its command line.
+    LauncherSpec("paddle", "starter", "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM",
+                 "PADDLE_RANK_IN_NODE|PADDLE_LOCAL_RANK PADDLE_LOCAL_SIZE|-", "- PADDLE_NNODES", address="- -",
+                 others="PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_RANK PADDLE_GLOBAL_SIZE PADDLE_IPS PADDLE_JOB_ID "
+                        "PADDLE_LOCAL_DEVICE_IDS PADDLE_LOG_DIR PADDLE_MASTER PADDLE_NPROC_PER_NODE PADDLE_RANK "
+                        "PADDLE_TRAINERS_ENDPOINTS PADDLE_TRAINER_ENDPOINTS PADDLE_TRAINER_NUM "
+                        "PADDLE_WORLD_DEVICE_IDS"),
     # Open MPI 5. OMPI_COMM_WORLD_NODE_RANK is a second local rank, not the index of the node.
-    LauncherSpec("openmpi", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
-                 "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE"),
+    LauncherSpec("openmpi", "mpi", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+                 "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+                 others="OMPI_COMM_WORLD_NODE_RANK OMPI_UNIVERSE_SIZE"),
+    # mpirun_rsh of MVAPICH2 2.3
+    LauncherSpec("mvapich2", "mpi", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE",
+                 "MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),
+    # IBM's jsrun, which sets Open MPI's variables too if the program is one of Spectrum MPI
+    LauncherSpec("jsrun", "mpi", "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE",
+                 "JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE|-"),
     # Hydra, the mpiexec of MPICH. `srun --mpi=pmi2` sets PMI_* too, but Slurm's own variables hold more.
-    LauncherSpec("mpich", "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS", unless=_SLURM_STEP),
+    LauncherSpec("mpich", "mpi", "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS", unless=_SLURM_STEP,
+                 others="PMI_FD"),
     # srun. A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but no step: it is one process.
-    LauncherSpec("slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS", "SLURM_LOCALID -",
+    LauncherSpec("slurm", "slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS", "SLURM_LOCALID -",
                  "SLURM_NODEID SLURM_STEP_NUM_NODES|SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE",
-                 restarts="SLURM_RESTART_COUNT", markers=_SLURM_STEP),
+                 restarts="SLURM_RESTART_COUNT", markers=_SLURM_STEP,
+                 allocation="SLURM_NTASKS SLURM_NNODES SLURM_TASKS_PER_NODE SLURM_RESTART_COUNT",
+                 batch="SLURM_PROCID SLURM_LOCALID SLURM_NODEID"),
     # Exported on Ascend without a launcher. DEVICE_ID is the number of a card there, not a local rank.
-    LauncherSpec("rank table", "RANK_ID RANK_SIZE", address="- -", unless=f"RANK WORLD_SIZE {_PET}",
+    LauncherSpec("rank table", "exported", "RANK_ID RANK_SIZE", address="- -", unless=f"RANK WORLD_SIZE {_PET}",
                  proof="RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH"),
     # Exported by hand, by Alibaba DLC, by Kubeflow's PyTorchJob. torch's env:// reads the same variables.
-    LauncherSpec("env", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
+    LauncherSpec("env", "exported", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
                  markers=f"RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE {_PET}"),
+    # prun of PRRTE. Open MPI's mpirun sets PMIX_RANK too.
+    LauncherSpec("pmix", "index", "PMIX_RANK -", others="PMIX_NAMESPACE"),
+    LauncherSpec("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
 )
 # fmt: on
+_PEERS = ("starter", "mpi")  # all present launchers of such a kind must agree
+
+# The machines of a job: what a launch script reads. Variables that count processes elsewhere count machines here.
+MACHINE_COUNT = "NNODES|PET_NNODES|WORLD_SIZE"
+MACHINE_INDEX = "NODE_RANK|PET_NODE_RANK|RANK|JOB_COMPLETION_INDEX"
+MACHINE_ADDRESS = "MASTER_ADDR|PET_MASTER_ADDR"
+MACHINE_PORT = "MASTER_PORT|PET_MASTER_PORT"
+RANKS_PER_MACHINE = "NPROC_PER_NODE|PET_NPROC_PER_NODE"
+
+# An unknown launcher's index of a process. A size alone, such as BATCH_SIZE, is none.
+_INDEX_NAME = re.compile("[A-Z][A-Z0-9_]*_(RANK|RANKID|PROCID|TASKID|PE)")
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
     """Return the World that ``environ`` describes, by default the environment of this process. Read nothing else.
 
     Raises:
-        EnvError: variables are incomplete, malformed or contradictory.
+        EnvError: variables are incomplete, malformed or contradictory, or an unknown launcher started this process.
     """
     env = {name: stripped for name, value in environ.items() if (stripped := value.strip(" \t\r\n"))}
     present = [spec for spec in _LAUNCHERS if _is_present(env, spec)]
-    started = [spec for spec in present if spec.name in _START_PROCESSES]
-    worlds = [_complete(env, spec, _READERS.get(spec.name, _read)(env, spec)) for spec in started or present[:1]]
-    if len({(world.rank, world.world_size) for world in worlds}) > 1:
-        listed = " against ".join(f"{spec.name} ({_show(env, spec.rank)})" for spec in started)
-        raise EnvError(f"launchers disagree: {listed}: unset the variables of the one that did not start this process")
-    if worlds:
-        return worlds[0]
-    if "JOB_COMPLETION_INDEX" in env:
-        raise EnvError(
-            f"{_show(env, 'JOB_COMPLETION_INDEX')} places a pod but gives no size: set NNODES and run "
-            "scripts/run_<app>.sh, or set RANK and WORLD_SIZE for one process a pod, or unset it to train alone"
-        )
-    return World(0, 1, local_rank=0, local_world_size=1, node_rank=0, node_count=1)
+    if not present or present[0].kind == "index":
+        _check_alone(env)
+        return World(0, 1, local_rank=0, local_world_size=1, node_rank=0, node_count=1)
+    chosen, *others = present
+    world = _world(env, chosen)
+    for other in others:
+        _check_agreement(env, chosen, world, other)
+    return world
+
+
+def launcher_variables() -> frozenset[str]:
+    """Return the names of the variables by which any launcher gives a process its place.
+
+    A launch script removes them from the environment of the launcher that it starts. MASTER_ADDR and MASTER_PORT,
+    a rank table and the variables of an allocation stay.
+    """
+    names: set[str] = set()
+    kept: set[str] = set()
+    for spec in _LAUNCHERS:
+        texts = [spec.rank, spec.local, spec.node, spec.tasks, spec.restarts, spec.markers, spec.others]
+        if spec.address != LauncherSpec.address:
+            texts.append(spec.address)
+        names |= _all_names(*texts)
+        kept |= _all_names(spec.allocation)
+    return frozenset(names - kept)
+
+
+def first_set(environ: Mapping[str, str], names: str) -> tuple[str, str]:
+    """Return name and value of the first variable of `A|B` that is set; of none, the first name and an empty value."""
+    choices = names.split("|")
+    for name in choices:
+        if environ.get(name):
+            return name, environ[name]
+    return choices[0], ""
+
+
+def without_other_ranks(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without RANK and WORLD_SIZE if they count another job's processes, not machines.
+
+    torchrun sets its store's MASTER_PORT too, which is in use as long as the other job runs.
+    """
+    if not environ.get("LOCAL_RANK"):
+        return environ
+    stale = {"RANK", "WORLD_SIZE"}
+    if not environ.get("NNODES"):
+        stale |= {"MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in environ.items() if name not in stale}
+
+
+def machine_count(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the variable that counts a job's machines, and its value; the value is empty if none is set."""
+    return first_set(without_other_ranks(environ), MACHINE_COUNT)
+
+
+def find_launcher(environ: Mapping[str, str]) -> LauncherSpec | None:
+    """Return the launcher whose variables `detect` reads, without a check of their values; None without any."""
+    env = {name: value for name, value in environ.items() if value}
+    for spec in _LAUNCHERS:
+        if _is_present(env, spec):
+            return spec
+    return None
+
+
+def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
+    """Return what a launcher calls this job, or "" if it has no name; and whether the launcher has restarted it."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "none")
+    slurm = environ.get("SLURM_JOB_ID")
+    if name == "none":
+        name = f"slurm-{slurm}" if slurm else ""
+    _, restarts = first_set(environ, "TORCHELASTIC_RESTART_COUNT|SLURM_RESTART_COUNT")
+    return name, restarts not in ("", "0")
 
 
 def launch_script(environ: Mapping[str, str]) -> int | None:
@@ -169,7 +271,79 @@ def processor() -> str:
     return match.group(1) if match else platform.processor() or "cpu"
 
 
-# The special cases of single launchers. ``env`` holds the variables that are set, without surrounding blanks.
+# Checks across launchers. ``env`` holds the variables that are set, without surrounding blanks.
+
+
+def _check_agreement(env: dict[str, str], chosen: LauncherSpec, world: World, other: LauncherSpec) -> None:
+    """Raise EnvError if another launcher's variables show that ``world`` is wrong."""
+    if other.proof and not _set(env, other.proof):  # without a rank table, RANK_ID and RANK_SIZE may be msrun's own
+        return
+    are_peers = chosen.kind == other.kind and chosen.kind in _PEERS
+    if are_peers and other.kind == "starter":
+        claim = _world(env, other)
+        place = claim.rank, claim.world_size
+    else:
+        place = _place(env, other)
+    differs = are_peers and place != (world.rank, world.world_size)
+    leaves_others = world.world_size == 1 and place[1] > 1
+    if place != (0, 0) and (differs or leaves_others):
+        shown = f"{chosen.name} ({_show(env, chosen.rank)}) against {other.name} ({_show(env, other.rank)})"
+        raise EnvError(f"launchers disagree: {shown}: unset the variables of the one that did not start this process")
+
+
+def _place(env: dict[str, str], spec: LauncherSpec) -> tuple[int, int]:
+    """Return rank and world size of a launcher, and (0, 0) if they are incomplete or malformed.
+
+    A process that has an index but no size is one of at least index + 1. In an Indexed Job, pods may train alone.
+    """
+    try:
+        rank, size = _pair(env, spec.rank)
+    except EnvError:
+        return 0, 0
+    if rank is None or spec.name == "indexed job":
+        return 0, 0
+    return rank, size or rank + 1
+
+
+def _check_alone(env: dict[str, str]) -> None:
+    """Raise EnvError if a process without a launcher has a variable that some launcher gives to its processes.
+
+    The process would train alone, and so would each of its other ranks.
+    """
+    if env.get("NNODES", "1") != "1":
+        remedy = "run scripts/run_<app>.sh on each machine, which reads it, or unset NNODES to train alone"
+        raise EnvError(f"{_show(env, 'NNODES')} counts machines, and nothing gives a rank: {remedy}")
+    known = _index_names()
+    batch = _all_names("NODE_RANK", *(spec.batch for spec in _LAUNCHERS))
+    for name in sorted(env):
+        is_index = name in known or _INDEX_NAME.fullmatch(name)
+        if not is_index or name.startswith("SAMESTEP_") or not re.fullmatch("[0-9]{1,10}", env[name]):
+            continue
+        if name in batch and int(env[name]) == 0:
+            continue
+        remedy = "set RANK and WORLD_SIZE, or NNODES for scripts/run_<app>.sh"
+        raise EnvError(
+            f"{_show(env, name)} places this process among others but gives no size: {remedy}, or unset {name} to "
+            "train alone"
+        )
+
+
+def _index_names() -> set[str]:
+    """Return the variables of the table that number a process or a node."""
+    indexes: set[str] = set()
+    for spec in _LAUNCHERS:
+        for pair in (spec.rank, spec.local, spec.node):
+            index, _ = pair.split()
+            indexes |= _all_names(index)
+    return indexes
+
+
+# The special cases of single launchers
+
+
+def _world(env: dict[str, str], spec: LauncherSpec) -> World:
+    read = _READERS.get(spec.name, _read)
+    return _complete(env, spec, read(env, spec))
 
 
 def _msrun(env: dict[str, str], spec: LauncherSpec) -> World:
@@ -301,6 +475,11 @@ def _number(env: dict[str, str], name: str, low: int = 0, high: int = 2**31 - 1)
     if name in env and not (re.fullmatch("[0-9]{1,10}", env[name]) and low <= int(env[name]) <= high):
         raise EnvError(f"{_show(env, name)} is not a whole number from {low} to {high}: correct or unset it")
     return int(env[name]) if name in env else None
+
+
+def _all_names(*texts: str) -> set[str]:
+    """Return every name in texts of a LauncherSpec."""
+    return set(re.findall("[A-Z0-9_]+", " ".join(texts)))
 
 
 def _names(env: dict[str, str], names: str) -> list[str]:

@@ -216,6 +216,7 @@ class Run:
     def _apply_restored(self, message: Mapping[str, Any]) -> None:
         self.options.run_dir, self.options.dataset = Path(message["run_dir"]), message["dataset"]
         self.resumed_from, self._state = message["step"], message["state"]
+        self._dataset_folder = message["dataset_folder"]
         self.first_step = self.resumed_from or 0
         self._open_logs()
         self.monitor.resume_at(self.first_step)
@@ -262,7 +263,8 @@ class Run:
         where = ": ".join(dict.fromkeys([device, place]))
         if world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
             self.monitor.record_event(events.START, last_step=self.last_step, ranks=world.world_size)
-        log.info(f"{model} on {options.dataset}: {examples}, {world.world_size} ranks on {where}, {steps}")
+        data = f"{options.dataset} from {self._dataset_folder}"
+        log.info(f"{model} on {data}: {examples}, {world.world_size} ranks on {where}, {steps}")
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
         manifest.seal({"app": self.app, "step": self._step, **self._state_to_save()})  # or fail before the first update
@@ -305,9 +307,9 @@ class Run:
         seconds = (time.monotonic() - self._last_sync[1]) / steps if rank == 0 else 0.0
         phases = np.zeros((self.world.world_size, len(PHASES)))
         phases[rank] = self.timer.pop()
-        counted = None if correct is None else float(correct)
+        counted = None if correct is None else _number(correct)
         stop_requests = self.stop_request.encode(self.monitor.launcher_died())
-        return StepStats(float(loss), float(running_loss), counted, stop_requests, seconds, tuple(phases.flat))
+        return StepStats(_number(loss), _number(running_loss), counted, stop_requests, seconds, tuple(phases.flat))
 
     def apply_global_stats(self, stats: StepStats) -> StepActions:
         """Take the sums over all ranks and return the actions again: a stop request adds a log line and a checkpoint.
@@ -470,3 +472,9 @@ class Run:
             names = {"framework": framework, "framework_version": framework_version}
             values = {**names, "backend": backend, "device": device, **fields, **self._result}
             metrics.report(self.app, self.options, self.world, values)
+
+
+def _number(value: SupportsFloat) -> float:
+    """Return a loss as a float. torch's ``float`` warns of a tensor that requires a gradient, and ``item`` does not."""
+    item = getattr(value, "item", None)
+    return float(value if item is None else item())

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError, checkpoint, events, log
+from samestep import ConfigError, NonRetryableError, checkpoint, env, events, log
 from samestep.checkpoint import Arrays, Checkpoint, GroupNames, Reader
 from samestep.options import Options, resume_invariants
 from samestep.root import LinkError, Root, try_lock
@@ -85,7 +85,8 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
     resolve_dataset = options.resolve_dataset or no_dataset
     requested = options.requested_dataset or options.dataset  # None: the user named none
     if saved is None:
-        dataset = resolve_dataset(options.dataset or str(options.default_dataset), options.data_dir)
+        name = options.dataset or str(options.default_dataset)
+        dataset = resolve_dataset(name, options.data_dir, fallback=options.dataset is None)
         if dataset.notice:
             log.warning(dataset.notice)
         return dataset, requested or str(options.default_dataset)
@@ -138,6 +139,7 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
     saved, dataset = resolved.checkpoint, resolved.dataset
     state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
     message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
+    message["dataset_folder"] = shown(os.path.realpath(dataset.folder))
     return {**message, "state": {**(saved.state if saved else {}), **state}}
 
 
@@ -219,13 +221,11 @@ def _run_dir_of_job(app: str) -> Path:
 
     The folder's name has a key: the launcher's own id of the job, or the launcher's process.
     """
-    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    slurm = os.environ.get("SLURM_JOB_ID")
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
-    key = elastic if elastic != "none" else f"slurm-{slurm}" if slurm else f"{socket.gethostname()}-{os.getppid()}"
+    key, is_restarted = env.job_key(os.environ)
+    key = key or f"{socket.gethostname()}-{os.getppid()}"
     suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
     earlier = sorted(Path("runs", app).glob(f"*{suffix}*"))
-    return earlier[-1] if earlier and restarts != "0" else new(app, suffix)
+    return earlier[-1] if earlier and is_restarted else new(app, suffix)
 
 
 def archive_previous_run(run_dir: Path) -> None:

@@ -42,14 +42,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep import ConfigError, NonRetryableError
-from samestep.env import JOB_VARIABLES
+from samestep import ConfigError, NonRetryableError, env
 from samestep.options import Options, check_virtual_ranks
 from samestep.untrusted import MAX_LINE, open_closed_streams, read_text, shown
 
 from samestep_launch import environments, supervise, trackers
 from samestep_launch.environments import Environment
-from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job
+from samestep_launch.imports import check_imports
+from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
+from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
 
 MAX_RANKS = 10**5  # on one machine
@@ -108,7 +109,7 @@ def main(root: Path, argv: Sequence[str]) -> int:
 def run_safely(run: Callable[[], int]) -> int:
     """Call ``run`` as the outermost job and return its exit code; signals and expected errors become exit codes."""
     open_closed_streams()
-    for name in JOB_VARIABLES:
+    for name in env.JOB_VARIABLES:
         os.environ.pop(name, None)
     supervise.stop_on_signals()
     try:
@@ -142,6 +143,7 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
         module.check_ranks(options, nproc)
     machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
     nodes = Nodes(machines[0], machines[1], None, None) if machines else read_nodes(os.environ)
+    check_interface(os.environ)
     check_share_gpu(options, nodes.count)
     _check_paths(options)
     tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
@@ -162,7 +164,9 @@ def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], s
             os.execv(python, [python, *sys.argv])
         except OSError as error:
             raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
+    warn_of_other_ranks(os.environ, nodes)
     environment.check_requirements()
+    check_imports()
     if hasattr(module, "check_installed"):
         module.check_installed(options, nproc)
     node = None
@@ -192,8 +196,8 @@ def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
     if arguments and not arguments[0].startswith("--"):
         name, text, rest = "N", arguments[0], arguments[1:]
     else:
-        name = next((n for n in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE") if os.environ.get(n)), "")
-        text, rest = os.environ.get(name, ""), arguments
+        name, text = env.first_set(os.environ, env.RANKS_PER_MACHINE)
+        rest = arguments
         if not text:
             example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
             raise ConfigError(f"N, the number of ranks, is missing: {usage}, for example: {example}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from samestep import ConfigError, NonRetryableError, events, failures, untrusted
+from samestep import ConfigError, NonRetryableError, env, events, failures, untrusted
 from samestep.options import EXEC, FORK, Options
 from samestep.root import Root
 
@@ -69,7 +69,7 @@ class Nodes:
         return str(self.master_addr), int(self.master_port or 0)
 
 
-def read_nodes(environ: Mapping[str, str]) -> Nodes:  # noqa: C901
+def read_nodes(environ: Mapping[str, str]) -> Nodes:
     """Return the machines from NNODES and NODE_RANK, from PET_*, or from RANK and WORLD_SIZE that count machines.
 
     A Kubernetes Indexed Job gives the machine's number as JOB_COMPLETION_INDEX.
@@ -77,42 +77,66 @@ def read_nodes(environ: Mapping[str, str]) -> Nodes:  # noqa: C901
     Raises:
         ConfigError: a variable is missing, malformed or out of range, or the port is in use.
     """
-
-    def first(*names: str) -> tuple[str, str]:
-        return next(((name, environ[name]) for name in names if environ.get(name)), (names[0], ""))
-
-    machines = first("NNODES", "PET_NNODES", "WORLD_SIZE")
-    if not machines[1] and environ.get("RANK"):
-        raise ConfigError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
-    name, text = first("NODE_RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
-    if not machines[1] and text not in ("", "0"):
-        raise ConfigError(f"{name}={text} is set but NNODES is not: set it to the number of machines")
-    count = parse_integer(*machines, default=1, least=1)
+    environ = env.without_other_ranks(environ)
+    name, text = env.first_set(environ, env.MACHINE_COUNT)
+    if not text:
+        _check_one_machine(environ)
+    count = parse_integer(name, text, least=1, default=1)
     if count == 1:
-        rank, addr = 0, None
-    else:
-        name, text = first("NODE_RANK", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX")
-        if not text:
-            raise ConfigError(f"{count} machines, but NODE_RANK is not set: set it to this machine's number, from 0")
-        rank = parse_integer(name, text, least=0)
-        if rank >= count:
-            raise ConfigError(f"{name}={text} is not below the number of machines, {count}")
-        addr = first("MASTER_ADDR", "PET_MASTER_ADDR")[1]
-        if not addr:
-            raise ConfigError(f"{count} machines, but MASTER_ADDR is not set: set it to an address of machine 0")
-    name, text = first("MASTER_PORT", "PET_MASTER_PORT")
-    if count > 1 and not text:
-        raise ConfigError(
-            f"{count} machines, but MASTER_PORT is not set: choose a free port of machine 0, the same on all"
-        )
-    port = parse_integer(name, text, least=1, most=65535) if text else None
-    if port and rank == 0 and not user_folder.port_is_free(port):
-        raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
-    if count == 1:
-        return Nodes(count, rank, addr, port)
+        return Nodes(count, 0, None, _master_port(environ, listens=True))
+    counted = f"{name}={text} counts machines"
+    otherwise = f", or unset {name} to train on one machine"
+    rank_name, rank_text = env.first_set(environ, env.MACHINE_INDEX)
+    if not rank_text:
+        raise ConfigError(f"{counted}, but NODE_RANK is not set: set it to this machine's number, from 0{otherwise}")
+    rank = parse_integer(rank_name, rank_text, least=0)
+    if rank >= count:
+        raise ConfigError(f"{rank_name}={rank_text} is not below {name}={text}: number the machines from 0")
+    _, address = env.first_set(environ, env.MACHINE_ADDRESS)
+    if not address:
+        raise ConfigError(f"{counted}, but MASTER_ADDR is not set: set it to an address of machine 0{otherwise}")
+    port = _master_port(environ, listens=rank == 0)
+    if port is None:
+        remedy = "choose a free port of machine 0, the same on all"
+        raise ConfigError(f"{counted}, but MASTER_PORT is not set: {remedy}{otherwise}")
     from samestep_launch.preflight import read_secret  # one machine does not load it
 
-    return Nodes(count, rank, addr, port, read_secret(environ))
+    return Nodes(count, rank, address, port, read_secret(environ))
+
+
+def _check_one_machine(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if this machine has a number, although nothing counts the machines."""
+    if environ.get("RANK"):
+        raise ConfigError(f"RANK={environ['RANK']} is set but WORLD_SIZE is not: set both (machines), or neither")
+    name, text = env.first_set(environ, env.MACHINE_INDEX)
+    if text not in ("", "0"):
+        raise ConfigError(f"{name}={text} is set but NNODES is not: set it to the number of machines, or unset {name}")
+
+
+def _master_port(environ: Mapping[str, str], listens: bool) -> int | None:
+    """Return MASTER_PORT, or None if it is not set. Raises ConfigError if a machine that ``listens`` cannot use it."""
+    name, text = env.first_set(environ, env.MACHINE_PORT)
+    if not text:
+        return None
+    port = parse_integer(name, text, least=1, most=65535)
+    if listens and not user_folder.port_is_free(port):
+        raise ConfigError(f"{name}={port} is in use on this machine: choose another, or unset it to have one chosen")
+    return port
+
+
+def warn_of_other_ranks(environ: Mapping[str, str], nodes: Nodes) -> None:
+    """Print a warning if another launcher seems to have started several processes of this script.
+
+    Each would be a job of its own. An ended job may have left the variables, so a warning is enough.
+    """
+    try:
+        world = env.detect(environ)
+    except env.EnvError:
+        return
+    if nodes.count == 1 and world.world_size > 1:
+        place = f"{world.launcher}'s variables make this process number {world.rank} of {world.world_size}"
+        remedy = "for several machines, set NNODES and NODE_RANK"
+        print_stderr(f"warning: {place}: ignoring them, because this script starts the ranks; {remedy}")
 
 
 def parse_integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:

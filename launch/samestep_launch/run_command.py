@@ -37,8 +37,10 @@ from samestep.options import EXEC, FORK, GROUPS, Parser, add_start_method, bound
 
 from samestep_launch import program as programs
 from samestep_launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
-from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job
+from samestep_launch.imports import check_imports
+from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
 from samestep_launch.launchers import DIRECT, LAUNCHERS, Launcher
+from samestep_launch.machine import check_interface
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,6 +58,9 @@ def _main(arguments: Sequence[str]) -> int:
     if options.start_method == FORK:
         _check_fork(options.launcher, program)
     launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
+    check_interface(os.environ)
+    check_imports()
+    warn_of_other_ranks(os.environ, nodes)
     # Defaults of the options of `samestep.options.add_common`.
     os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
     template = [*launcher.command.split(), "{train}", "{arguments}"]

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import os
 import shlex
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -21,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
-from samestep import ConfigError, events, untrusted
+from samestep import ConfigError, env, events, untrusted
 from samestep.root import Root
 
-from samestep_launch import job_processes
+from samestep_launch import job_processes, machine
 from samestep_launch.job_processes import JobProcesses
 from samestep_launch.stderr_forwarder import StderrForwarder
 
@@ -86,21 +84,25 @@ def environment(
         run_dir: the run's folder.
         address: this machine's address among the others; None on one machine.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "SAMESTEP_SECRET"))}
+    # Another launcher may have left its variables. The ranks of this job get their places from its own launcher.
+    stale = env.launcher_variables()
+    removed = ("PET_", "SAMESTEP_SECRET")
+    environ = {name: value for name, value in os.environ.items() if name not in stale and not name.startswith(removed)}
     environ.update(
         SAMESTEP_JOB=job,
         SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
         SAMESTEP_RESTARTS=str(attempt),
         SAMESTEP_RUN_DIR=str(run_dir),
     )
-    environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, _processors() // nproc))
+    environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, machine.processors() // nproc))
     # Some launchers call `python` by name, which must be this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     # The requested number: a rank that finds another one has lost others. Each machine may have another N.
     environ |= {"SAMESTEP_RANKS": str(nproc)} if node_count == 1 else {"SAMESTEP_MACHINES": str(node_count)}
     # gloo would listen on the address of the host's name, which other machines may not reach.
-    if name := _interface("127.0.0.1" if node_count == 1 else address):
-        environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    interface = machine.interface_of("127.0.0.1" if node_count == 1 else address)
+    if interface and not environ.get(machine.GLOO_INTERFACE):
+        environ[machine.GLOO_INTERFACE] = interface
     return environ
 
 
@@ -401,24 +403,6 @@ def _heartbeat(path: Path, job: str) -> dict[str, Any]:
         untrusted.check(beat, HEARTBEAT)
         return beat if beat.get("job") == job else {}
     return {}
-
-
-def _interface(address: str | None) -> str | None:
-    """Return the name of this machine's network interface that has an IPv4 address; None if it is unknown."""
-    if address is None or address.startswith("127."):
-        return address and ("lo0" if sys.platform == "darwin" else "lo")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # SIOCGIFADDR, netdevice(7): a struct ifreq, its address at byte 20
-                request = fcntl.ioctl(probe, 0x8915, struct.pack("256s", os.fsencode(name)[:15]))
-                if socket.inet_ntoa(request[20:24]) == address:
-                    return name
-    return None
-
-
-def _processors() -> int:
-    """Return how many processors this job may use: fewer than the machine has if it is shared."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_text(path: Any) -> str | None:

@@ -110,7 +110,8 @@ class TrackerProcess:
 
     def _report_end(self, then: str) -> None:
         """Warn that the process has ended by itself, and forget it."""
-        assert self._process is not None
+        if self._process is None:
+            return
         self._process.communicate()  # closes its pipes
         code, self._process = self._process.returncode, None
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")

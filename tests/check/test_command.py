@@ -18,6 +18,14 @@ PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
 Done = tuple[subprocess.CompletedProcess[str], dict[str, str]]
 Replaced = tuple[tuple[str, str], ...]
+NO_PASSWD = """
+import pwd
+
+def getpwuid(uid):
+    raise KeyError(uid)
+
+pwd.getpwuid = getpwuid
+"""
 PADDED = (("range(rank, 7, n)", "[*range(rank, 7, n), 0]"),)
 
 
@@ -105,6 +113,26 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}"), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
+    """As in a container whose user has no entry in passwd, with PYTHONOPTIMIZE=1."""
+    folder, site = program(tmp_path / "sound", PLAIN), tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(NO_PASSWD)
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    words = ["env", "-u", "HOME", sys.executable, "-c", MAIN, "check", "--faults=evaluation"]
+    done = subprocess.run(
+        [*words, "--", sys.executable, "plain.py", "-n", "2"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONOPTIMIZE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_sitecustomize_of_the_user_also_runs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT, Harness, Shape, losses, metrics, options_of, relative_difference
-from samestep import checkpoint
+from samestep import checkpoint, env
 
 # Lines of code of samestep that a rank may load, and of samestep.sharded beside it.
 RESULT_KEYS = set(
@@ -74,6 +74,15 @@ def test_a_rank_loads_a_thin_part_of_the_package(undisturbed: Callable[..., dict
     assert not [name for rank in loaded for name in rank if re.match(r"samestep_|samestep\.data\.download", name)]
 
 
+@pytest.mark.fixed_world
+def test_our_own_code_causes_no_warning(undisturbed: Callable[..., dict[str, Any]]) -> None:
+    """With PYTHONWARNINGS=error, a warning would end the run."""
+    folder = Path(undisturbed(2)["run_dir"])
+    ours = "|".join(re.escape(str(ROOT / name)) for name in ("core", "launch", "apps"))
+    for log in sorted((folder / "log").glob("*.log")):
+        assert not re.findall(rf"^(?:{ours})/.*:\d+: \w*Warning: .*", log.read_text(errors="replace"), re.MULTILINE)
+
+
 @pytest.mark.soak  # in the matrix test_only_to_evaluate
 @pytest.mark.fixed_world
 def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
@@ -112,11 +121,12 @@ def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: 
 
 
 def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """At another number of ranks, of a run that it leaves as it is."""
+    """At another number of ranks, of a run that it leaves as it is, and whatever variables other launchers left."""
     result, run_dir = undisturbed(2), harness.folder / "run"
     shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
-    outcome = harness.run(1, *harness.app.small, "--evaluate-only")
+    left = {name: "3" for name in env.launcher_variables() if not name.startswith("PET_")}  # PET_NNODES is for scripts
+    outcome = harness.run(1, *harness.app.small, "--evaluate-only", **left)
     assert outcome.code == 0, outcome
     assert outcome.result["weights_sha256"] == result["weights_sha256"]
     assert outcome.result["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)

@@ -229,6 +229,84 @@ def test_torchvision_leaves_both_forms_and_the_plain_one_is_read(tmp_path: Path)
     assert load("mnist", tmp_path).train_labels.tolist() == [2] * 3
 
 
+LAYOUTS = {
+    "in data_dir": lambda data_dir, name: data_dir / name,
+    "in data_dir, packed": lambda data_dir, name: data_dir / f"{name}.gz",
+    "with a dot": lambda data_dir, name: data_dir / name.replace("-idx", ".idx"),
+    "with a dot, packed": lambda data_dir, name: data_dir / "mnist" / f"{name.replace('-idx', '.idx')}.gz",
+    "a folder for each file": lambda data_dir, name: data_dir / name / name,
+    "a folder for each file with a dot": lambda data_dir, name: data_dir / name / name.replace("-idx", ".idx"),
+    "a folder for each file, below mnist": lambda data_dir, name: data_dir / "mnist" / name / name,
+    "a folder for each packed file": lambda data_dir, name: data_dir / name / f"{name}.gz",
+    "torchvision's": lambda data_dir, name: data_dir / "MNIST" / "raw" / name,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_of_the_files_is_the_same_data(layout: str, tmp_path: Path) -> None:
+    expected = load("mnist", put(tmp_path / "usual" / "mnist", tiny(label=6)).parent).fingerprint
+    for name, content in tiny(label=6).items():
+        path = LAYOUTS[layout](tmp_path / "data", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    found = resolve("mnist", tmp_path / "data")
+    assert (found.name, found.notice, found.fingerprint) == ("mnist", None, expected)
+    assert load("mnist", tmp_path / "data").fingerprint == expected
+
+
+def test_kaggles_archive_has_each_file_twice(tmp_path: Path) -> None:
+    put(tmp_path, {name.replace("-idx", ".idx"): content for name, content in tiny(1).items()}, packed=False)
+    for name, content in tiny(1).items():
+        put(tmp_path / name, {name: content}, packed=False)
+    assert load("mnist", tmp_path).train_labels.tolist() == [1] * 3
+
+
+# Files in a data folder that no search finds: where they are, and for which dataset.
+STRANGERS = {
+    "one file of four": ("train-images-idx3-ubyte.gz", "mnist"),
+    "in another folder": ("archive/train-images.idx3-ubyte", "mnist"),
+    "two folders deep": ("kaggle/archive/t10k-labels-idx1-ubyte", "mnist"),
+    "in torchvision's folder, not in raw": ("MNIST/train-labels-idx1-ubyte", "mnist"),
+    "Keras's": ("mnist.npz", "mnist"),
+    "Kaggle's table": ("mnist_train.csv", "mnist"),
+    "Fashion-MNIST's table": ("fashion-mnist_train.csv", "fashion-mnist"),
+    "CIFAR-10's pickles": ("cifar-10-batches-py/data_batch_1", "cifar10"),
+    "CIFAR-10's archive": ("cifar-10-binary.tar.gz", "cifar10"),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_files_under_other_names_are_never_passed_over(what: str, tmp_path: Path) -> None:
+    name, dataset = STRANGERS[what]
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"lacks|which \S+ does not read: put ") as caught:
+        resolve(dataset, tmp_path)
+    message = str(caught.value)
+    assert name in message or "one file" in what
+    assert files.names(dataset)[-1] in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["fashion-mnist/train-images-idx3-ubyte", "KMNIST/raw/train-images-idx3-ubyte"])
+def test_files_of_another_dataset_are_passed_over(name: str, tmp_path: Path) -> None:
+    for other in (name, "train_labels.csv", "mnist-5k/x", "notes on mnist.txt"):
+        (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / other).write_bytes(b"x")
+    assert resolve("mnist", tmp_path).name == "mnist-5k"
+
+
+def test_the_search_for_other_names_ends_in_a_folder_of_millions_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/1.png", "a/2.png", "b/mnist.npz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert files.lookalikes(tmp_path, "mnist") == ["b/mnist.npz"]
+    monkeypatch.setattr(files, "LOOKALIKE_NAMES", 1)
+    assert files.lookalikes(tmp_path, "mnist") == []
+
+
 def test_default_cache_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     put(tmp_path / ".cache" / "samestep" / "mnist", tiny())
@@ -387,9 +465,15 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def www(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a server: outside of the data folder, in which its files would be found."""
+    return tmp_path_factory.mktemp("www")
+
+
+@pytest.fixture
+def server(www: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A mirror of MNIST that holds a tiny data set, its checksums known."""
-    folder = put(tmp_path / "www", tiny(label=4))
+    folder = put(www, tiny(label=4))
     with Server(folder) as server:
         monkeypatch.setattr(download, "MIRRORS", {"mnist": (server.url,)})
         sums = tuple(hashlib.sha256((folder / f"{file}.gz").read_bytes()).hexdigest() for file in FILES)
@@ -424,19 +508,19 @@ def test_next_mirror_is_tried(tmp_path: Path, server: Server, monkeypatch: pytes
     assert resolve("mnist", tmp_path).name == "mnist"
 
 
-def test_wrong_checksum_is_an_error_and_not_kept(tmp_path: Path, server: Server) -> None:
-    good = (tmp_path / "www" / f"{FILES[1]}.gz").read_bytes()
-    (tmp_path / "www" / f"{FILES[1]}.gz").write_bytes(good + b"\0")
+def test_wrong_checksum_is_an_error_and_not_kept(tmp_path: Path, server: Server, www: Path) -> None:
+    good = (www / f"{FILES[1]}.gz").read_bytes()
+    (www / f"{FILES[1]}.gz").write_bytes(good + b"\0")
     with pytest.raises(ConfigError, match=f"{server.url}{FILES[1]}.gz failed: its SHA-256 is"):
         resolve("mnist", tmp_path)
     assert cached() == [f"{FILES[0]}.gz"]
 
 
 def test_a_mirror_that_sends_too_much_is_not_listened_to(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: Server, www: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "MAX_BYTES", 2**17)
-    (tmp_path / "www" / f"{FILES[0]}.gz").write_bytes(bytes(2**20))
+    (www / f"{FILES[0]}.gz").write_bytes(bytes(2**20))
     with pytest.raises(ConfigError, match=f"{server.url}{FILES[0]}.gz failed: it has more than 131072 bytes"):
         resolve("mnist", tmp_path)
 
@@ -457,8 +541,8 @@ def test_broken_transfer_leaves_nothing(
     assert resolve("mnist", tmp_path).name == "mnist"
 
 
-def test_http_error_counts_as_no_network(tmp_path: Path, server: Server) -> None:
-    (tmp_path / "www" / f"{FILES[0]}.gz").unlink()
+def test_http_error_counts_as_no_network(tmp_path: Path, server: Server, www: Path) -> None:
+    (www / f"{FILES[0]}.gz").unlink()
     assert "File not found" in (resolve("mnist", tmp_path).notice or "")
 
 
@@ -582,10 +666,9 @@ def test_a_missing_cifar_file_is_named(tmp_path: Path, small_cifar: dict[str, by
 
 
 def test_cifar_is_downloaded_once(
-    tmp_path: Path, small_cifar: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_cifar: dict[str, bytes], www: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a real server, as the archive that it is published as, whose checksum is known."""
-    www = tmp_path / "www"
     put_cifar(www / "cifar-10-batches-bin", {**small_cifar, "batches.meta.txt": b"airplane\n", "readme.html": b"<p>"})
     archive = www / files.CIFAR_ARCHIVE
     with tarfile.open(archive, "w:gz") as tar:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Set
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samestep import ConfigError
+from samestep import ConfigError, env
 from samestep.env import EnvError, World, detect
 
 ALONE = World(0, 1, 0, 1, 0, 1)
@@ -114,6 +118,14 @@ MSRUN = {
 }
 MSRUN_WORLD = World(3, 4, 1, None, None, None, "msrun", "worker", "127.0.0.1", 8118)
 SCHEDULER = {**{name: MSRUN[name] for name in MSRUN if name != "MS_NODE_ID"}, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"}
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+JSRUN = {"JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "2", "PMIX_RANK": "5"}
+PRUN = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"}
 ASCEND = {"RANK_ID": "5", "RANK_SIZE": "8", "DEVICE_ID": "5", "RANK_TABLE_FILE": "/user/rank_table_8p.json"}
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "3", "KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "train-3"}
 DLC = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "dlc1-master-0", "MASTER_PORT": "23456"}
@@ -141,6 +153,13 @@ LAUNCHED = {
     "mpich": (HYDRA, World(1, 4, 1, 2, launcher="mpich")),
     "mpich, one machine": ({**HYDRA, "MPI_LOCALNRANKS": "4"}, World(1, 4, 1, 4, 0, 1, "mpich")),
     "open mpi": (OPENMPI, World(2, 4, 0, 2, launcher="openmpi")),
+    "mvapich2": (MVAPICH2, World(1, 4, 1, 2, launcher="mvapich2")),
+    "mvapich2, one machine": ({**MVAPICH2, "MV2_COMM_WORLD_LOCAL_SIZE": "4"}, World(1, 4, 1, 4, 0, 1, "mvapich2")),
+    "jsrun": (JSRUN, World(5, 6, 2, launcher="jsrun")),
+    "jsrun, a program of Spectrum MPI": (
+        {**JSRUN, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"},
+        World(5, 6, launcher="openmpi"),
+    ),
     "open mpi, address given": (
         {**OPENMPI, "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
         World(2, 4, 0, 2, None, None, "openmpi", "worker", "n1", 29500),
@@ -225,6 +244,12 @@ LAUNCHED = {
         {"RANK": "3", "WORLD_SIZE": "4", **INDEXED_JOB},
         World(3, 4, 0, 1, 3, 4, "env"),
     ),
+    "prun, place given": ({**PRUN, "RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 0, 1, 1, 2, "env")),
+    "sizes alone, and words": (
+        {"BATCH_SIZE": "128", "X_SIZE": "4", "OMP_PE": "all", "SLURM_ARRAY_TASK_ID": "3"},
+        ALONE,
+    ),
+    "one machine of one": ({"NNODES": "1", "NODE_RANK": "0"}, ALONE),
     "nothing": ({"PATH": "/usr/bin", "HOME": "/root"}, ALONE),
     "only what the launch script reads": ({"NPROC_PER_NODE": "4", "NNODES": "1", "MASTER_PORT": "x"}, ALONE),
     "all empty": (dict.fromkeys([*TORCHRUN, *SLURM, *MSRUN, *PYTORCHJOB, *INDEXED_JOB], ""), ALONE),
@@ -242,6 +267,10 @@ COMBINED = {
     "torchrun under a broken srun": ({**SLURM, "SLURM_NTASKS": "x", **TORCHRUN}, TORCHRUN_WORLD),
     "torchrun under mpirun": ({**OPENMPI, **HYDRA, **TORCHRUN}, TORCHRUN_WORLD),
     "torchrun in a PyTorchJob": ({**PYTORCHJOB, **TORCHRUN}, TORCHRUN_WORLD),
+    "torchrun alone in a pod of an indexed job": (
+        {**INDEXED_JOB, "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"},
+        World(0, 1, 0, 1, 0, 1, "torchrun"),
+    ),
     "torchrun in an indexed job": ({**INDEXED_JOB, **TORCHRUN}, TORCHRUN_WORLD),
     "msrun in an Ascend container": ({**ASCEND, **MSRUN}, MSRUN_WORLD),
     "msrun in DLC": ({**DLC, "NPROC_PER_NODE": "8", **MSRUN}, MSRUN_WORLD),
@@ -287,6 +316,20 @@ REFUSED = {
     "PyTorchJob": (PYTORCHJOB, "RANK='1' PET_NPROC_PER_NODE='auto' nodes", LAUNCH_SCRIPT),
     "Trainer v2": (TRAINER_V2, "PET_NODE_RANK='1' PET_NNODES='2' nodes", LAUNCH_SCRIPT),
     "indexed job": (INDEXED_JOB, "JOB_COMPLETION_INDEX='3' NNODES RANK WORLD_SIZE unset", LAUNCH_SCRIPT),
+    "two machines": ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES='2' counts machines", LAUNCH_SCRIPT),
+    "machine 1 of unknown many": ({"NODE_RANK": "1"}, "NODE_RANK='1' places no size", "unset NODE_RANK"),
+    # an index without a size
+    "prun": (PRUN, "PMIX_RANK='1' places no size RANK WORLD_SIZE", "unset PMIX_RANK"),
+    **{
+        f"unknown launcher, {name}": (
+            {name: value},
+            f"{name}='{value}' places no size RANK WORLD_SIZE",
+            f"unset {name}",
+        )
+        for name, value in [("FLUX_TASK_RANK", "0"), ("PALS_RANKID", "3"), ("ALPS_APP_PE", "2"), ("X_PROCID", "1")]
+    },
+    "msrun's rank without its role": (without(MSRUN, "MS_ROLE", "RANK_ID", "RANK_SIZE"), "MS_NODE_ID='3'", "unset"),
+    "a task of srun without its step": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID='1'", "unset"),
     # half a pair
     "torchrun, no RANK": (without(TORCHRUN, "RANK"), "WORLD_SIZE='4' RANK unset", "set both"),
     "torchrun, neither": (without(TORCHRUN, "RANK", "WORLD_SIZE"), "TORCHELASTIC_RUN_ID RANK WORLD_SIZE", "set both"),
@@ -358,6 +401,21 @@ REFUSED = {
         {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "9999999999(x9999999999)," * 1000 + "1"},
         "SLURM_STEP_TASKS_PER_NODE='9999 ... contradict",
         "srun",
+    ),
+    "mpirun against mpiexec": (
+        {**OPENMPI, **HYDRA},
+        "openmpi OMPI_COMM_WORLD_RANK='2' mpich PMI_RANK='1'",
+        "unset",
+    ),
+    "torchrun alone in each task of srun": (
+        {**SLURM, "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"},
+        "torchrun WORLD_SIZE='1' slurm SLURM_STEP_NUM_TASKS='7'",
+        "unset",
+    ),
+    "mpirun alone in a pod of two": (
+        {**DLC, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        "OMPI_COMM_WORLD_SIZE='1' WORLD_SIZE='2'",
+        "unset",
     ),
     "msrun against torchrun": (
         {**TORCHRUN, **MSRUN, "MS_NODE_ID": "0"},
@@ -452,6 +510,143 @@ def test_plausible_values(environ: dict[str, str]) -> None:
 @settings(max_examples=300, deadline=None)
 def test_real_families_with_something_changed(families: list[dict[str, str]], changes: dict[str, str]) -> None:
     check_anything({**{name: family[name] for family in families for name in family}, **changes})
+
+
+# --- variables that another job left ---------------------------------------------------------------------------------
+
+BY_LAUNCHER = {
+    "msrun": MSRUN,
+    "horovodrun": HOROVOD,
+    "torchrun": TORCHRUN,
+    "paddle": PADDLE,
+    "openmpi": OPENMPI,
+    "mvapich2": MVAPICH2,
+    "jsrun": JSRUN,
+    "mpich": HYDRA,
+    "slurm": SLURM,
+    "rank table": ASCEND,
+    "env": DLC,
+    "pmix": PRUN,
+    "indexed job": INDEXED_JOB,
+}
+STALE = ["another rank", "a rank of one", "its index alone", "its first index alone", "its size alone"]
+
+
+def stale(launcher: str, what: str) -> dict[str, str]:
+    """Return what an ended job of a launcher may have left in the environment."""
+    spec = next(spec for spec in env._LAUNCHERS if spec.name == launcher)
+    index, size = (names.split("|")[0] for names in spec.rank.split())
+    family = BY_LAUNCHER[launcher]
+    marks = {name: family[name] for name in spec.markers.split() if name in family}
+    left = {
+        "another rank": family,
+        "a rank of one": {**marks, index: "0", size: "1"},
+        "its index alone": {index: "1"},
+        "its first index alone": {index: "0"},
+        "its size alone": {size: "2"},
+    }[what]
+    return {name: value for name, value in left.items() if name != "-"}
+
+
+def place(environ: dict[str, str]) -> tuple[int, int] | None:
+    """Return rank and world size, or None if the environment is refused."""
+    try:
+        world = detect(environ)
+    except EnvError:
+        return None
+    return world.rank, world.world_size
+
+
+def test_the_table_of_families_has_every_launcher() -> None:
+    assert list(BY_LAUNCHER) == [spec.name for spec in env._LAUNCHERS]
+
+
+@pytest.mark.parametrize("what", STALE)
+def test_no_rank_trains_alone_because_another_job_left_variables(what: str) -> None:
+    """A rank is read correctly or refused. A launcher inside this one, as mpirun in a step of srun, has priority."""
+    order = list(BY_LAUNCHER)
+    for launcher, environ in BY_LAUNCHER.items():
+        if launcher == "indexed job":  # its pods may train alone
+            continue
+        for other in BY_LAUNCHER:
+            left = stale(other, what)
+            found = place({**left, **environ})
+            case = f"{launcher}, and {other} left {left}"
+            if found not in (None, place(environ)):
+                assert found == place(left), case
+                assert found[1] > 1, case
+                assert order.index(other) < order.index(launcher), case
+
+
+@pytest.mark.parametrize("what", STALE)
+def test_a_launch_script_removes_what_another_job_left(what: str) -> None:
+    """The ranks then have the variables of their own launcher alone."""
+    removed = env.launcher_variables()
+    settings = {"MASTER_ADDR", "MASTER_PORT", "RANK_TABLE_FILE", "NNODES", "NODE_RANK", "JOB_COMPLETION_INDEX"}
+    assert not removed & settings
+    for other in BY_LAUNCHER:
+        left = {name: value for name, value in stale(other, what).items() if name not in removed}
+        assert detect({**left, **TORCHRUN}) == TORCHRUN_WORLD
+        if other != "indexed job":  # its index stays
+            assert detect(left) == ALONE, left
+
+
+def test_a_launch_script_leaves_an_allocation_of_slurm() -> None:
+    left = set(SLURM) - env.launcher_variables()
+    assert left == {
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NODELIST",
+        "SLURM_JOB_NUM_NODES",
+        "SLURM_NNODES",
+        "SLURM_NTASKS",
+        "SLURM_STEP_NODELIST",
+        "SLURM_TASKS_PER_NODE",
+    }
+
+
+# --- one table -----------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files that name variables of launchers, and why `samestep.env` does not do it for them.
+ELSEWHERE = {
+    "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch passes it as an option, too
+    "launch/samestep_launch/elastic_agent.py": {"RANK"},  # in a rank that it has just forked, for the title
+    "launch/samestep_launch/job.py": {"RANK"},  # in a message about machines
+    # It runs inside programs of other people, in whose Python samestep may be missing.
+    "check/samestep_check/inside/samestep_record.py": set(
+        "RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PADDLE_TRAINER_ID RANK_ID SLURM_PROCID".split()
+    ),
+    # They start ranks, or join them, and so set what a launcher would set.
+    "apps/collectives_lab/small_job.py": {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    "apps/lenet_paddle/distributed.py": set(
+        "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_MASTER PADDLE_CURRENT_ENDPOINT".split()
+    ),
+    "apps/resnet50_mindspore/each_device.py": set(
+        "RANK_ID RANK_SIZE MS_ROLE MS_NODE_ID MS_WORKER_NUM MS_SCHED_HOST MS_SCHED_PORT".split()
+    ),
+}
+
+
+def names_in(path: Path, names: Set[str]) -> set[str]:
+    """Return which of these names a program has in a string of names alone, or as a keyword of a call."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z0-9_\s|]+", str(node.value)):
+            found |= names & set(re.split(r"[\s|]+", str(node.value)))
+        elif isinstance(node, ast.keyword) and node.arg:
+            found |= names & {node.arg}
+    return found
+
+
+def test_the_variables_of_launchers_stand_in_one_table() -> None:
+    names = env.launcher_variables() | {"SLURM_NTASKS", "SLURM_RESTART_COUNT", "JOB_COMPLETION_INDEX"}
+    found: dict[str, set[str]] = {}
+    for folder in ("core", "launch", "observe", "check", "apps"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            named = names_in(path, names)
+            if named and path.name != "env.py":
+                found[str(path.relative_to(ROOT))] = named
+    assert found == ELSEWHERE
 
 
 def compressed(counts: list[int]) -> str:

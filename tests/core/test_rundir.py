@@ -310,6 +310,8 @@ def test_without_any_network_the_embedded_digits_are_used_and_what_was_asked_for
     found = rundir.resolve("toy", parse("--run-dir=run"))
     assert (found.dataset.name, found.requested_dataset, found.checkpoint) == ("mnist-5k", "mnist", None)
     assert "MNIST could not be downloaded" in console.getvalue()
+    with pytest.raises(ConfigError, match=r"cannot download mnist .*: choose mnist-5k"):  # the user named it
+        rundir.resolve("toy", parse("--run-dir=named", "--dataset=mnist"))
 
 
 def test_no_resume_sets_aside_what_cannot_even_be_read(run_folder: Path) -> None:

@@ -5,14 +5,17 @@ MNIST and Fashion-MNIST are four IDX files; CIFAR-10 is the six files of its bin
 `resolve` searches in this order, for plain and .gz names:
 
 1. `<data_dir>/<name>/`, then torchvision's layout, `<data_dir>/MNIST/raw` or `<data_dir>/FashionMNIST/raw`, or the
-   folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`.
+   folder of CIFAR-10's archive, `<data_dir>/cifar-10-batches-bin`, then `<data_dir>` itself. In each of them, MNIST's
+   files may have Kaggle's names: `train-images.idx3-ubyte`, or a folder of the file's name with the file.
+   Files that seem to belong to the dataset, but that are incomplete or have other names, are an error.
 2. The system's folder (Debian's package dataset-fashion-mnist).
 3. The user's cache, `$XDG_CACHE_HOME/samestep/<name>`, by default `~/.cache/samestep/<name>`, or
    `/tmp/samestep-<user id>/<name>` if that cannot be written.
 4. The network, into that cache: once per machine, checked against a SHA-256.
 
-`mnist-5k`, 5,000 real MNIST digits, is part of the package. Without a network it replaces `mnist`, with a notice;
-`synthetic-cifar10`, 1,280 generated images in the same format, replaces `cifar10`. The first use generates them.
+`mnist-5k`, 5,000 real MNIST digits, is part of the package. Without a network it replaces `mnist`, with a notice, if
+the user named no dataset; `synthetic-cifar10`, 1,280 generated images in the same format, replaces `cifar10`. The first
+use generates them.
 A launch script calls `resolve` once, before it starts a rank, so that a rank's `load` finds all files in place.
 """
 
@@ -22,7 +25,7 @@ import hashlib
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +46,7 @@ STD = 0.3081
 TORCHVISION = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-bin"}
 SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 EMBEDDED = Path(__file__).parent / "mnist-5k"
+SHOWN_NAMES = 4  # in an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +137,7 @@ def _read(info: DatasetInfo) -> Dataset:
 
 
 def _read_split(folder: Path, images_file: str, labels_file: str) -> list[NDArray[np.uint8]]:
-    images_path, labels_path = _path(folder, images_file), _path(folder, labels_file)
+    images_path, labels_path = files.path_of(folder, images_file), files.path_of(folder, labels_file)
     expected = "expected [n, 28, 28] with n >= 1"
     images = read_idx(images_path, lambda shape: "" if shape[1:] == [28, 28] and shape[0] else expected)
     count = f"but {images_path.name} has {len(images)} images"
@@ -143,33 +147,19 @@ def _read_split(folder: Path, images_file: str, labels_file: str) -> list[NDArra
     return [images, labels]
 
 
-def _path(folder: Path, file: str) -> Path:
-    """Return the plain file if it is there (torchvision leaves both; it is the faster to read), else the .gz."""
-    plain = folder / file
-    return plain if os.path.exists(plain) else folder / f"{file}.gz"
-
-
-def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:  # noqa: C901
+def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
     if name not in NAMES:
         raise ConfigError(f"unknown dataset {name!r}: choose from {', '.join(NAMES)}")
-    try:
-        if not stat.S_ISDIR(os.stat(data_dir).st_mode):
-            raise ConfigError(f"the data folder {data_dir} is not a folder: name a folder or a new path")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"cannot look into the data folder {data_dir}: {error.strerror}: name another one") from None
+    _check_data_dir(data_dir)
     if name == "mnist-5k":
         return DatasetInfo(name, EMBEDDED)
     if name == "synthetic-cifar10":
         return DatasetInfo(name, _synthetic_cifar())
-    system = [SYSTEM[name]] if name in SYSTEM else []
-    for folder in (data_dir / name, data_dir / TORCHVISION[name], *system):
-        if not (lacking := missing(folder, name)):
-            return DatasetInfo(name, folder)
-        if len(lacking) < len(files.names(name)):
-            packed = "" if name in files.CIFAR_RECORDS else "[.gz]"
-            raise ConfigError(f"{folder} lacks {', '.join(f'{file}{packed}' for file in lacking)}: add them")
+    given = _find_given(name, data_dir)
+    if given:
+        return DatasetInfo(name, given)
+    if name in SYSTEM and _has_files(SYSTEM[name], name):
+        return DatasetInfo(name, SYSTEM[name])
     cache = cache_folder(name)
     if missing(cache, name):
         from samestep.data import download  # a rank finds all files in place
@@ -180,6 +170,50 @@ def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:  # noqa: C9
             substitute, notice = download.substitute(name, data_dir, fallback, error)
             return _find(substitute, data_dir, fallback)._replace(notice=notice)
     return DatasetInfo(name, cache)
+
+
+def _check_data_dir(data_dir: Path) -> None:
+    """Raise ConfigError if the data folder is a file, or cannot be looked into. It may be missing."""
+    try:
+        status = os.stat(data_dir)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot look into the data folder {data_dir}: {error.strerror}: name another one") from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"the data folder {data_dir} is not a folder: name a folder or a new path")
+
+
+def _find_given(name: str, data_dir: Path) -> Path | None:
+    """Return the folder below ``data_dir``, or ``data_dir`` itself, that has the dataset's files; None without any.
+
+    Raises ConfigError if a folder has only some of the files, or if files have other names. Else a run would use
+    other data than the user put there.
+    """
+    for folder in (data_dir / name, data_dir / TORCHVISION[name], data_dir):
+        if _has_files(folder, name):
+            return folder
+    strangers = files.lookalikes(data_dir, name)
+    if strangers:
+        shown = ", ".join(strangers[:SHOWN_NAMES]) + (", ..." if len(strangers) > SHOWN_NAMES else "")
+        wanted = _listed(files.names(name))
+        raise ConfigError(
+            f"{data_dir} has {shown}, which {name} does not read: put {wanted} in {data_dir / name}, or name another "
+            "--data-dir"
+        )
+    return None
+
+
+def _has_files(folder: Path, name: str) -> bool:
+    """Return whether a folder has the dataset's files. Raises ConfigError if it has only some of them."""
+    lacking = missing(folder, name)
+    if 0 < len(lacking) < len(files.names(name)):
+        raise ConfigError(f"{folder} lacks {_listed(lacking)}: add them")
+    return not lacking
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name if name in files.CIFAR_FILES else f"{name}[.gz]" for name in names)
 
 
 def _synthetic_cifar() -> Path:

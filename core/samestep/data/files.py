@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -31,26 +32,90 @@ CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR_RECORDS = {"cifar10": (10_000,) * 6, "synthetic-cifar10": (205, 205, 205, 205, 204, 256)}
 CIFAR_SIDE = 32  # pixels
 
+# Names of files that seem to belong to a dataset, and folders of datasets that have files of the same names.
+LOOKALIKE_DEPTH = 2  # folders
+LOOKALIKE_NAMES = 20_000  # to look at; a folder may hold millions of images
+_IDX_NAME = r"idx[13]-ubyte|^(train|t10k)-(images|labels)"
+_LOOKALIKES = {
+    "mnist": re.compile(rf"{_IDX_NAME}|^mnist[-_.]", re.IGNORECASE),
+    "fashion-mnist": re.compile(rf"{_IDX_NAME}|^fashion[-_]?mnist[-_.]", re.IGNORECASE),
+    "cifar10": re.compile(r"^data_batch_[1-5]|^cifar-?10[-_.]", re.IGNORECASE),
+}
+_OTHER_DATASETS = {"mnist", "mnist-5k", "fashion-mnist", "fashionmnist", "emnist", "kmnist", "qmnist"}
+
 
 def names(dataset: str) -> tuple[str, ...]:
     """Return the names of a dataset's files, without .gz."""
     return CIFAR_FILES if dataset in CIFAR_RECORDS else MNIST_FILES
 
 
-def missing(folder: Path, dataset: str) -> list[str]:
-    """Return the files that ``folder`` lacks, plain and as .gz; all of them if the folder is missing.
+def spellings(file: str) -> list[str]:
+    """Return the names under which a dataset's file may be found, the preferred one first.
 
-    Raises ConfigError if the folder cannot be read.
+    MNIST's files are published with a hyphen or a dot before ``idx``, and as .gz. torchvision leaves both forms; the
+    plain one is the faster to read.
     """
+    if file in CIFAR_FILES:
+        return [file]
+    dotted = file.replace("-idx", ".idx")
+    return [f"{name}{packed}" for name in (file, dotted) for packed in ("", ".gz")]
+
+
+def path_of(folder: Path, file: str) -> Path:
+    """Return the path of a dataset's file in a folder. Kaggle keeps each file in a folder of the same name.
+
+    If no spelling is a file, the path leads to the obstacle, or to a file that is missing.
+    """
+    found = [folder / name for name in spellings(file) if os.path.exists(folder / name)]
+    for path in found:
+        if not path.is_dir():
+            return path
+        for name in spellings(file):
+            if (path / name).is_file():
+                return path / name
+    if found:
+        return found[0]
+    return folder / (file if file in CIFAR_FILES else f"{file}.gz")
+
+
+def present_names(folder: Path) -> list[str]:
+    """Return the names in a folder; none if the folder is missing. Raises ConfigError if it cannot be read."""
     try:
-        present = os.listdir(folder)
+        return os.listdir(folder)
     except FileNotFoundError:
-        present = []
+        return []
     except OSError as error:
         remedy = "make it a readable folder, or move it away"
         raise ConfigError(f"cannot look into {folder}: {error.strerror}: {remedy}") from None
-    packed = "" if dataset in CIFAR_RECORDS else ".gz"
-    return [file for file in names(dataset) if file not in present and f"{file}{packed}" not in present]
+
+
+def missing(folder: Path, dataset: str) -> list[str]:
+    """Return the files that ``folder`` lacks in every spelling; all of them if the folder is missing.
+
+    Raises ConfigError if the folder cannot be read.
+    """
+    present = set(present_names(folder))
+    return [file for file in names(dataset) if present.isdisjoint(spellings(file))]
+
+
+def lookalikes(folder: Path, dataset: str) -> list[str]:
+    """Return the paths of files that seem to belong to a dataset under names or in folders that are not searched.
+
+    The search goes two folders deep, and not into the folders of other datasets. Paths are relative to ``folder``.
+    """
+    pattern = _LOOKALIKES[dataset]
+    others = _OTHER_DATASETS - {dataset, dataset.replace("-", "")}
+    found: list[str] = []
+    names_left = LOOKALIKE_NAMES
+    for root, folders, file_names in os.walk(folder):
+        here = Path(root).relative_to(folder)
+        is_deepest = len(here.parts) == LOOKALIKE_DEPTH
+        folders[:] = [] if is_deepest else sorted(name for name in folders if name.lower() not in others)
+        found += [str(here / name) for name in sorted(file_names) if pattern.search(name)]
+        names_left -= len(file_names)
+        if names_left < 0:
+            break
+    return found
 
 
 @contextlib.contextmanager
