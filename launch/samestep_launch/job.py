@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 TORCHRUN = "torch.distributed.run"  # module
+RANK_FORKER = "samestep_launch.rank_forker"
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
@@ -170,7 +171,7 @@ class Job:
         """Return the launcher's command: the template with its blanks filled.
 
         A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
-        {arguments} the arguments alone. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is
+        {arguments} the arguments alone, and {forker} the process that forks the ranks, if they are forked. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is
         on 127.0.0.1 alone, and if it forks the ranks.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"
@@ -188,7 +189,8 @@ class Job:
             "app": self.program.parent,
             "train": self.program,
         }
-        lists = {"{options}": [*self.arguments, *more], "{arguments}": self.arguments}
+        forker = ["-m", RANK_FORKER, str(self.program)] if self.forks else []
+        lists = {"{options}": [*self.arguments, *more], "{arguments}": self.arguments, "{forker}": forker}
         command: list[str] = []
         for word in self.template:
             if word in lists:
