@@ -116,7 +116,7 @@ class RankForker:
         os._exit(code)
 
     def _run_launcher(self, path: Path, arguments: Sequence[str]) -> int:
-        _become(f"launcher: {path.parent.name} {path.name}", {FORKER: str(self._launchers_socket.fileno())})
+        _become({FORKER: str(self._launchers_socket.fileno())})
         launcher = Program(path)
         try:
             launcher.load(arguments)
@@ -126,18 +126,18 @@ class RankForker:
 
     def _run_rank(self, request: Mapping[str, Any]) -> int:
         environ, path = request["environ"], self._program.path
-        _become(f"rank {environ['SAMESTEP_RANK']}: {path.parent.name} {path.name}", environ)
+        process_info.set_title(f"rank {environ['SAMESTEP_RANK']}: {path.parent.name} {path.name}")
+        _become(environ)
         return self._program.run(request["arguments"])
 
 
-def _become(title: str, changes: Mapping[str, str | None]) -> None:
-    """Take the name and the environment of a process of its own."""
+def _become(changes: Mapping[str, str | None]) -> None:
+    """Take an environment of its own, and load this package no longer."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    process_info.set_title(title)
     process_info.show_environment(os.environ)
     process_info.forget_launcher()
 
