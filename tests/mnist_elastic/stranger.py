@@ -1,11 +1,12 @@
 """A process of another user, without the job's key, that tries to take part in a job of mnist_elastic.
 
-    python stranger.py SECONDS PORT ...
+    python stranger.py PORT ...
 
-The ports are those that /proc/net/tcp shows to each user. For SECONDS, it proposes itself to the lighthouse, under a
-name of its own with a high progress and under the names of members. It says hello to the launcher as a member with
-another key, and it reads from all ports what they send. It prints JSON: the members of the groups that the lighthouse
-proposed, the most bytes that a connection received, and the number of connections that the launcher accepted.
+The ports are those that /proc/net/tcp shows to each user. Until stdin is closed, it proposes itself to the lighthouse,
+under a name of its own with a high progress and under the names of members. It says hello to the launcher as a member
+with another key, and it reads from all ports what they send. It prints a line as soon as it knows the lighthouse's port,
+and at the end JSON: the members of the groups that the lighthouse proposed, the most bytes that a connection received,
+and the number of connections that the launcher accepted.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ STATE = {"progress": 10**6, "digest": "0" * 64, "nonce": "0" * 32, "rank": 1}
 class Stranger:
     """What the process has found out."""
 
-    def __init__(self, ports: list[int], seconds: float) -> None:
-        self._ports, self._end = ports, time.monotonic() + seconds
+    def __init__(self, ports: list[int]) -> None:
+        self._ports, self._is_over = ports, threading.Event()
         self.groups: set[tuple[str, ...]] = set()
         self.most_bytes = self.accepted = 0
 
     def run(self) -> dict[str, Any]:
-        """Attack all ports at once until the time is over."""
+        """Attack all ports at once until stdin is closed."""
         threads = [threading.Thread(target=self.propose, args=[port, name]) for port in self._ports for name in NAMES]
         threads += [threading.Thread(target=each, args=[port]) for port in self._ports for each in (self.greet, self.read)]
         for thread in threads:
             thread.start()
+        sys.stdin.read()
+        self._is_over.set()
         for thread in threads:
             thread.join()
         return {"groups": sorted(self.groups), "most_bytes": self.most_bytes, "accepted": self.accepted}
@@ -57,14 +60,15 @@ class Stranger:
             client.heartbeat(name, second)
         except Exception:
             return
-        while time.monotonic() < self._end:
+        print("the lighthouse answers", flush=True)
+        while not self._is_over.is_set():
             with contextlib.suppress(Exception):  # a timeout
                 quorum = client.quorum(replica_id=name, timeout=second, data={**STATE, "name": name})
                 self.groups.add(tuple(sorted(each.replica_id for each in quorum.participants)))
 
     def greet(self, port: int) -> None:
         """Say hello to the launcher as the first member, with another key."""
-        while time.monotonic() < self._end:
+        while not self._is_over.is_set():
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
                 connection = Client(("127.0.0.1", port), authkey=b"another")
                 self.accepted += 1
@@ -73,7 +77,7 @@ class Stranger:
 
     def read(self, port: int) -> None:
         """Send zeros to a port, and read what it sends."""
-        while time.monotonic() < self._end:
+        while not self._is_over.is_set():
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as connection:
                 connection.sendall(b"\xff" * 8)  # to gloo: the number of a connection that it does not have
                 content = connection.recv(2**20)
@@ -86,8 +90,7 @@ def main() -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    ports = [int(port) for port in sys.argv[2:]]
-    print(json.dumps(Stranger(ports, float(sys.argv[1])).run()), flush=True)
+    print(json.dumps(Stranger([int(port) for port in sys.argv[1:]]).run()), flush=True)
     os._exit(0)
 
 

@@ -126,7 +126,7 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
 
     late = faults_at(harness, reference["steps"] - 2, [("updated", 2, KILLED)])
     environ = {**waits_for(harness, 0), "SAMESTEP_FAULTS": json.dumps(late)}
-    job = harness.start(2, *SHORT, run_dir=run_dir, **environ)
+    job = harness.start(2, *SHORT, "--start-method=exec", run_dir=run_dir, **environ)
     job.wait_for_step(last_step(job.run_dir) + 10)
     os.kill(job.alive(0)["pid"], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
