@@ -53,7 +53,7 @@ class StoreServer:
             return [self._values[key] for key in keys] if is_complete else None
 
 
-class LauncherStore(Store):  # type: ignore[misc]
+class LauncherStore(Store):
     """A store for torch, whose values are at the launcher.
 
     torch calls it from C++. It has the methods that gloo needs to connect ranks.

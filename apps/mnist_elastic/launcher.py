@@ -6,9 +6,10 @@ N is the number of ranks on this machine. On machine 1 and above, this program i
 the launcher at machine 0's ADDRESS and PORT, and starts ranks for it.
 
 This process runs torchft's lighthouse, which proposes the members of a group, and a store by which they connect. It
-confirms which of the proposed names are ranks of this job. It alone writes metrics.jsonl, checkpoints and the result. Ranks send it the numbers of each log line with the
-step, and it drops a step that it has. So it does not matter which rank sends a step, or whether one sends it again. If
-this process ends, the launch script starts the job again from the newest checkpoint.
+confirms which of the proposed names are ranks of this job. It alone writes metrics.jsonl, checkpoints and the result.
+Ranks send it the numbers of each log line with the step, and it drops a step that it has. So it does not matter which
+rank sends a step, or whether one sends it again. If this process ends, the launch script starts the job again from the
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from samestep.run import GROUPS, Groups, Run, StepStats
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import PHASES
 from samestep.torch import distributed, weights
-from torchft.coordination import LighthouseServer
 from start import Process, Starter
+from torchft.coordination import LighthouseServer
 from train import build_optimizer
 
 APP = Path(__file__).resolve().parent.name

@@ -419,7 +419,7 @@ class Members:
 
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
-    """Raise Failed for an error of gloo or of the store: a member is gone, is a stranger, or has not answered in time."""
+    """Raise Failed for an error of gloo or of the store: a member is lost, a stranger, or does not answer in time."""
     try:
         yield
     except (RuntimeError, StrangerFound) as error:

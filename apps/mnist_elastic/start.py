@@ -50,7 +50,11 @@ class Starter:
 
 
 class Forker:
-    """The process that has imported train.py and forks ranks: see `samestep_launch.rank_forker`."""
+    """The process of the launch script that has imported train.py and forks ranks.
+
+    Messages are JSON: ``start`` with ``arguments`` and ``environ``, and ``kill``; from there, ``ended`` with ``code``.
+    The value of these words is the number that this process has given to the rank.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """Take the descriptor of the socket to this process."""

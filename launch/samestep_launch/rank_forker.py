@@ -65,8 +65,8 @@ class RankForker:
         self._launcher = self._fork(lambda: self._run_launcher(launcher, arguments))
         self._launchers_socket.close()
         while True:
-            ready, _, _ = select([self._socket, self._wake_read], [], [])
-            if self._socket in ready:
+            ready, _, _ = select([self._socket.fileno(), self._wake_read], [], [])
+            if self._socket.fileno() in ready:
                 self._take_request()
             self._reap()
 

@@ -1,7 +1,7 @@
 """Connect two processes by gloo, and print whether the first accepts the proof that the second sends.
 
-The second process has the job's key in the case ``key``. In the other cases it sends the HMAC of another key, of another
-group, or the HMAC that the first sends. Each case is a line, with its name first.
+The second process has the job's key in the case ``key``. In the other cases it sends the HMAC of another key, of
+another group, or the HMAC that the first sends. Each case is a line, with its name first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_elastic")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from authentication import LauncherStore, StoreServer, StrangerFound, prove_key, sign  # noqa: E402
+from authentication import (  # type: ignore[import-not-found]  # noqa: E402
+    LauncherStore,
+    StoreServer,
+    StrangerFound,
+    prove_key,
+    sign,
+)
 
 KEY, GROUP = b"k" * 32, "group"
 SIGNED = {  # by the second process, for the first

@@ -4,8 +4,8 @@
 
 The ports are those that /proc/net/tcp shows to each user. Until stdin is closed, it proposes itself to the lighthouse,
 under a name of its own with a high progress and under the names of members. It says hello to the launcher as a member
-with another key, and it reads from all ports what they send. It prints a line as soon as it knows the lighthouse's port,
-and at the end JSON: the members of the groups that the lighthouse proposed, the most bytes that a connection received,
+with another key, and it reads from all ports what they send. It prints a line as soon as the lighthouse answers. At the
+end it prints JSON: the members of the groups that the lighthouse proposed, the most bytes that a connection received,
 and the number of connections that the launcher accepted.
 """
 
@@ -42,8 +42,10 @@ class Stranger:
 
     def run(self) -> dict[str, Any]:
         """Attack all ports at once until stdin is closed."""
-        threads = [threading.Thread(target=self.propose, args=[port, name]) for port in self._ports for name in NAMES]
-        threads += [threading.Thread(target=each, args=[port]) for port in self._ports for each in (self.greet, self.read)]
+        threads: list[threading.Thread] = []
+        for port in self._ports:
+            threads += [threading.Thread(target=self.propose, args=[port, name]) for name in NAMES]
+            threads += [threading.Thread(target=attack, args=[port]) for attack in (self.greet, self.read)]
         for thread in threads:
             thread.start()
         sys.stdin.read()

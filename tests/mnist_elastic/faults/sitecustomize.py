@@ -6,7 +6,7 @@ SAMESTEP_FAULTS holds a JSON list. Each fault has ``step``, ``rank`` (none: the 
 * ``updated``: the rank has updated its weights, and told nobody. It gets ``signal``.
 * ``reduced``: the reduction has succeeded on all ranks, and fails on this one.
 * ``copying``: the rank has sent half of its state to a member that needs it. It gets ``signal``.
-* ``stranger``: as a rank that was started again, it connects to the group, proves nothing and checks nothing. If the others
+* ``stranger``: a rank that was started again connects to the group, proves nothing and checks nothing. If the others
   then send it their state, it makes the file ``<done>-state``.
 * ``differs``: before this step one weight of the rank changes.
 
