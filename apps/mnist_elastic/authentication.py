@@ -113,7 +113,7 @@ def sign(key: bytes, *words: str) -> bytes:
 
 
 def prove_key(key: bytes, group: str) -> None:
-    """Prove to each member of torch's default group that this rank knows the key, and check their proofs.
+    """Send each member of torch's default group a proof of the key, and check the proofs of the others.
 
     Args:
         key: the job's key.

@@ -171,8 +171,8 @@ class Job:
         """Return the launcher's command: the template with its blanks filled.
 
         A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
-        {arguments} the arguments alone, and {forker} the process that forks the ranks, if they are forked.
-        `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and if it
+        {arguments} the arguments alone. If the ranks are forked, {forker} means `samestep_launch.rank_forker` and the
+        program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and if it
         forks the ranks.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"

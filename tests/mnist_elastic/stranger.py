@@ -5,8 +5,8 @@
 The ports are those that /proc/net/tcp shows to each user. Until stdin is closed, it proposes itself to the lighthouse,
 under a name of its own with a high progress and under the names of members. It says hello to the launcher as a member
 with another key, and it reads from all ports what they send. It prints a line as soon as the lighthouse answers. At the
-end it prints JSON: the members of the groups that the lighthouse proposed, the most bytes that a connection received,
-and the number of connections that the launcher accepted.
+end it prints JSON. ``groups`` has the members of the groups that the lighthouse proposed, ``most_bytes`` the most bytes
+that a connection received, and ``accepted`` the number of connections that the launcher accepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATE = {"progress": 10**6, "digest": "0" * 64, "nonce": "0" * 32, "rank": 1}
 
 
 class Stranger:
-    """What the process has found out."""
+    """The attacks, and their results."""
 
     def __init__(self, ports: list[int]) -> None:
         self._ports, self._is_over = ports, threading.Event()
