@@ -3,8 +3,8 @@
 torchft's lighthouse proposes the members. Ranks ask it only when the group changes, because a rank has failed, has come
 or leaves. Between two changes a step costs no more than its collectives.
 
-The lighthouse accepts any process, so a rank takes only names from it. The launcher authenticates its ranks by the job's
-key. It returns the states of those names that are ranks and ask for a group.
+The lighthouse accepts any process, so a rank takes only names from it. The launcher authenticates its ranks by the
+job's key. It returns the states of those names that are ranks and ask for a group.
 
 Two properties make the result exact. First, a step depends on the state and its number alone, so a step that fails is
 taken again with the same bits on any rank. Second, a rank updates its weights only if the sum that it has

@@ -52,8 +52,8 @@ class Starter:
 class Forker:
     """The process of the launch script that has imported train.py and forks ranks.
 
-    Messages to it are ``start``, with ``arguments`` and ``environ``, and ``kill``. It sends ``ended``, with ``code``. The
-    value of these words is the number that this process has given to the rank. All messages are JSON.
+    Messages to it are ``start``, with ``arguments`` and ``environ``, and ``kill``. It sends ``ended``, with ``code``.
+    The value of these words is the number that this process has given to the rank. All messages are JSON.
     """
 
     def __init__(self, descriptor: int) -> None:

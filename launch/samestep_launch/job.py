@@ -172,8 +172,8 @@ class Job:
 
         A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
         {arguments} the arguments alone. If the ranks are forked, {forker} means `samestep_launch.rank_forker` and the
-        program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and if it
-        forks the ranks.
+        program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and
+        if it forks the ranks.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
