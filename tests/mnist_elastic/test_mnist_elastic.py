@@ -82,9 +82,9 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
         assert result["restarts"] == 0
         pauses = sorted(result["pauses"])
         table.append(
-            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; "
-            f"{result['rejoins']} rejoins; {result['steps_repeated']} steps repeated; pauses of {pauses[len(pauses) // 2]:.2f} s in the median, "
-            f"{pauses[-1]:.2f} s at most | 1 | 1 |"
+            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; {result['rejoins']} "
+            f"rejoins; {result['steps_repeated']} steps repeated; pauses of {pauses[len(pauses) // 2]:.2f} s in "
+            f"the median, {pauses[-1]:.2f} s at most | 1 | 1 |"
         )
 
 
