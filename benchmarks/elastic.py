@@ -1,10 +1,11 @@
-"""Measure how long ranks pause when others are killed, and the cost of a step of mnist_elastic.
+"""Measure how long ranks pause when others are killed, how soon a killed rank is back, and the cost of a step.
 
     PYTHON=.venvs/mnist_elastic/bin/python python3 benchmarks/elastic.py [--rounds 3]
 
 The first table has the seconds from a SIGKILL of ranks until the others log a step that began after it: in
-mnist_elastic, and in mnist_ddp, whose job restarts. The second has the images per second of mnist_elastic and
-mnist_ddp, with as many virtual ranks, and their ratio in each round. Jobs take turns in each round.
+mnist_elastic, and in mnist_ddp, whose job restarts. The second has the seconds from a SIGKILL of one of three ranks of
+mnist_elastic until its successor has made an update, for each --start-method. The third has the images per second of
+mnist_elastic and mnist_ddp, with as many virtual ranks, and their ratio in each round. Jobs take turns in each round.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ JOBS = [  # app, ranks, and how many of them are killed at once
     ("mnist_elastic", 4, 3),
     ("mnist_ddp", 3, 1),
 ]
+METHODS = ("fork", "exec")
+RETURNING = 3  # ranks of a job in which killed ranks come back
 KILLS = 4  # times in each job
 FIRST = 30  # steps before the first kill
 LIMIT = 120.0  # seconds for anything to happen
@@ -81,6 +84,16 @@ class Job:
         self.wait_for(lambda: self.step() > before + 1)  # the step at the kill may have been complete
         return time.monotonic() - begun
 
+    def absence(self, ranks: int) -> float:
+        """Kill one rank as soon as all train, and return the seconds until its successor has made an update."""
+        self.wait_for(lambda: self.step() > FIRST and len(self.ranks(1)) == ranks)
+        time.sleep(random.uniform(0.2, 1.0))
+        rank, pid = random.choice([*self.ranks(1).items()])
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        self.wait_for(lambda: self.ranks(1).get(rank, pid) != pid)
+        return time.monotonic() - begun
+
     def end(self) -> None:
         """Wait for the end of a job, or end it."""
         if self._process.poll() is None:
@@ -93,6 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     rounds = parser.parse_args().rounds
     pauses: dict[tuple[str, int, int], list[float]] = {}
+    absences: dict[str, list[float]] = {method: [] for method in METHODS}
     speeds: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
@@ -101,6 +115,11 @@ def main() -> None:
                 first = 1 if app == "mnist_elastic" else 0  # its rank 0 is the launcher
                 seconds = [job.pause(ranks, first, killed) for _ in range(KILLS)]
                 pauses.setdefault((app, ranks, killed), []).extend(seconds)
+                job.end()
+            for method in METHODS:
+                options = "--epochs=1000", "--log-every=1", "--checkpoint-every=10", f"--start-method={method}"
+                job = Job("mnist_elastic", RETURNING, Path(folder), *options)
+                absences[method] += [job.absence(RETURNING) for _ in range(KILLS)]
                 job.end()
             for ranks in (1, 2, 4):
                 for app in ("mnist_elastic", "mnist_ddp"):
@@ -112,6 +131,9 @@ def main() -> None:
     for (app, ranks, killed), seconds in pauses.items():
         figures = f"{statistics.median(seconds):.2f} s | {max(seconds):.2f} s"
         print(f"| {app} | {ranks} | {killed} | {len(seconds)} | {figures} |")
+    print("\n| start method | kills | median until the rank is back | longest |\n|---|---|---|---|")
+    for method, seconds in absences.items():
+        print(f"| {method} | {len(seconds)} | {statistics.median(seconds):.2f} s | {max(seconds):.2f} s |")
     print("\n| ranks | mnist_elastic, images/s | mnist_ddp, images/s | ratio |\n|---|---|---|---|")
     for ranks in (1, 2, 4):
         elastic, ddp = speeds["mnist_elastic", ranks], speeds["mnist_ddp", ranks]

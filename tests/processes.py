@@ -70,12 +70,22 @@ def free_port(address: str = "127.0.0.1") -> str:
 
 def listening(pids: Iterable[int]) -> set[str]:
     """The addresses on which these processes listen, as /proc/net/tcp and tcp6 write them: 0100007F is 127.0.0.1."""
+    return {address for address, _ in _listening_sockets(pids)}
+
+
+def listening_ports(pids: Iterable[int]) -> list[int]:
+    """The ports on which these processes listen."""
+    return sorted({int(port, 16) for _, port in _listening_sockets(pids)})
+
+
+def _listening_sockets(pids: Iterable[int]) -> set[tuple[str, str]]:
     addresses = {}
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
-                addresses[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+                address, _, port = fields[1].partition(":")
+                addresses[f"socket:[{fields[9]}]"] = address, port
     found = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").glob("*"):

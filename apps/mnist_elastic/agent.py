@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from samestep import RetryableError, stop
+from start import Process, Starter
 
 CONNECT_SECONDS = 60.0  # in which the launcher must listen
-
-
-def start(program: Sequence[str], place: str, **values: Any) -> subprocess.Popen[bytes]:
-    """Start a rank of the launcher at ``place``; ``values`` are its rank, its name and the number of ranks."""
-    environ = {name: value for name, value in os.environ.items() if name != "SAMESTEP_MACHINES"}
-    environ |= {f"SAMESTEP_{name.upper()}": str(value) for name, value in {"members": place, **values}.items()}
-    return subprocess.Popen([sys.executable, *program], env=environ, stdin=subprocess.DEVNULL)
 
 
 def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str]) -> None:
@@ -30,15 +22,15 @@ def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str
     Raises RetryableError if it is gone, so that the launch scripts of all machines start the job again. If all ranks
     have left because of a signal, this process ends by the same signal.
     """
-    connection, place = _connect(address, port, key), f"{address} {port} {key.hex()}"
-    processes: dict[int, subprocess.Popen[bytes]] = {}
+    connection, starter = _connect(address, port, key), Starter(program, f"{address} {port} {key.hex()}")
+    processes: dict[int, Process] = {}
     try:
         _send(connection, kind="agent", ranks=nproc)
         while True:
             message = json.loads(connection.recv_bytes()) if connection.poll(0.1) else {}
             if message.get("kind") == "start":
                 values = {name: message[name] for name in ("rank", "name", "ranks")}
-                processes[message["rank"]] = start(program, place, **values)
+                processes[message["rank"]] = starter.start(**values)
             elif message.get("kind") == "kill" and message["rank"] in processes:
                 processes[message["rank"]].kill()
             elif message.get("kind") == "end":

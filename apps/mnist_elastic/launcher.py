@@ -5,10 +5,11 @@
 N is the number of ranks on this machine. On machine 1 and above, this program is an agent (agent.py): it connects to
 the launcher at machine 0's ADDRESS and PORT, and starts ranks for it.
 
-This process runs torchft's lighthouse, which decides who the members of the group are, and a store by which they
-connect. It alone writes metrics.jsonl, checkpoints and the result. Ranks send it the numbers of each log line with the
-step, and it drops a step that it has. So it does not matter which rank sends a step, or whether one sends it again. If
-this process ends, the launch script starts the job again from the newest checkpoint.
+This process runs torchft's lighthouse, which proposes the members of a group, and a store by which they connect. It
+confirms which of the proposed names are ranks of this job. It alone writes metrics.jsonl, checkpoints and the result.
+Ranks send it the numbers of each log line with the step, and it drops a step that it has. So it does not matter which
+rank sends a step, or whether one sends it again. If this process ends, the launch script starts the job again from the
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,21 +22,20 @@ import os
 import queue
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
 import safetensors.numpy
 import torch
-from agent import serve, start
+from agent import serve
+from authentication import StoreServer
 from data import load
 from membership import choose_device, give_up_after, run_metadata
 from model import build_model
@@ -51,7 +51,7 @@ from samestep.run import GROUPS, Groups, Run, StepStats
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import PHASES
 from samestep.torch import distributed, weights
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from start import Process, Starter
 from torchft.coordination import LighthouseServer
 from train import build_optimizer
 
@@ -60,6 +60,7 @@ MAX_FAILURES = 3  # of one rank in a row, without an update in between
 START_SECONDS = 60.0  # in which a rank must at least load the checkpoint
 END_SECONDS = 5.0  # from the run's last step until ranks that do not end are killed
 JOIN_MS = 4000  # that it waits for ranks that live but do not ask, because they are still in a step
+WARN_SECONDS = 60.0  # between two warnings of strangers
 SILENT_MS = 700  # without a heartbeat after which the lighthouse counts a rank as gone
 
 
@@ -75,13 +76,18 @@ class Channel:
             for part in (json.dumps(message).encode(), *parts):
                 self._connection.send_bytes(part)
 
-    def receive(self, key: bytes, inbox: queue.Queue[Message]) -> None:
-        """Put each message of a rank into the inbox, and {} at its end; the rank must know the key."""
+    def receive(self, key: bytes, inbox: queue.Queue[Message], store: StoreServer) -> None:
+        """Put each message of a rank into the inbox, and {} at its end, or answer its requests for keys of the store.
+
+        The rank must know the job's key.
+        """
         try:
             deliver_challenge(self._connection, key)
             answer_challenge(self._connection, key)
             while True:
                 message = json.loads(self._connection.recv_bytes())
+                if message.get("kind") == "store":
+                    store.serve(self._connection)
                 if "digest" not in message:
                     inbox.put(Message(self, message))
                     continue
@@ -136,17 +142,19 @@ class Rank:
         name: its name in the group, which no other process of the job has.
         ready: whether it has loaded the checkpoint.
         waits: whether it asks for a group.
+        state: the state that it had when it last asked.
         group: the group that it is in, or was last.
         failures: how often it has ended in a row without an update in between.
         updates: how many updates it has taken part in.
         last_member: when it began or last took part in an update, on the clock `time.monotonic`.
     """
 
-    process: subprocess.Popen[bytes] | RemoteProcess
+    process: Process
     name: str
     channel: Channel | None = None
     ready: bool = False
     waits: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
     group: str = ""
     failures: int = 0
     updates: int = 0
@@ -179,13 +187,17 @@ class Job:
         machines = int(os.environ.get("SAMESTEP_MACHINES", "1"))
         world = World(0, world_size, 0, world_size, 0, machines, launcher="torchft")
         self.run = Run(APP, options, world, Watchdog(), datasets.resolve)
-        self._options, self._program, self._nproc, self._world_size = options, program, nproc, world_size
+        self._options, self._nproc, self._world_size = options, nproc, world_size
         self._place, self._key = (address, port), _key()
         self._address = f"{address} {port} {self._key.hex()}"
+        self._starter = Starter(program, self._address)
         self._agents: list[Channel] = []
         self._ranks: dict[int, Rank] = {}
         self._inbox: queue.Queue[Message] = queue.Queue()
+        self._store = StoreServer()
         self._numbers, self._collectives = itertools.count(), Alone()
+        self._names: set[str] = set()  # of all processes of ranks
+        self._warned_at = -math.inf  # about strangers
         self._has_begun, self._group = False, ""
         self._offers: list[Message] = []  # of one state; the first may be asked for its arrays
         self._offered_at, self._asked = 0.0, math.inf  # when
@@ -200,8 +212,6 @@ class Job:
 
     def prepare(self) -> None:
         """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
-        if (self.run.world.node_count or 1) > 1:
-            log.warning("lighthouse and store have no authentication: keep strangers off the network of this job")
         run, options = self.run, self._options
         self._device = choose_device(options, run.world)  # of the ranks: this process computes nothing
         distributed.set_threads(options.threads)
@@ -213,20 +223,19 @@ class Job:
         batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
         self._metadata = run_metadata(self._device)
         run.start(batches, len(test_set.labels), options.model, self._device.type, self._metadata)
+        self._folder = os.stat(options.run_dir)
         self._step = self._update = self._saved = run.first_step  # of records, ranks and checkpoints
 
     def train(self) -> None:
-        """Run the lighthouse, the store and the ranks until the last step is recorded. Raises as `Run.save`."""
+        """Run the lighthouse and the ranks until the last step is recorded.
+
+        Raises NonRetryableError if the run dir is removed or replaced, and as `Run.save`.
+        """
         self._listen()
         address = self._place[0]
         times = {"join_timeout_ms": JOIN_MS, "heartbeat_timeout_ms": SILENT_MS, "quorum_tick_ms": 20}
         lighthouse = LighthouseServer(bind=f"{address}:0", min_replicas=self._options.min_ranks, **times)
-        listener = socket.create_server((address, 0))
-        port, limit = listener.getsockname()[1], timedelta(seconds=60)
-        # A TCPStore listens on all addresses unless it is given a socket.
-        store = TCPStore(address, port, None, True, limit, False, master_listen_fd=listener.detach())
-        url = f"http://{address}:{lighthouse.address().rpartition(':')[2]}"
-        self._servers = {"lighthouse": url, "store": [address, port]}
+        self._lighthouse = f"http://{address}:{lighthouse.address().rpartition(':')[2]}"
         try:
             for rank in range(1, self._nproc + 1):
                 self._start(rank)
@@ -235,6 +244,7 @@ class Job:
                 with contextlib.suppress(queue.Empty):
                     self._take(self._inbox.get(timeout=0.1))
                 self._check_ranks()
+                self._check_run_dir()
                 self.run.monitor.beat()  # ranks have watchdogs of their own
                 if not self._has_begun and self._may_begin(begun):
                     self._has_begun = True
@@ -251,7 +261,6 @@ class Job:
             for agent in self._agents:
                 agent.send(kind="end")
             lighthouse.shutdown()
-            del store
         message, groups = self._final
         self.run.finish(self._collectives, dict(groups["model"]), message["evaluation"])
 
@@ -274,14 +283,16 @@ class Job:
         def accept() -> None:
             while True:
                 channel = Channel(listener.accept())
-                threading.Thread(target=channel.receive, args=(self._key, self._inbox), daemon=True).start()
+                arguments = self._key, self._inbox, self._store
+                threading.Thread(target=channel.receive, args=arguments, daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
 
     def _start(self, rank: int, agent: Channel | None = None, failures: int = 0) -> None:
         name = f"{next(self._numbers):06d}"  # in the order of their age
+        self._names.add(name)
         values = {"rank": rank, "name": name, "ranks": self._world_size}
-        process = RemoteProcess(agent, **values) if agent else start(self._program, self._address, **values)
+        process = RemoteProcess(agent, **values) if agent else self._starter.start(**values)
         self._ranks[rank] = Rank(process, name, failures=failures)
 
     def _check_ranks(self) -> None:  # noqa: C901
@@ -318,6 +329,19 @@ class Job:
             self._tell(stop=self.run.stop_request.number)
         if self._ranks and all(each.has_left for each in self._ranks.values()):
             self._stop()
+
+    def _check_run_dir(self) -> None:
+        """Raise NonRetryableError if the run dir is another folder than at the start: nobody could resume the run."""
+        run_dir = self._options.run_dir
+        try:
+            is_same = os.path.samestat(os.stat(run_dir), self._folder)
+        except FileNotFoundError:
+            is_same = False
+        except OSError:  # a disk that fails for a while
+            return
+        if not is_same:
+            text = f"the run dir {run_dir} was removed or replaced: leave it in place while the job runs"
+            raise NonRetryableError(text)
 
     def _may_begin(self, begun: float) -> bool:
         """Return whether all ranks are ready, or enough are and the others are late."""
@@ -381,10 +405,9 @@ class Job:
                 each.updates += 1
             self._count(values["step"])
         elif kind == "regroup":
-            self._repeated |= {values["failed"]} - {None}
-            self._pause()
-            self._ranks[rank].waits = True
-            self._ask_to_regroup()
+            self._requested(self._ranks[rank], values)
+        elif kind == "confirm":
+            channel.send(confirmed=self._confirmed(values["names"]))
         elif kind == "members":
             self._regrouped(rank, values)
         elif message.answer:
@@ -405,7 +428,7 @@ class Job:
             channel.send(refusal=f"{text}: the bits would differ; --allow-mixed permits it")
             return
         each.channel = channel
-        channel.send(*self._collectives.parts, **self._servers)
+        channel.send(*self._collectives.parts, lighthouse=self._lighthouse)
 
     def _join(self, channel: Channel) -> None:
         """Start one more rank, in the place of one that has left if there is one."""
@@ -437,11 +460,34 @@ class Job:
         each = self._ranks[rank]
         each.channel, each.waits, each.group = None, False, ""
         self._pause()
-        self._tell(ended=[each.name])
+        self._void(each)
         self._ask_to_regroup()
         if self._offers and self._offers[0].channel is channel:
             self._asked = math.inf
         self._offers = [offer for offer in self._offers if offer.channel is not channel]
+
+    def _requested(self, each: Rank, values: dict[str, Any]) -> None:
+        """Record that a rank asks for a group, and the state that it has."""
+        self._repeated |= {values["failed"]} - {None}
+        self._pause()
+        self._void(each)
+        each.waits, each.state = True, values["state"]
+        if each.channel:
+            each.channel.send(noted=True)
+        self._ask_to_regroup()
+
+    def _void(self, each: Rank) -> None:
+        """Tell the ranks that a rank's last request for a group no longer holds."""
+        if each.state:
+            self._tell(void=[each.state["nonce"]])
+
+    def _confirmed(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the states of those ranks that ask for a group, of the names that the lighthouse proposes."""
+        now = time.monotonic()
+        if not self._names.issuperset(names) and now - self._warned_at > WARN_SECONDS:
+            self._warned_at = now
+            log.warning("a process that is not part of this job asks the lighthouse for a group: it is ignored")
+        return [each.state for each in self._ranks.values() if each.waits and each.name in names]
 
     def _pause(self) -> None:
         """Note that the group changes: a pause lasts from its last update to the next."""

@@ -1,7 +1,10 @@
 """Join a group of ranks that come and go: agree on the members, connect to them, and copy the state.
 
-torchft's lighthouse decides who the members are. Ranks ask it only when the group changes, because a rank has failed,
-has come or leaves. Between two changes a step costs no more than its collectives.
+torchft's lighthouse proposes the members. Ranks ask it only when the group changes, because a rank has failed, has come
+or leaves. Between two changes a step costs no more than its collectives.
+
+The lighthouse accepts any process, so a rank takes only names from it. The launcher authenticates its ranks by the
+job's key. It returns the states of those names that are ranks and ask for a group.
 
 Two properties make the result exact. First, a step depends on the state and its number alone, so a step that fails is
 taken again with the same bits on any rank. Second, a rank updates its weights only if the sum that it has
@@ -15,9 +18,9 @@ import contextlib
 import gc
 import json
 import os
+import secrets
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -27,6 +30,7 @@ from typing import Any
 import safetensors.numpy
 import torch
 import torch.distributed as dist
+from authentication import LauncherStore, StrangerFound, group_name, prove_key
 from numpy.typing import NDArray
 from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
 from samestep.env import World
@@ -35,12 +39,13 @@ from samestep.recovery.watchdog import Watchdog
 from samestep.run import Groups, Run
 from samestep.torch import distributed, virtual_ranks
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torchft.coordination import LighthouseClient
 
 HEARTBEAT_SECONDS = 0.1
 READY_SECONDS = 5.0  # in which all members must learn of a new group
 CONNECT_SECONDS = 10.0  # in which they must connect to each other
+QUORUM_SECONDS = 5.0  # in which the lighthouse must answer
 MAX_FAILURES = 20  # attempts in a row to regroup or to take a step
 STEPS = 4096  # sums hold step numbers modulo this, because float32 represents them exactly
 CHECKS = 4  # what each sub-shard adds to the sum: a count, the step, a request to regroup, its loss
@@ -83,15 +88,27 @@ class Launcher:
     def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
         """Connect. Raises ConfigError if the launcher refuses this rank, because its ``metadata`` differs."""
         host, port, key = os.environ["SAMESTEP_MEMBERS"].split()
-        self._connection: Connection = Client((host, int(port)), authkey=bytes.fromhex(key))
+        self._place, self.key = (host, int(port)), bytes.fromhex(key)
+        self._connection = self._connect()
         self.rank, self.left_group, self.stop_signal = rank, "", 0
-        self.ended: set[str] = set()  # names of ranks that have ended
+        self.void: set[str] = set()  # nonces of requests for a group that no longer hold
         self.name = os.environ["SAMESTEP_NAME"]
         self.send(kind="hello", rank=rank, name=self.name, metadata=metadata)
         welcome = self._receive()
         if "refusal" in welcome:
             raise ConfigError(f"rank {rank} cannot take part: {welcome['refusal']}")
-        self.lighthouse, self.store = welcome["lighthouse"], welcome["store"]
+        self.lighthouse = welcome["lighthouse"]
+
+    def open_store(self) -> LauncherStore:
+        """Return the store by which members find each other, on a connection of its own."""
+        with self._connected():
+            connection = self._connect()
+            connection.send_bytes(json.dumps({"kind": "store"}).encode())
+        return LauncherStore(connection, CONNECT_SECONDS)
+
+    def _connect(self) -> Connection:
+        """Connect to the launcher. Each side proves by an HMAC that it knows the job's key."""
+        return Client(self._place, authkey=self.key)
 
     def broadcast(self, content: bytes) -> bytes:
         """Return the next part of the newest checkpoint; `Run.restore` calls this. ``content`` is not used."""
@@ -104,8 +121,7 @@ class Launcher:
     def wait_to_begin(self) -> None:
         """Wait until the ranks that the job starts with are ready. A rank that comes later does not wait."""
         self.send(kind="ready")
-        while "begin" not in (request := self._receive()):
-            self._take(request)
+        self._answer("begin")
 
     def send(self, **message: Any) -> None:
         """Send a message. Raises ConnectionError if the launcher is gone, which starts the job again."""
@@ -115,11 +131,22 @@ class Launcher:
     def offer(self, groups: Groups, **message: Any) -> None:
         """Send a message and the digest of ``groups``, then the arrays if the launcher lacks them."""
         self.send(**message, digest=digest(groups))
-        while "wanted" not in (answer := self._receive()):
-            self._take(answer)
+        is_wanted = self._answer("wanted")
         with self._connected():
-            for group in groups if answer["wanted"] else ():
+            for group in groups if is_wanted else ():
                 self._connection.send_bytes(checkpoint.serialize(groups[group]))
+
+    def request_group(self, failed_step: int | None, state: dict[str, Any]) -> None:
+        """Record with the launcher that this rank asks for a group, and the state that it has."""
+        self.send(kind="regroup", failed=failed_step, state=state)
+        self._answer("noted")
+
+    def confirm(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the states of those processes of ``names`` that are ranks of this job and ask for a group."""
+        self.send(kind="confirm", names=[*names])
+        states: list[dict[str, Any]] = self._answer("confirmed")
+        self.void.clear()  # what the launcher reports from now on can concern these states
+        return states
 
     def poll(self) -> None:
         """Take the requests that have arrived."""
@@ -127,12 +154,18 @@ class Launcher:
             while self._connection.poll():
                 self._take(self._receive())
 
+    def _answer(self, name: str) -> Any:
+        """Return the launcher's answer of this name, and take the requests that arrive before it."""
+        while name not in (message := self._receive()):
+            self._take(message)
+        return message[name]
+
     def _receive(self) -> dict[str, Any]:
         with self._connected():
             return dict(json.loads(self._connection.recv_bytes()))
 
     def _take(self, request: dict[str, Any]) -> None:
-        self.ended |= {*request.get("ended", ())}
+        self.void |= {*request.get("void", ())}
         self.left_group = request.get("regroup", self.left_group)
         self.stop_signal = request.get("stop", self.stop_signal)
 
@@ -178,8 +211,7 @@ class Members:
         self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype), device=device)
         self._group, self._failures = "", 0
         self._failed_step: int | None = None
-        address, port = launcher.store
-        self._store = TCPStore(address, port, timeout=timedelta(seconds=CONNECT_SECONDS))
+        self._store = launcher.open_store()
         gc.collect()
         gc.freeze()  # nothing that lives by now is searched again when garbage is collected
         self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
@@ -301,18 +333,17 @@ class Members:
             # a failed collective does, in a cycle.
             gc.collect()  # without what __init__ has frozen, in milliseconds: heartbeats must not wait for it
         self.regroup_due = True
-        self.launcher.send(kind="regroup", failed=self._failed_step)
-        self._failed_step, groups = None, self._arrays()
-        progress = 2 * self._step - self.evaluation_due  # counts updates and their evaluations
-        mine = {"progress": progress, "digest": digest(groups), "nonce": uuid.uuid4().hex}
-        mine |= {"name": self.launcher.name, "rank": self.launcher.rank}
-        members = self._quorum(mine)
+        groups = self._arrays()
+        mine = {"progress": _progress(self._step, self.evaluation_due), "digest": digest(groups)}
+        mine |= {"name": self.launcher.name, "rank": self.launcher.rank, "nonce": secrets.token_hex(16)}
+        self.launcher.request_group(self._failed_step, mine)
+        self._failed_step = None
+        members = self._quorum()
         held = Counter(map(_state, members))
         # Among the members that are ahead, rank 0 is the oldest of those with the most frequent state.
         members.sort(key=lambda each: (-each["progress"], -held[_state(each)], each["name"]))
         self.world_size, self.rank = len(members), members.index(mine)
-        # The members' nonces make a prefix of the store that is never used twice.
-        self._group = str(uuid.uuid5(uuid.NAMESPACE_OID, "".join(sorted(each["nonce"] for each in members))))
+        self._group = group_name(self.launcher.key, [each["nonce"] for each in members])
         store = PrefixStore(self._group, self._store)
         with _collective():
             store.set(f"ready/{self.rank}", "")
@@ -322,6 +353,7 @@ class Members:
             dist.distributed_c10d._world.group_count = 0
             place = self.world_size, self.rank, store
             dist.init_process_group("gloo", None, connect, *place)  # collective
+            prove_key(self.launcher.key, self._group)  # collective
             if len(held) > 1:
                 self._copy_state(groups, mine, members[0])
             limit = timedelta(seconds=give_up_after(self._run.options.timeout))
@@ -330,27 +362,36 @@ class Members:
         ranks = [each["rank"] for each in members]
         self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._step)
 
-    def _quorum(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what each member of the new group has told the lighthouse, this rank included."""
+    def _quorum(self) -> list[dict[str, Any]]:
+        """Return the state of each member of the new group, this rank included."""
         while True:
             self._run.monitor.beat()
             self.launcher.poll()
             if self._stop_signal():
                 raise Failed("this rank leaves")
-            with contextlib.suppress(TimeoutError):
-                quorum = self._client.quorum(replica_id=self.launcher.name, timeout=timedelta(seconds=5), data=mine)
-                members = [each.data for each in quorum.participants]
-                if len(members) >= self._run.options.min_ranks and mine in members:
-                    return members
+            members = self.launcher.confirm(self._proposed_names())
+            if len(members) >= self._run.options.min_ranks:
+                return members
+
+    def _proposed_names(self) -> list[str]:
+        """Return the names that the lighthouse proposes; [] if it does not answer in time."""
+        try:
+            quorum = self._client.quorum(replica_id=self.launcher.name, timeout=timedelta(seconds=QUORUM_SECONDS))
+        except Exception:  # besides a timeout, a stranger's message that torchft cannot read
+            time.sleep(HEARTBEAT_SECONDS)
+            return []
+        return [each.replica_id for each in quorum.participants]
 
     def _wait_for(self, members: list[dict[str, Any]], store: PrefixStore) -> None:
-        """Wait until all members have joined the new group. Raises Failed at once if the launcher reports one's end."""
+        """Wait until all members have joined the new group. Raises Failed as soon as one of them no longer can."""
         keys, deadline = [f"ready/{rank}" for rank in range(self.world_size)], time.monotonic() + READY_SECONDS
         while not store.check(keys):
             self.launcher.poll()
-            ended = [each["rank"] for each in members if each["name"] in self.launcher.ended]
-            if ended or time.monotonic() > deadline:
-                raise Failed(f"ranks {ended} have ended" if ended else "not all members came")
+            lost = [each["rank"] for each in members if each["nonce"] in self.launcher.void]
+            if lost:
+                raise Failed(f"ranks {lost} have left the new group")
+            if time.monotonic() > deadline:
+                raise Failed("not all members came")
             time.sleep(0.01)
 
     def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
@@ -358,6 +399,8 @@ class Members:
         numbers = {"step": self._step, "loss": self._loss, "running_loss": self._running_loss}
         header = json.dumps({**numbers, "evaluation_due": self.evaluation_due, "groups": [*groups]}).encode()
         values = json.loads(distributed.broadcast(header))  # collective
+        if _progress(values["step"], values["evaluation_due"]) != ahead["progress"]:
+            raise Failed("the state that arrives is not the one that the launcher has recorded")
         contents = {}
         for group in values["groups"]:
             content = checkpoint.serialize(groups[group]) if self.rank == 0 else b""
@@ -368,7 +411,7 @@ class Members:
             log.warning(f"rank {mine['rank']} has other bits than rank {ahead['rank']} and copies them", "rollback")
         arrays = {group: safetensors.numpy.load(content) for group, content in contents.items()}
         if digest(arrays) != ahead["digest"]:
-            raise Failed("the state that arrived is not the one that was sent")
+            raise Failed("the state that arrived is not the one that the launcher has recorded")
         self._load(arrays)
         self._step, self._loss, self._running_loss = (values[name] for name in numbers)
         self.evaluation_due = values["evaluation_due"]
@@ -376,11 +419,16 @@ class Members:
 
 @contextlib.contextmanager
 def _collective() -> Iterator[None]:
-    """Raise Failed for an error of gloo or of the store: a member is gone, or has not answered in time."""
+    """Raise Failed for an error of gloo or of the store: a member is lost, a stranger, or does not answer in time."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, StrangerFound) as error:
         raise Failed(log.first_line(str(error))) from error
+
+
+def _progress(step: int, evaluation_due: bool) -> int:
+    """Return a number that counts updates and their evaluations."""
+    return 2 * step - evaluation_due
 
 
 def _state(member: dict[str, Any]) -> tuple[int, str]:
@@ -394,6 +442,6 @@ def give_up_after(timeout: float) -> float:
 
 
 def digest(groups: Groups) -> str:
-    """Return a digest of all arrays of ``groups``, of 64 bits."""
+    """Return a SHA-256 of all arrays of ``groups``."""
     arrays = {f"{group} {name}": array for group, values in groups.items() for name, array in values.items()}
-    return checkpoint.weights_sha256(arrays)[:16]
+    return checkpoint.weights_sha256(arrays)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_share_gpu, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import (
+    Options,
+    Parser,
+    add_common,
+    add_share_gpu,
+    add_start_method,
+    add_virtual_ranks,
+    bounded_float,
+    bounded_int,
+)
 
 LAUNCHER = {"late_machines": True}
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
@@ -32,6 +41,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("min_ranks", "allow_mixed"),
     )
+    add_start_method(parser)
     add_virtual_ranks(parser)
     add_share_gpu(parser.group("Training"))
     parser.set_defaults(virtual_ranks=VIRTUAL_RANKS)

@@ -139,7 +139,7 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
     saved, dataset = resolved.checkpoint, resolved.dataset
     state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
     message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
-    message["dataset_folder"] = shown(os.path.realpath(dataset.folder))
+    message["dataset_folder"] = shown(os.path.realpath(dataset.folder), limit=4096)
     return {**message, "state": {**(saved.state if saved else {}), **state}}
 
 

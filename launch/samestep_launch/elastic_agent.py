@@ -196,19 +196,13 @@ def run_rank(
     _close_store(own_files)
     process_info.set_title(f"rank {os.environ['RANK']}: {program.path.parent.name} {program.path.name}")
     process_info.show_environment(os.environ)
-    _forget_launcher()
+    process_info.forget_launcher()
     code = program.run(arguments)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if code:
         os._exit(code)
     _wait_quietly()
-
-
-def _forget_launcher() -> None:
-    """Remove this package's modules from those that are imported: a rank has loaded core alone, as exec starts it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "samestep_launch"]:
-        del sys.modules[name]
 
 
 def _wait_quietly() -> None:

@@ -25,7 +25,7 @@ from samestep_launch import process_info
 CONTROL = "SAMESTEP_CONTROL"  # the variable that holds the socket's descriptor
 MAX_MESSAGE = 2**22  # bytes; the kernel limits commands and environments to less
 END_SECONDS = 5.0
-MODULE = "samestep_launch.torchrun"  # after which a command's arguments begin
+MODULE = "samestep_launch.torchrun"
 IDLE = "-"  # SAMESTEP_JOB of a server between two starts
 
 
@@ -188,4 +188,4 @@ def _next_start(control: socket.socket, code: int) -> tuple[list[str], dict[str,
     if not message:
         os._exit(0)
     command, changes = json.loads(message)
-    return command[command.index(MODULE) + 1 :], changes, files
+    return command[command.index("-m") + 2 :], changes, files

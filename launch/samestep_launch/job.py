@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 TORCHRUN = "torch.distributed.run"  # module
+RANK_FORKER = "samestep_launch.rank_forker"
 # Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
 SHORT, LONG = 10.0, 60.0
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
@@ -195,8 +196,9 @@ class Job:
         """Return the launcher's command: the template with its blanks filled.
 
         A word is left out if one of its blanks has no value. {options} means the arguments and ``more``,
-        {arguments} the arguments alone. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is
-        on 127.0.0.1 alone, and if it forks the ranks.
+        {arguments} the arguments alone. If the ranks are forked, {forker} means `samestep_launch.rank_forker` and the
+        program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and
+        if it forks the ranks.
         """
         host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
@@ -213,7 +215,8 @@ class Job:
             "app": self.program.parent,
             "train": self.program,
         }
-        lists = {"{options}": [*self.arguments, *more], "{arguments}": self.arguments}
+        forker = ["-m", RANK_FORKER, str(self.program)] if self.forks else []
+        lists = {"{options}": [*self.arguments, *more], "{arguments}": self.arguments, "{forker}": forker}
         command: list[str] = []
         for word in self.template:
             if word in lists:
@@ -478,6 +481,9 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
             trackers.start(job.options.run_dir)
         with _late_machines(job, node, rendezvous):
             outcome = attempt(job, state, len(history), plan, rendezvous)
+        if outcome.code != 0 and not logs.is_dir():
+            remedy = "leave it in place while the job runs"
+            raise NonRetryableError(f"the job cannot start again: its run dir {logs.parent} was removed: {remedy}")
         decision = decide(outcome, history, max_restarts, logs)
         if decision.message:
             print_stderr(decision.message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def show_environment(environ: Mapping[str, str], first: str = "SAMESTEP_") -> No
         _, _, start, end = _areas()
         ordered = sorted(environ, key=lambda name: not name.startswith(first))
         _write(start, end, _pack((f"{name}={environ[name]}" for name in ordered), end - start))
+
+
+def forget_launcher() -> None:
+    """Remove this package's modules from those that are imported: a rank has loaded core alone, as exec starts it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "samestep_launch"]:
+        del sys.modules[name]
 
 
 def _pack(words: Iterable[str], size: int) -> bytes:

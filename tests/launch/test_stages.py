@@ -15,7 +15,7 @@ from scratch_project import LAUNCH
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 FOLDER = LAUNCH / "samestep_launch"
 MODULES = ["__init__", "app", "elastic_agent", "environments", "fork_server", "job", "launchers", "preflight"]
-MODULES += ["process_info", "program", "run_command", "supervise", "torchrun", "trackers", "user_folder"]
+MODULES += ["process_info", "program", "rank_forker", "run_command", "supervise", "torchrun", "trackers", "user_folder"]
 
 FIRST_STAGE = """
 import importlib.util, sys

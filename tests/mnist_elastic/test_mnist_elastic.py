@@ -82,9 +82,9 @@ def test_four_ranks_of_which_some_are_killed_end_with_the_bits_of_one(
         assert result["restarts"] == 0
         pauses = sorted(result["pauses"])
         table.append(
-            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; {result['rejoins']} rejoins; "
-            f"{result['steps_repeated']} steps repeated; pauses of {pauses[len(pauses) // 2]:.2f} s in the median, "
-            f"{pauses[-1]:.2f} s at most | 1 | 1 |"
+            f"| mnist_elastic | 4 | {kills} SIGKILLs at random moments, some at once; {result['rejoins']} "
+            f"rejoins; {result['steps_repeated']} steps repeated; pauses of {pauses[len(pauses) // 2]:.2f} s in "
+            f"the median, {pauses[-1]:.2f} s at most | 1 | 1 |"
         )
 
 
@@ -126,7 +126,7 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
 
     late = faults_at(harness, reference["steps"] - 2, [("updated", 2, KILLED)])
     environ = {**waits_for(harness, 0), "SAMESTEP_FAULTS": json.dumps(late)}
-    job = harness.start(2, *SHORT, run_dir=run_dir, **environ)
+    job = harness.start(2, *SHORT, "--start-method=exec", run_dir=run_dir, **environ)
     job.wait_for_step(last_step(job.run_dir) + 10)
     os.kill(job.alive(0)["pid"], signal.SIGKILL)
     result = harness.checked(job.finish(), 2)
@@ -149,6 +149,7 @@ MOMENTS: dict[str, tuple[list[tuple[str, int | None, int]], int]] = {
     "those who have updated are killed": ([REDUCED, ("updated", 2, KILLED), ("updated", 3, KILLED)], 0),
     "one who has updated is stopped and comes back": ([REDUCED, ("updated", 2, signal.SIGSTOP)], 0),
     "a rank is killed while it sends its state": ([("updated", 1, KILLED), ("copying", None, KILLED)], 0),
+    "a stranger has the place of a rank that comes back": ([("updated", 2, KILLED), ("stranger", 2, 0)], 0),
     "a flipped bit is found by the next checkpoint": ([FLIPPED], 1),
 }
 
@@ -163,17 +164,18 @@ def faults_at(harness: Harness, step: int, faults: list[tuple[str, int | None, i
 
 
 def test_faults_at_exact_moments_cost_no_bit(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    """One run, because a start takes long: a flipped bit, two ranks that have updated, and one that sends its state."""
+    """One run, because a start takes long: a flipped bit, a stranger, and ranks that are killed at three moments."""
     reference = undisturbed(1, *SHORT)
     names = ["a flipped bit is found by the next checkpoint", "those who have updated are killed"]
-    names += ["a rank is killed while it sends its state"]
+    names += ["a rank is killed while it sends its state", "a stranger has the place of a rank that comes back"]
     values = [fault for i, name in enumerate(names) for fault in faults_at(harness, 20 + 40 * i, MOMENTS[name][0])]
     environ = {"SAMESTEP_FAULTS": json.dumps(values), **waits_for(harness, 3)}
     outcome = harness.run(3, *SHORT, run_dir=harness.folder / "run", **environ)
     result = harness.checked(outcome, 3)
     assert all(Path(each["done"]).exists() for each in values)
     check_same(result, reference)
-    assert (result["restarts"], result["rejoins"]) == (1, 4), outcome.stderr
+    assert not [*harness.folder.glob("stranger-*-state")]  # it received no model
+    assert (result["restarts"], result["rejoins"]) == (1, 5), outcome.stderr
 
 
 @pytest.mark.soak  # in the matrix one run goes through three of them
@@ -195,6 +197,7 @@ def test_a_fault_at_an_exact_moment_costs_no_bit(
     outcome = job.finish()
     result = harness.checked(outcome, 3)
     assert all(Path(each["done"]).exists() for each in values)
+    assert not [*harness.folder.glob("stranger-*-state")]  # it received no model
     check_same(result, reference)
     assert result["restarts"] == restarts
     kills = sum(sent == signal.SIGKILL for _, _, sent in faults)

@@ -264,7 +264,8 @@ def test_ranks_come_and_go_on_two_hosts(of: Callable[[str], Harness], hosts: lis
     trained = [{*entry["ranks"]} for entry in result["members"]]
     assert trained[0] == {1, 2, 3}
     assert {1} in trained
-    assert trained.index({1, 2}, trained.index({1})) > 0
+    assert {1, 2, 3} in trained[trained.index({1}) :]
+    assert result["rejoins"] >= 1  # rank 3 may be back before the others regroup
     if soak:
         assert trained[-1] > {1} in trained[trained.index({1}) + 1 :]
 

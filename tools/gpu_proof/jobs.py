@@ -21,7 +21,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
-FORKED = ("mnist_ddp", "cifar_ddp", "gpt_fsdp", "mnist_lightning")  # apps whose ranks are forked by default
+FORKED = (
+    "mnist_ddp",
+    "cifar_ddp",
+    "gpt_fsdp",
+    "mnist_lightning",
+    "mnist_elastic",
+)  # apps whose ranks are forked by default
 FAULTS = Path(__file__).resolve().parent / "faults"  # its sitecustomize.py is loaded by every Python of a job
 ERROR = re.compile(r"(\S+ )?(error: |(\[rank\d+\]: ?)?[\w.]+(Error|Exception): )|.* NCCL WARN ")
 END_SECONDS = 10.0  # in which a launch script ends all its processes after a second signal

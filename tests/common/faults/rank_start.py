@@ -8,15 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 
+def is_rank() -> bool:
+    """Return whether this process has the variables of a rank: an app's own launcher may import train.py, too."""
+    return bool({"RANK", "SAMESTEP_RANK"} & os.environ.keys())
+
+
 def in_each_rank(arm: Callable[[], None]) -> None:
     """Call ``arm`` now in a rank, never in its launcher, and in a forked rank before it runs the program's block."""
     if any(argument.endswith("train.py") for argument in sys.orig_argv[1:3]):
         arm()
-    elif "--start-method=fork" in sys.orig_argv:
+    elif {"--start-method=fork", "samestep_launch.rank_forker"} & {*sys.orig_argv}:
         launcher, armed = os.getpid(), list[int]()
 
         def on_audit(event: str, arguments: tuple[Any, ...]) -> None:
-            if event != "exec" or os.getpid() == launcher or armed:
+            if event != "exec" or os.getpid() == launcher or armed or not is_rank():
                 return
             if str(getattr(arguments[0], "co_filename", "")).endswith("train.py"):
                 armed.append(os.getpid())

@@ -6,6 +6,8 @@ SAMESTEP_FAULTS holds a JSON list. Each fault has ``step``, ``rank`` (none: the 
 * ``updated``: the rank has updated its weights, and told nobody. It gets ``signal``.
 * ``reduced``: the reduction has succeeded on all ranks, and fails on this one.
 * ``copying``: the rank has sent half of its state to a member that needs it. It gets ``signal``.
+* ``stranger``: a rank that was started again connects to the group, proves nothing and checks nothing. If the others
+  then send it their state, it makes the file ``<done>-state``.
 * ``differs``: before this step one weight of the rank changes.
 
 SAMESTEP_COMPLETE is a number of members. With fewer, each step takes 0.25 s more, so that a rank that starts misses few
@@ -81,8 +83,37 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
         finally:
             distributed.broadcast = broadcast
 
+    members.regroup = _regroup_or_lie(module, faults)
     members.after_step, members.note = after_step_or_strike, note_or_change
     members.all_gather, members._copy_state = all_gather_or_fail, copy_state_or_strike
+
+
+def _regroup_or_lie(module: Any, faults: list[dict[str, Any]]) -> Any:
+    """Return `Members.regroup` for a rank that may take part once without the job's key."""
+    members, dist = module.Members, module.dist
+    regroup, prove_key = members.regroup, module.prove_key
+
+    def prove_nothing(key: bytes, group: str) -> None:
+        zeros = module.torch.zeros(dist.get_world_size(), 32, dtype=module.torch.uint8)
+        dist.all_to_all_single(module.torch.empty_like(zeros), zeros)
+
+    def regroup_or_lie(self: Any) -> None:
+        was_restarted = int(os.environ["SAMESTEP_NAME"]) >= int(os.environ["SAMESTEP_RANKS"])
+        lies = [fault for fault in faults if was_restarted and _strikes(fault, "stranger", sys.maxsize)]
+        copy_state = members._copy_state
+
+        def copy_and_tell(self: Any, *arguments: Any) -> None:
+            copy_state(self, *arguments)
+            open(f"{lies[0]['done']}-state", "x").close()
+
+        if lies:
+            module.prove_key, members._copy_state = prove_nothing, copy_and_tell
+        try:
+            regroup(self)
+        finally:
+            module.prove_key, members._copy_state = prove_key, copy_state
+
+    return regroup_or_lie
 
 
 class _Finder(importlib.abc.MetaPathFinder):

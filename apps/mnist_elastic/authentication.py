@@ -1,0 +1,133 @@
+"""Let only processes that know the job's key take part in a group.
+
+Any user of the machine can connect to the ports of a job. Members therefore find each other by a store at the launcher,
+which asks each connection for an HMAC by the key; torch's TCPStore accepts anyone. gloo accepts anyone, too, so members
+send each other an HMAC over each new connection of gloo.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+PROOF_BYTES = 32  # of HMAC-SHA256
+
+
+class StrangerFound(Exception):
+    """Report that a process without the job's key is connected in place of a member."""
+
+
+class StoreServer:
+    """The values of a store by their keys, at the launcher."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def serve(self, connection: Connection) -> None:
+        """Answer the requests of one member. Raises EOFError or OSError when its connection ends."""
+        while True:
+            request = json.loads(connection.recv_bytes())
+            answer = self._set(**request) if "value" in request else self._get(**request)
+            connection.send_bytes(json.dumps(answer).encode())
+
+    def _set(self, key: str, value: str) -> bool:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+        return True
+
+    def _get(self, keys: Sequence[str], seconds: float) -> list[str] | None:
+        """Return the values of ``keys``; None if one of them is still missing after ``seconds``."""
+        with self._changed:
+            is_complete = self._changed.wait_for(lambda: self._values.keys() >= {*keys}, seconds)
+            return [self._values[key] for key in keys] if is_complete else None
+
+
+class LauncherStore(Store):
+    """A store for torch, whose values are at the launcher.
+
+    torch calls it from C++. It has the methods that gloo needs to connect ranks.
+    """
+
+    def __init__(self, connection: Connection, timeout: float) -> None:
+        """Take an authenticated connection to a `StoreServer`, and the seconds in which a key must be set."""
+        super().__init__()
+        self._connection, self._timeout = connection, timeout
+        self._asking = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+        content = value.encode() if isinstance(value, str) else value
+        self._ask(key=key, value=content.hex())
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key. Raises RuntimeError if it is not set in time."""
+        values = self._wait([key], self._timeout)
+        return bytes.fromhex(values[0])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        return self._ask(keys=[*keys], seconds=0.0) is not None
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. Raises RuntimeError if they are not in time."""
+        self._wait(keys, timeout.total_seconds() if timeout else self._timeout)
+
+    def clone(self) -> LauncherStore:
+        """Return this store, which one thread at a time uses."""
+        return self
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
+        values = self._ask(keys=[*keys], seconds=seconds)
+        if values is None:
+            raise RuntimeError(f"a member has not connected in {seconds:g} s")
+        return [*values]
+
+    def _ask(self, **request: Any) -> Any:
+        try:
+            with self._asking:
+                self._connection.send_bytes(json.dumps(request).encode())
+                return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise RuntimeError("the launcher's store is gone") from error
+
+
+def group_name(key: bytes, nonces: Sequence[str]) -> str:
+    """Return the name of the group whose members have these nonces. It is secret, and never used twice."""
+    return sign(key, "group", *sorted(nonces)).hex()
+
+
+def sign(key: bytes, *words: str) -> bytes:
+    """Return the HMAC-SHA256 of words."""
+    return hmac.digest(key, json.dumps(words).encode(), "sha256")
+
+
+def prove_key(key: bytes, group: str) -> None:
+    """Send each member of torch's default group a proof of the key, and check the proofs of the others.
+
+    Args:
+        key: the job's key.
+        group: the group's name; a proof of another group, of another rank or for another rank is not accepted.
+
+    Raises:
+        StrangerFound: the process at the other end of a connection has not proven the key.
+    """
+    rank, peers = dist.get_rank(), range(dist.get_world_size())
+    mine = b"".join(sign(key, group, str(rank), str(peer)) for peer in peers)
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).view(-1, PROOF_BYTES)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)  # collective: on the connection to each member
+    for peer in peers:
+        expected = sign(key, group, str(peer), str(rank))
+        if not hmac.compare_digest(bytes(received[peer].tolist()), expected):
+            raise StrangerFound(f"the process connected as member {peer} does not know this job's key")

@@ -1,0 +1,122 @@
+"""Start ranks on this machine: by fork from a process that has imported train.py, or as programs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+MAX_MESSAGE = 2**16  # bytes
+
+
+class Process(Protocol):
+    """A started rank, with the interface of `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus a signal; None while the process runs."""
+
+    def kill(self) -> None:
+        """End the process."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+
+
+class Starter:
+    """Start the ranks of one job."""
+
+    def __init__(self, program: Sequence[str], place: str) -> None:
+        """Take train.py with its arguments, and the launcher's address and key for SAMESTEP_MEMBERS."""
+        self._program, self._place = program, place
+        descriptor = os.environ.pop("SAMESTEP_FORKER", "")
+        self._forker = Forker(int(descriptor)) if descriptor else None
+
+    def start(self, **values: Any) -> Process:
+        """Start a rank; ``values`` are its rank, its name and the number of ranks."""
+        changes = {"SAMESTEP_MEMBERS": self._place}
+        changes |= {f"SAMESTEP_{name.upper()}": str(value) for name, value in values.items()}
+        if self._forker:
+            return self._forker.start(self._program[1:], {"SAMESTEP_MACHINES": None, **changes})
+        environ = {**os.environ, **changes}
+        environ.pop("SAMESTEP_MACHINES", None)
+        return subprocess.Popen([sys.executable, *self._program], env=environ, stdin=subprocess.DEVNULL)
+
+
+class Forker:
+    """The process of the launch script that has imported train.py and forks ranks.
+
+    Messages to it are ``start``, with ``arguments`` and ``environ``, and ``kill``. It sends ``ended``, with ``code``.
+    The value of these words is the number that this process has given to the rank. All messages are JSON.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Take the descriptor of the socket to this process."""
+        self._socket = socket.socket(fileno=descriptor)
+        self._numbers = itertools.count()
+        self._codes: dict[int, int] = {}
+        self._is_gone = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def start(self, arguments: Sequence[str], environ: dict[str, str | None]) -> ForkedRank:
+        """Start a rank with changes to the environment; None removes a variable."""
+        number = next(self._numbers)
+        self.send(start=number, arguments=[*arguments], environ=environ)
+        return ForkedRank(self, number)
+
+    def send(self, **message: Any) -> None:
+        """Send a message; a process that is gone gets none, and the launch script then ends this one."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode())
+
+    def code(self, number: int) -> int | None:
+        """Return the exit code of a rank, or minus a signal; None while it runs."""
+        return self._codes.get(number)
+
+    def wait(self, number: int, timeout: float | None) -> bool:
+        """Wait for up to ``timeout`` seconds. Returns whether the rank has ended, or its end cannot be known."""
+        with self._changed:
+            return self._changed.wait_for(lambda: number in self._codes or self._is_gone, timeout)
+
+    def _receive(self) -> None:
+        """Record the exit codes of ranks."""
+        while True:
+            content = b""
+            with contextlib.suppress(OSError):
+                content = self._socket.recv(MAX_MESSAGE)
+            with self._changed:
+                self._is_gone = not content
+                if content:
+                    message = json.loads(content)
+                    self._codes[message["ended"]] = message["code"]
+                self._changed.notify_all()
+            if not content:
+                return
+
+
+class ForkedRank:
+    """A rank that was forked."""
+
+    def __init__(self, forker: Forker, number: int) -> None:
+        """Take the process that has forked it, and its number there."""
+        self._forker, self._number = forker, number
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus a signal; None while the rank runs."""
+        return self._forker.code(self._number)
+
+    def kill(self) -> None:
+        """End the rank by SIGKILL."""
+        self._forker.send(kill=self._number)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        if not self._forker.wait(self._number, timeout):
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)

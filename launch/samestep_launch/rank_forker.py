@@ -1,0 +1,160 @@
+"""Fork ranks for an app's own launcher from one process that has imported the app's program.
+
+    python -m samestep_launch.rank_forker TRAIN LAUNCHER [the launcher's arguments]
+
+This process imports TRAIN once. It forks the launcher, and then each rank that the launcher asks for, also when a rank
+is started again. The launcher finds a Unix socket's descriptor in the variable SAMESTEP_FORKER. Messages are JSON:
+
+    {"start": 7, "arguments": [...], "environ": {"NAME": "value"}}    to this process; null removes a variable
+    {"kill": 7}                                                       to this process
+    {"ended": 7, "code": -9}                                          to the launcher; minus a signal
+
+The launcher numbers the ranks that it starts. If this process cannot fork ranks, it becomes the launcher, which then
+starts a Python for each rank. The launch script sees one process, whose exit code is the launcher's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from select import select
+from typing import Any, NoReturn
+
+from samestep_launch import fork_server, process_info
+from samestep_launch.program import ImportFailed, Program, importing
+
+FORKER = "SAMESTEP_FORKER"
+MAX_MESSAGE = 2**20  # bytes; the kernel limits a command to less
+
+
+def main() -> None:
+    """Import the program, and fork for each start of the job."""
+    control, arguments = fork_server.control_socket(), sys.argv[1:]
+    with importing():  # torch imports numpy
+        from samestep_launch.elastic_agent import load
+    program = Program(Path(arguments[0]))
+    if not load(program, []):
+        os.execv(sys.executable, [sys.executable, *arguments[1:]])
+    _, launcher, *rest = fork_server.serve(control, arguments)
+    RankForker(program).run(Path(launcher), rest)
+
+
+class RankForker:
+    """The process from which a launcher and its ranks are forked."""
+
+    def __init__(self, program: Program) -> None:
+        """Take the program of the ranks, which this process has imported."""
+        self._program = program
+        self._socket, self._launchers_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ranks: dict[int, int] = {}  # process ids by the launcher's numbers
+        self._launcher = 0
+        self._wake_read, self._wake_write = os.pipe()  # has bytes after a child has ended
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def run(self, launcher: Path, arguments: Sequence[str]) -> NoReturn:
+        """Fork the launcher, serve it until it ends, and end like it."""
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._launcher = self._fork(lambda: self._run_launcher(launcher, arguments))
+        self._launchers_socket.close()
+        while True:
+            ready, _, _ = select([self._socket.fileno(), self._wake_read], [], [])
+            if self._socket.fileno() in ready:
+                self._take_request()
+            self._reap()
+
+    def _take_request(self) -> None:
+        message = self._socket.recv(MAX_MESSAGE)
+        if not message:  # the launcher has ended
+            os.waitid(os.P_PID, self._launcher, os.WEXITED | os.WNOWAIT)
+            return
+        request = json.loads(message)
+        if "start" in request:
+            self._ranks[request["start"]] = self._fork(lambda: self._run_rank(request))
+        elif request["kill"] in self._ranks:
+            os.kill(self._ranks[request["kill"]], signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Report each rank that has ended. Ends this process if the launcher has ended."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 2**16)
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self._launcher:
+                _end_like(code)
+            self._report(pid, code)
+
+    def _report(self, pid: int, code: int) -> None:
+        number = next(number for number, each in self._ranks.items() if each == pid)
+        del self._ranks[number]
+        with contextlib.suppress(OSError):  # the launcher is ending
+            self._socket.send(json.dumps({"ended": number, "code": code}).encode())
+
+    def _fork(self, run: Callable[[], int]) -> int:
+        """Call ``run`` in a new process, which ends with the exit code that it returns. Returns the process id."""
+        _flush()
+        pid = os.fork()
+        if pid > 0:
+            return pid
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._socket.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        code = run()
+        _flush()
+        os._exit(code)
+
+    def _run_launcher(self, path: Path, arguments: Sequence[str]) -> int:
+        _become({FORKER: str(self._launchers_socket.fileno())})
+        launcher = Program(path)
+        try:
+            launcher.load(arguments)
+        except ImportFailed as failure:
+            return failure.exit_code
+        return launcher.run(arguments)
+
+    def _run_rank(self, request: Mapping[str, Any]) -> int:
+        environ, path = request["environ"], self._program.path
+        process_info.set_title(f"rank {environ['SAMESTEP_RANK']}: {path.parent.name} {path.name}")
+        _become(environ)
+        return self._program.run(request["arguments"])
+
+
+def _become(changes: Mapping[str, str | None]) -> None:
+    """Take an environment of its own, and load this package no longer."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    process_info.show_environment(os.environ)
+    process_info.forget_launcher()
+
+
+def _end_like(code: int) -> NoReturn:
+    """End with the launcher's exit code, or by the signal that has ended it."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no other effect anyway
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+if __name__ == "__main__":
+    main()
