@@ -34,7 +34,9 @@ class MLflow:
         folder = run_dir / "track"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:  # SQLite would follow a link; an empty file is a new database
-            os.close(Root(run_dir).open("track/mlflow.db", os.O_RDWR))
+            root = Root(run_dir)
+            root.make_folder("track")
+            os.close(root.open("track/mlflow.db", os.O_RDWR))
         self._artifacts = None if uri else (folder / "mlflow-artifacts").as_uri()
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
         self._header: dict[str, Any] = {}
