@@ -18,12 +18,14 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ORPHAN_SECONDS = 1.0  # between checks whether the parent has ended, once a signal was not obeyed
 FOREVER = 1e6  # seconds
+PENDING_SECONDS = 1.0  # for a child to receive a signal, before its parent sends the same one
 _CONFIG_NAME = "samestep_signals"  # in the configuration that multiprocessing sends to each child
 
 # Module state, because the signal mask that it describes is process state.
@@ -38,6 +40,7 @@ def install() -> None:
     if _is_installed or not hasattr(signal, "sigwaitinfo"):
         return
     _is_installed = True
+    import multiprocessing.popen_fork
     import multiprocessing.process
     import multiprocessing.resource_tracker
     import multiprocessing.util
@@ -46,6 +49,7 @@ def install() -> None:
     hooks = {"after_in_parent": _after_fork_in_parent, "after_in_child": _after_fork_in_child}
     os.register_at_fork(before=_before_fork, **hooks)
     multiprocessing.process.current_process()._config[_CONFIG_NAME] = _StartedChild()  # type: ignore[attr-defined]
+    _wrap(multiprocessing.popen_fork.Popen, "_send_signal", _waiting_for_pending)
     _wrap(multiprocessing.util, "spawnv_passfds", _blocking)
     _wrap(multiprocessing.resource_tracker.ResourceTracker, "ensure_running", _keeping_mask)
     _wrap(subprocess, "_fork_exec", _executing)
@@ -107,6 +111,26 @@ def _protect_started(creator: int) -> _StartedChild:
     install()
     _protect(os.getppid(), creator)
     return _StartedChild()
+
+
+def _waiting_for_pending(call: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that signals a child: one that is pending, from another sender, would replace the parent's."""
+
+    def send_signal(popen: Any, number: int) -> None:
+        deadline = time.monotonic() + PENDING_SECONDS
+        while _is_pending(popen.pid, number) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        call(popen, number)
+
+    return send_signal
+
+
+def _is_pending(pid: int, number: int) -> bool:
+    """Return whether a process has not received a signal that was sent to it."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        pending = next((line.split()[1] for line in file if line.startswith("ShdPnd:")), "0")
+        return bool(int(pending, 16) >> (number - 1) & 1)
+    return False
 
 
 # --- around a fork ---------------------------------------------------------------------------------------------------

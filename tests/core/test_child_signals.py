@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from programs import LIMIT, start
 # Functions of a rank and its worker. A program has started when it has the name of the command.
 TOOLS = """
 import os, signal, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
 SLEEP = ["sleep", "600"]
 STARTS = {
     "Popen": lambda: subprocess.Popen(SLEEP).pid,
@@ -29,6 +31,11 @@ def start_all():
     while not all(open(f"/proc/{pid}/comm").read() == "sleep" + chr(10) for pid in pids.values()):
         time.sleep(0.01)
     return pids
+
+def share_memory():  # starts multiprocessing's resource tracker
+    memory = SharedMemory(create=True, size=1)
+    memory.close()
+    memory.unlink()
 
 def ends(pids):
     return {os.waitpid(pid, 0)[1] for pid in pids.values()}
@@ -89,6 +96,7 @@ def rank(tmp_path: Path, method: str, body: str) -> Iterator[tuple[subprocess.Po
     with start(RANK.replace("\n    BODY", lines), tmp_path, method, stdin=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
+            assert select.select([process.stdout], [], [], LIMIT)[0], "the rank is not ready in time"
             here, worker = process.stdout.readline().split()
             assert here == "here"
             yield process, int(worker)
@@ -126,6 +134,7 @@ def test_a_worker_outlives_a_signal_to_the_group_and_its_parent_can_terminate_it
     tmp_path: Path, method: str, number: int
 ) -> None:
     body = """
+ask("share_memory()")
 wait_for_test()
 answer = ask("6 * 7")
 worker.terminate()

@@ -22,7 +22,9 @@ def console_and_log(tmp_path: Path, content: bytes, *, shows: bool = True, prefi
     return "".join(shown), path.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"a\nb\n", b"\r1/9 [bar]\r2/9 [bar]\n", b"a\r\nb\r\n", b"\n\n", b"caf\xc3\xa9\n"])
+@pytest.mark.parametrize(
+    "content", [b"a\nb\n", b"\r1/9 [bar]\r2/9 [bar]\n", b"a\r\nb\r\n", b"\n\n", "\u00e9\n".encode()]
+)
 def test_lines_and_bars_are_shown_as_they_are(tmp_path: Path, content: bytes) -> None:
     console, log = console_and_log(tmp_path, content)
     assert (console.replace("\r\n", "\n"), log) == (content.decode().replace("\r\n", "\n"), content)
