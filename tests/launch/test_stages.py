@@ -14,8 +14,8 @@ from scratch_project import LAUNCH
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 FOLDER = LAUNCH / "samestep_launch"
-MODULES = ["__init__", "app", "elastic_agent", "environments", "fork_server", "job", "launchers", "preflight"]
-MODULES += ["process_info", "program", "run_command", "supervise", "torchrun", "trackers", "user_folder"]
+MODULES = ["__init__", "app", "elastic_agent", "environments", "fork_server", "imports", "job", "launchers", "machine"]
+MODULES += ["preflight", "process_info", "program", "run_command", "supervise", "torchrun", "trackers", "user_folder"]
 
 FIRST_STAGE = """
 import importlib.util, sys
@@ -29,7 +29,7 @@ for name in apps:
     module = app._app_options(Path(root), name)
     module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
 own = {name for name in sys.modules if name.startswith("samestep")}
-modules = ("app", "environments", "fork_server", "job", "process_info", "supervise", "trackers", "user_folder")
+modules = "app environments fork_server imports job machine process_info supervise trackers user_folder".split()
 launch = {"samestep_launch", *(f"samestep_launch.{name}" for name in modules)}
 needs = {f"samestep.{name}" for name in ("env", "events", "options", "untrusted")}
 assert own == {"samestep", *needs, *launch}, own
