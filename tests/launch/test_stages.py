@@ -14,8 +14,9 @@ from scratch_project import LAUNCH
 
 APPS = sorted(path.parent.name for path in REPOSITORY.glob("apps/*/options.py"))
 FOLDER = LAUNCH / "samestep_launch"
-MODULES = ["__init__", "app", "elastic_agent", "environments", "fork_server", "job", "launchers", "preflight"]
-MODULES += ["process_info", "program", "rank_forker", "run_command", "supervise", "torchrun", "trackers", "user_folder"]
+MODULES = ["__init__", "app", "elastic_agent", "environments", "fork_server", "imports", "job", "job_processes"]
+MODULES += ["launchers", "machine", "preflight", "process_info", "program", "rank_forker", "run_command"]
+MODULES += ["stderr_forwarder", "supervise", "torchrun", "trackers", "user_folder"]
 
 FIRST_STAGE = """
 import importlib.util, sys
@@ -29,9 +30,12 @@ for name in apps:
     module = app._app_options(Path(root), name)
     module.parse([*list(getattr(module, "COMMANDS", {}))[:1]])
 own = {name for name in sys.modules if name.startswith("samestep")}
-modules = ("app", "environments", "fork_server", "job", "process_info", "supervise", "trackers", "user_folder")
+modules = (
+    "app environments fork_server imports job job_processes machine process_info stderr_forwarder supervise trackers "
+    "user_folder"
+).split()
 launch = {"samestep_launch", *(f"samestep_launch.{name}" for name in modules)}
-needs = {f"samestep.{name}" for name in ("env", "events", "options", "root", "untrusted")}
+needs = {f"samestep.{name}" for name in ("env", "events", "failures", "options", "root", "untrusted")}
 assert own == {"samestep", *needs, *launch}, own
 assert app.__file__.startswith(tuple(path.split(":"))), app.__file__
 locks = app.Environment(Path(root), "trackers")
