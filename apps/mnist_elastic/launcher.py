@@ -223,7 +223,8 @@ class Job:
         batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
         self._metadata = run_metadata(self._device)
         run.start(batches, len(test_set.labels), options.model, self._device.type, self._metadata)
-        self._folder = os.stat(options.run_dir)
+        paths = options.run_dir, options.run_dir / "metrics.jsonl"  # --evaluate-only writes no log of steps
+        self._at_start = {path: path.stat() for path in paths if path.exists()}
         self._step = self._update = self._saved = run.first_step  # of records, ranks and checkpoints
 
     def train(self) -> None:
@@ -331,17 +332,22 @@ class Job:
             self._stop()
 
     def _check_run_dir(self) -> None:
-        """Raise NonRetryableError if the run dir is another folder than at the start: nobody could resume the run."""
-        run_dir = self._options.run_dir
-        try:
-            is_same = os.path.samestat(os.stat(run_dir), self._folder)
-        except FileNotFoundError:
-            is_same = False
-        except OSError:  # a disk that fails for a while
-            return
-        if not is_same:
-            text = f"the run dir {run_dir} was removed or replaced: leave it in place while the job runs"
-            raise NonRetryableError(text)
+        """Raise NonRetryableError if the run dir or its log of steps is another than at the start.
+
+        A removal of the whole run dir can leave the folder itself, because the ranks write new files into it.
+        """
+        for path, status in self._at_start.items():
+            try:
+                is_same = os.path.samestat(os.stat(path), status)
+            except FileNotFoundError:
+                is_same = False
+            except OSError:  # a disk that fails for a while
+                return
+            if not is_same:
+                what = f"the run dir {self._options.run_dir} was removed or replaced"
+                if path != self._options.run_dir:
+                    what = f"{path} was removed or replaced"
+                raise NonRetryableError(f"{what}: leave the run dir in place while the job runs")
 
     def _may_begin(self, begun: float) -> bool:
         """Return whether all ranks are ready, or enough are and the others are late."""

@@ -482,7 +482,7 @@ def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, tracker
         with _late_machines(job, node, rendezvous):
             outcome = attempt(job, state, len(history), plan, rendezvous)
         if outcome.code != 0 and not logs.is_dir():
-            remedy = "leave it in place while the job runs"
+            remedy = "leave the run dir in place while the job runs"
             raise NonRetryableError(f"the job cannot start again: its run dir {logs.parent} was removed: {remedy}")
         decision = decide(outcome, history, max_restarts, logs)
         if decision.message:
