@@ -33,10 +33,10 @@ from samestep import env, log, schedules
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Parts, Run
 from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
 from samestep.step_timer import INPUT, StepTimer
-from samestep.torch import distributed, reduction, weights
+from samestep.torch import distributed, reduction
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -144,9 +144,13 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     model = build_model(options, dtype).to(device)
     optimizer = build_optimizer(options, model)
     average = ema.Average(model, options.ema) if options.ema else None
-    eval_model, run.eval_group = (average.model, "ema") if average else (model, "model")
-    groups = ("model", "optimizer", *(["ema"] if average else []))
-    run.restore(distributed, partial(ema.load, model, optimizer, average), groups)  # collective: rank 0 reads
+    eval_model, evaluated = (average.model, "ema") if average else (model, "model")
+    parts = Parts(
+        load=partial(ema.load, model, optimizer, average),
+        groups=partial(ema.groups, model, optimizer, average),
+        names=("model", "optimizer", "ema") if average else ("model", "optimizer"),
+    )
+    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     cut = rank, world_size, options.virtual_ranks, options.accumulate
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
@@ -164,7 +168,6 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     norm.time_communication(model, None if options.compile else run.timer)
     compiled = compile_step(ddp) if options.compile else ddp
     shards = batches_of(options, train_set, batches, range(run.first_step, run.last_step), dtype)
-    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         with run.timer.phase(INPUT):  # train_step marks the rest
             for group in optimizer.param_groups:
@@ -174,23 +177,17 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         loss = train_step(options, step_model, optimizer, shards, batches, step, run.timer, tree)  # collective
         if average:
             average.update(model, step)
-        running_loss += loss
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
+        actions = run.after_step(loss)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
-            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+            actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            running_loss.zero_()
             run.log_metrics(evaluate(run, eval_model, test_set, dtype) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, ema.groups(model, optimizer, average))  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes
 
     shards.close()  # and a DataLoader's workers
     metrics = run.eval_metrics or evaluate(run, eval_model, test_set, dtype)  # collective
-    extra = {"ema": weights.model_arrays(average.model)} if average else {}
-    run.finish(distributed, weights.model_arrays(model), metrics, extra)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:

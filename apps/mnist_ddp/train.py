@@ -11,6 +11,7 @@ Every rank runs this file. The comment "collective" marks each call in which a r
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Parts, Run
 from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch import distributed, reduction, weights
 from torch import nn
@@ -62,7 +63,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     cut = rank, world_size, options.virtual_ranks
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
@@ -74,7 +76,6 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     reduction.time_phases(model, optimizer, run.timer)
     scale = 1 if tree else world_size  # DDP divides by world_size
     train_set = choose_input(options.input, train_set, batches, range(run.first_step, run.last_step))
-    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         optimizer.zero_grad()
         for micro_batch in batches.micro_batches(step):  # one; with --virtual-ranks, this rank's sub-shards
@@ -91,20 +92,15 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         if tree:
             loss = tree.all_reduce(step)  # collective
         optimizer.step()
-        running_loss += loss.detach()
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
+        actions = run.after_step(loss.detach())  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
-            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+            actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            running_loss.zero_()
             run.log_metrics(evaluate(run, model, test_set, dtype) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, weights.groups(model, optimizer))  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes
     metrics = run.eval_metrics or evaluate(run, model, test_set, dtype)  # collective
-    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:

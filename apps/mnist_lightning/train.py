@@ -13,6 +13,7 @@ and a sum of the lengths for either loader. At each step, rank 0 would announce 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run
+from samestep.run import Parts, Run
 from samestep.sharding import BatchSlice, GlobalBatches, step_seed
 from samestep.torch import distributed, reduction, weights
 from torch import Tensor, nn
@@ -145,7 +146,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     cut = rank, world_size, options.virtual_ranks
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
@@ -155,12 +157,12 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     tree = reduction.gradient_tree(model, batches)  # None without --virtual-ranks
     module, data = Digits(options, model, optimizer, tree), Data(run, batches, train_set, test_set, dtype)
     epochs = -(-run.last_step // batches.steps_per_epoch)  # the last of them may be cut
-    trainer = build_trainer(run, options, device, epochs, RunCallback(run, data, device))
+    trainer = build_trainer(run, options, device, epochs, RunCallback(run, data))
     if run.first_step < run.last_step:
         trainer.fit(module, datamodule=data)  # collective: DDP is built, and all that callback.py marks
     else:
         trainer.validate(module, datamodule=data, verbose=False)  # collective
-    run.finish(distributed, weights.model_arrays(model), module.eval_metrics)  # collective: compare replicas
+    run.finish(module.eval_metrics)  # collective: compare replicas
 
 
 def main() -> None:
