@@ -58,7 +58,7 @@ class Normalize(torch.autograd.Function):
         return affine(wide, scale, shift), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and bias. The last two cover this rank's rows only: DDP reduces them."""
         x, mean, rsqrt, scale, total = ctx.saved_tensors
         wide = x.to(mean.dtype)
@@ -120,7 +120,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         """Map x [m, c, ...] to the same shape and dtype. Collective in training, and so is the backward pass."""
         if not self.training:
             return super().forward(x)
-        self._check_input_dim(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         alone = self.sums is not None
         # collective, also in backward
         y, mean, variance, total = Normalize.apply(x, self.weight, self.bias, self.eps, self.timer, alone)  # type: ignore[no-untyped-call]

@@ -65,14 +65,14 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     for module in root.modules():
         if type(module) in _NORMS:
             norms.append(module)
-            module.rows = rows  # type: ignore[assignment]
-            module.timer = timer  # type: ignore[assignment]
+            module.rows = rows
+            module.timer = timer
         elif type(module) in _DROPOUTS:
-            module.rows = model_rows  # type: ignore[assignment]
+            module.rows = model_rows
         module.__class__ = _REPLACED.get(type(module), type(module))
     if norms and getattr(rows, "virtual_ranks", None):
         separate(norms, rows)
-    watch_draws(root, model_rows)
+    DrawWatch(root, model_rows)
     if isinstance(model, DistributedDataParallel):
         # The argument for this has two names, broadcast_buffers up to torch 2.11; the attribute has one.
         model.broadcast_buffers = False
@@ -127,27 +127,34 @@ def separate(norms: list[Any], rows: Any) -> None:
         norm.sums = norm.running_mean.new_zeros(2 * norm.num_features + 1)
 
 
-def watch_draws(model: nn.Module, model_rows: ModelRows) -> None:
-    """During the first forward pass in training, raise ValueError at a module that draws by itself."""
-    names = {module: name or "the model itself" for name, module in model.named_modules()}
-    hooks: list[Any] = []
+class DrawWatch:
+    """Raise ValueError at a module that draws by itself, during the first forward pass in training."""
 
-    def begin(module: nn.Module, inputs: Any) -> None:
+    def __init__(self, model: nn.Module, model_rows: ModelRows) -> None:
+        self._model = model
+        self._model_rows = model_rows
+        self._names = {module: name or "the model itself" for name, module in model.named_modules()}
+        self._hooks = [model.register_forward_pre_hook(self.begin)]
+        self._hooks += [module.register_forward_hook(self.end) for module in model.modules()]
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        """Remember the generators before the model's forward pass."""
         if module.training and not torch.compiler.is_compiling():
-            model_rows.state = generator_states()
+            self._model_rows.state = generator_states()
 
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or model_rows.state is None:
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Compare the generators after the forward pass of a module, the innermost ones first."""
+        if torch.compiler.is_compiling() or self._model_rows.state is None:
             return
-        if not all(map(torch.equal, model_rows.state, generator_states())):
+        if not all(map(torch.equal, self._model_rows.state, generator_states())):
             raise ValueError(
-                f"{names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which differ "
+                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which differ "
                 "with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
             )
-        if module is model:
-            model_rows.state = None
-            for hook in hooks:
+        if module is self._model:
+            self._model_rows.state = None
+            for hook in self._hooks:
                 hook.remove()
 
-    hooks.append(model.register_forward_pre_hook(begin))
-    hooks.extend(module.register_forward_hook(end) for module in model.modules())
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawWatch:
+        return self

@@ -110,7 +110,8 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.tobytes() == other.tobytes()
     if isinstance(one, (int, float, str, bytes)):
-        return one == other or one != one
+        is_nan = one != one
+        return is_nan or one == other
     return True
 
 

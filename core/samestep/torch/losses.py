@@ -19,7 +19,7 @@ class _WithGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (gradient * ctx.slope).to(gradient.dtype), None, None
 
 

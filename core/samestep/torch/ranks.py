@@ -71,9 +71,15 @@ def ordered_all_reduce(tensor: Tensor) -> None:
     dist.broadcast(tensor, src=0)  # collective
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_alone() -> bool:
+    """Return whether there is one rank. A compiler takes the answer as constant, and does not trace `place`."""
+    return place().world_size == 1
+
+
 def all_reduce(tensor: Tensor) -> Tensor:
     """Replace ``tensor`` by its sum over ranks, in an order that no restart changes; return it."""
-    if place().world_size > 1:
+    if not is_alone():
         ordered_all_reduce(tensor)  # collective
     return tensor
 

@@ -354,8 +354,8 @@ class GlobalBatchSampler(Sampler[Indices]):
 class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
-    Each example is in one block, and each block on one rank. If ``blocks`` does not depend on the number of ranks, the
-    blocks do not either. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end; see ``even``.
+    Each example is in one block, and each block on one rank. Blocks depend on the number of ranks only if ``blocks``
+    does. Ranks may have different numbers of blocks: an evaluation must not communicate before its end; see ``even``.
 
     Args:
         dataset_len: number of examples.

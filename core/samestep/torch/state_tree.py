@@ -200,7 +200,7 @@ def decode(value: Any, arrays: Arrays) -> Any:
 
 
 def _decode_mapping(tag: str, value: dict[str, Any], arrays: Arrays) -> Any:
-    result = _MAPPINGS[tag]() if tag in _MAPPINGS else defaultdict(_FACTORIES[tag])
+    result: Any = _MAPPINGS[tag]() if tag in _MAPPINGS else defaultdict(_FACTORIES[tag])
     for key, each in value[tag]:
         result[decode(key, arrays)] = decode(each, arrays)
     if "metadata" in value:
