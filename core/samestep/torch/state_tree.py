@@ -7,6 +7,7 @@ as "state.0.exp_avg"; a model's arrays thus have the names of its parameters.
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -154,7 +155,7 @@ def _encode_leaf(value: Any) -> Any:
         return value if abs(value) < _MAX_INT else {"int": hex(value)}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
-    return {type(value).__name__: str(value).removeprefix("torch.")}
+    return {f"torch.{type(value).__name__}": str(value).removeprefix("torch.")}
 
 
 def _tag_of(value: Any) -> str | None:
@@ -211,13 +212,14 @@ def _decode_mapping(tag: str, value: dict[str, Any], arrays: Arrays) -> Any:
 def _decode_tensor(value: dict[str, Any], arrays: Arrays) -> Tensor:
     dtype = getattr(torch, value["dtype"])
     shape = value["shape"]
-    # safetensors returns an array of shape (0, 3) with strides (0, 0).
+    if math.prod(shape) == 0:  # safetensors returns an array of shape (0, 3) with strides (0, 0)
+        return torch.empty(shape, dtype=dtype)
     flat = torch.from_numpy(arrays[value["tensor"]].copy())
     if dtype.is_complex:
         flat = torch.view_as_complex(flat.reshape(*shape, 2))
     elif flat.dtype != dtype:
         flat = flat.reshape(-1).view(dtype)
-    tensor = flat.reshape(-1).reshape(shape)
+    tensor = flat.reshape(shape)
     if "strides" not in value:
         return tensor
     return torch.empty_strided(shape, value["strides"], dtype=dtype).copy_(tensor)
@@ -235,8 +237,8 @@ _LEAVES: dict[str, Callable[[dict[str, Any], Arrays], Any]] = {
     "float": lambda value, arrays: float.fromhex(value["float"]),
     "int": lambda value, arrays: int(value["int"], 16),
     "bytes": lambda value, arrays: base64.b64decode(value["bytes"]),
-    "dtype": lambda value, arrays: getattr(torch, value["dtype"]),
-    "device": lambda value, arrays: torch.device(value["device"]),
+    "torch.dtype": lambda value, arrays: getattr(torch, value["torch.dtype"]),
+    "torch.device": lambda value, arrays: torch.device(value["torch.device"]),
     "tensor": _decode_tensor,
     "array": _decode_array,
     "scalar": _decode_scalar,
