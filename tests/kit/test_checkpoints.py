@@ -176,9 +176,7 @@ print("done", numbers["steps"])
 def test_a_stop_saves_its_step_and_exits_with_the_signals_code(tmp_path: Path) -> None:
     def run(step: int, name: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", STOPPED, str(tmp_path), str(step), name]
-        return subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
-        )
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
 
     first = run(100, "SIGTERM")
     assert first.returncode == 128 + signal.SIGTERM

@@ -77,7 +77,10 @@ def test_a_loop_that_stops_asking_after_the_last_batch_gets_the_next_epoch() -> 
     sampler = GlobalBatchSampler(10, 4)
     for epoch in range(3):
         received = [next(loop) for loop in [batches(sampler)] for _ in range(len(sampler))]
-        assert torch.cat(received).tolist() == np.concatenate([sampler.batches.indices(3 * epoch + k) for k in range(3)]).tolist()
+        assert (
+            torch.cat(received).tolist()
+            == np.concatenate([sampler.batches.indices(3 * epoch + k) for k in range(3)]).tolist()
+        )
         assert sampler.epoch == epoch
 
 
@@ -233,9 +236,7 @@ def test_a_position_that_nobody_counts_is_refused() -> None:
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"},
     ],
 )
-def test_a_rank_without_a_process_group_is_refused(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_process_group_is_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks._place_without_group.cache_clear()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

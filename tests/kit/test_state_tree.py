@@ -67,7 +67,13 @@ VALUES = {
     "ordered": OrderedDict(b=1, a=2),
     "sets": ({1, 2}, frozenset(["a"])),
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1")],
-    "numpy": [np.float32(1.25), np.int64(7), np.bool_(True), np.arange(6, dtype=np.uint16).reshape(2, 3), np.array(2.5)],
+    "numpy": [
+        np.float32(1.25),
+        np.int64(7),
+        np.bool_(True),
+        np.arange(6, dtype=np.uint16).reshape(2, 3),
+        np.array(2.5),
+    ],
     "empty": [torch.empty(0, 3), torch.empty(0), np.empty((0, 2))],
     "scalars": [torch.tensor(3.5, dtype=torch.float64), torch.tensor(1.5).bfloat16(), torch.tensor(2j)],
     "dtypes": [

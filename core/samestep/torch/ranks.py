@@ -27,9 +27,12 @@ def place() -> Place:
     Raises:
         RuntimeError: a launcher started several ranks, but there is no process group yet.
     """
-    if dist.is_available() and dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size())
-    return _place_without_group()
+    return Place(dist.get_rank(), dist.get_world_size()) if has_group() else _place_without_group()
+
+
+def has_group() -> bool:
+    """Return whether torch has a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 @cache

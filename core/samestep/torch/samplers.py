@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch.losses import with_gradient
-from samestep.torch.ranks import Place, place
+from samestep.torch.ranks import Place, has_group, place
 
 Batch = TypeVar("Batch")
 
@@ -154,12 +154,14 @@ class GlobalBatchSampler(Sampler[Indices]):
             if virtual_ranks < 1:
                 raise ValueError(f"virtual_ranks must be at least 1, got {virtual_ranks}")
         self._given = checked_place(rank, world_size)
+        # Some frameworks make samplers before the process group. `__iter__` then looks the place up.
+        rank, world_size = self._given or (place() if has_group() else Place(0, 1))
         self.batches = GlobalBatches(
             dataset_len,
             whole_number("global_batch_size", global_batch_size),
             seed=whole_number("seed", seed),
-            rank=self._given.rank if self._given else 0,
-            world_size=self._given.world_size if self._given else 1,
+            rank=rank,
+            world_size=world_size,
             virtual_ranks=virtual_ranks,
             accumulate=whole_number("accumulate", accumulate),
             drop_last=drop_last,
@@ -171,7 +173,9 @@ class GlobalBatchSampler(Sampler[Indices]):
         self._is_drawn = False
         self._is_counted = False
         self._is_restored = False  # at a position from which no iteration has begun yet
-        self._micro_batch: tuple[int, int] | None = None  # (k, count) while `micro_batches` yields it
+        self.micro_batch: tuple[int, int] | None = (
+            None  # (k, count) while `micro_batches` yields it, for `GradientTree.add`
+        )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -275,12 +279,12 @@ class GlobalBatchSampler(Sampler[Indices]):
         begin = 0
         for micro_batch in self.batches.micro_batches(step):
             end = begin + len(self.batches.local_rows(step, micro_batch))
-            self._micro_batch = micro_batch
+            self.micro_batch = micro_batch
             self._seed_generators()
             try:
                 yield tree_map(_slicer(begin, end), batch)
             finally:
-                self._micro_batch = None
+                self.micro_batch = None
             begin = end
 
     def rows(self) -> Rows:
@@ -290,9 +294,9 @@ class GlobalBatchSampler(Sampler[Indices]):
             RuntimeError: no batch has been received, or the step is cut and `micro_batches` does not run.
         """
         step = self._current_step()
-        if self._is_cut and self._micro_batch is None:
+        if self._is_cut and self.micro_batch is None:
             raise RuntimeError("a step has several micro-batches: iterate over sampler.micro_batches(batch)")
-        local = self.batches.local_rows(step, self._micro_batch or (0, 1))
+        local = self.batches.local_rows(step, self.micro_batch or (0, 1))
         return Rows(step, local.start, len(local), self.batches.size(step))
 
     def _current_step(self) -> int:
