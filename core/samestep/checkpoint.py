@@ -13,6 +13,7 @@ checkpoints from each rank's shard.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -39,6 +40,7 @@ _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _pending: Future[None] | None = None  # of the checkpoint that is being written
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"[a-z_]+(-[0-9]{5,})?\.safetensors")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 _MAX_MANIFEST = 2**27  # bytes; a sharded one names each rank's part of each array
 _STEP, _NUMBER, _TEXT = untrusted.integer(0, 2**62), untrusted.number(), untrusted.text(1000)
 _FILE = {"size": untrusted.integer(0, 2**62), "sha256": untrusted.text(64)}
@@ -169,14 +171,33 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     temporary, content = temporary_of(folder), _canonical(body)
     write_file(temporary / _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
     sync_folder(temporary)
-    if folder.exists():  # only a corrupt one can be in the way: a good one would have been resumed from
-        shutil.rmtree(folder)
-    temporary.rename(folder)
+    replaced = _move_folder(temporary, folder)
     sync_folder(folder.parent)
+    if replaced:
+        shutil.rmtree(replaced)
     for old in folders(folder.parents[1])[keep:]:
         if int(old.name[5:]) != protected_step:
             with contextlib.suppress(OSError):
                 shutil.rmtree(old.rename(temporary_of(old)))
+
+
+def _move_folder(source: Path, target: Path) -> Path | None:
+    """Rename ``source`` to ``target``; return the new name of a folder that was at ``target``, or None.
+
+    The two folders exchange their names if the system can do that, so that a kill never leaves ``target`` missing.
+    """
+    if not target.exists():
+        source.rename(target)
+        return None
+    library = ctypes.CDLL(None)
+    if hasattr(library, "renameat2"):
+        paths = _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target)
+        if library.renameat2(*paths, _RENAME_EXCHANGE) == 0:
+            return source
+    replaced = target.with_name(f".{target.name}.replaced.tmp")
+    target.rename(replaced)
+    source.rename(target)
+    return replaced
 
 
 @contextlib.contextmanager
@@ -254,7 +275,12 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def newest(
-    run_dir: Path, warn: Callable[[str], None], verify: bool = True, reader: Reader = None, groups: GroupNames = ()
+    run_dir: Path,
+    warn: Callable[[str], None],
+    verify: bool = True,
+    reader: Reader = None,
+    groups: GroupNames = (),
+    remedy: str = "start a new run with --no-resume or another --run-dir",
 ) -> Checkpoint | None:
     """Return the newest good checkpoint, or None if the run dir has none at all.
 
@@ -265,13 +291,13 @@ def newest(
         reader: takes the place of `read`, such as one that shares the work among ranks.
         groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
             group from its initial values.
+        remedy: what a message tells the user to do, beside restoring a checkpoint.
 
     Raises:
         NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
         ConfigError: another version of this package wrote one.
     """
     corrupt = []
-    remedy = "start a new run with --no-resume or another --run-dir"
     for folder in folders(run_dir):
         try:
             candidate = (reader or read)(folder, verify)
