@@ -11,10 +11,10 @@ others; if one of them is lost meanwhile, the others regroup and take the step a
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from options import parse
 from samestep import ConfigError, log
 from samestep.env import World
 from samestep.options import Options
-from samestep.run import Run
+from samestep.run import Parts, Run
 from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch import distributed, weights
 from samestep.torch.virtual_ranks import GradientTree
@@ -65,15 +65,15 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    load_groups = functools.partial(weights.load, model, optimizer)
-    run.restore(launcher, load_groups)  # collective: the launcher reads
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(launcher, parts)  # collective: the launcher reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
     )
     run.start(batches, len(test_set.labels), options.model, device.type, run_metadata(device))
 
-    members = Members(launcher, run, lambda: weights.groups(model, optimizer), load_groups, device)
+    members = Members(launcher, run, parts.groups, parts.load, device)
     for step in members.steps():  # the same step again, if a member was lost
         with members.attempt():
             if members.regroup_due:

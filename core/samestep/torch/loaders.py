@@ -130,6 +130,11 @@ class Collate:
         return tree_map(without_rows, batch)
 
 
+def collate_examples(examples: Any) -> Any:
+    """Collate a list of examples as torch does. Anything else is a whole batch, which the dataset has made."""
+    return default_collate(examples) if isinstance(examples, list) else examples
+
+
 def read_first(dataset: Any) -> Any:
     """Return what a DataLoader's worker reads for a batch of the first example alone."""
     if hasattr(dataset, "__getitems__"):
@@ -178,7 +183,8 @@ class DataLoader(TorchDataLoader[Any]):
     rows, and starts workers that survive a stop signal. Other arguments are torch's.
 
     A dataset with a method ``__getitems__`` is not wrapped. The method gets an int64 array of a batch's indices with an
-    attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`.
+    attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of examples, or
+    a whole batch in any other type, such as a tuple of tensors.
 
     Args:
         dataset: has ``__len__``, and ``__getitem__`` or ``__getitems__``.
@@ -205,7 +211,7 @@ class DataLoader(TorchDataLoader[Any]):
         if sampler is not None:
             check_length(dataset, sampler)
             sampler.yields_arrays = is_whole
-            kwargs["collate_fn"] = Collate(dataset, kwargs.get("collate_fn") or default_collate)
+            kwargs["collate_fn"] = Collate(dataset, kwargs.get("collate_fn") or collate_examples)
         if kwargs.get("num_workers"):
             method = start_method(kwargs.get("multiprocessing_context"))
             kwargs["worker_init_fn"] = WorkerInit(method, kwargs.get("worker_init_fn"))
