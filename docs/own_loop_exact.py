@@ -7,10 +7,10 @@ import random
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samestep.torch import Checkpoints, DataLoader, EvalSampler, GlobalBatchSampler, exact, global_mean
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
-from samestep.torch import Checkpoints, DataLoader, EvalSampler, GlobalBatchSampler, exact, global_mean
 
 
 class Images(Dataset):

@@ -27,12 +27,14 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
         images = self.images.index_select(0, chosen)  # self.images[chosen] is slower
         normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
         return normalized, self.labels.index_select(0, chosen)
+
+    __getitems__ = batch  # a DataLoader's name for it
 
 
 def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
@@ -40,8 +42,7 @@ def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) ->
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
-        return Split(
-            torch.from_numpy(images).unsqueeze(1).to(device), torch.from_numpy(labels).long().to(device), dtype
-        )
+        pixels = torch.from_numpy(images).unsqueeze(1)
+        return Split(pixels.to(device), torch.from_numpy(labels).long().to(device), dtype)
 
     return split(found.train_images, found.train_labels), split(found.test_images, found.test_labels)

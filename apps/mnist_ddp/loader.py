@@ -37,3 +37,8 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
     datasets.VisionDataset.__init__(found, transform=transform)
     found.data, found.targets = split.images.squeeze(1).cpu(), split.labels.cpu()  # type: ignore[attr-defined]
     return found
+
+
+def choose_input(source: str, split: Split) -> Dataset[tuple[Tensor, Tensor]] | Dataset[tuple[Tensor, int]]:
+    """Return the dataset of --input ``source``: the split itself, or torchvision's MNIST."""
+    return mnist(split) if source == "torchvision" else split

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import load
-from loader import mnist
+from loader import choose_input
 from model import build_model
 from options import parse
 from samestep import env, log
@@ -41,11 +41,15 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 
 
 def train_step(
-    ddp: nn.Module, optimizer: torch.optim.Optimizer, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: GlobalBatchSampler,
+    images: Tensor,
+    labels: Tensor,
 ) -> Tensor:
     """Update once with this rank's shard of a global batch; return the shard's summed loss."""
     optimizer.zero_grad()
-    loss_sum = F.nll_loss(ddp(images), labels, reduction="sum")
+    loss_sum = F.nll_loss(model(images), labels, reduction="sum")
     # The mean over the global batch, although shards may differ in size or be empty.
     sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
     optimizer.step()
@@ -80,13 +84,13 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     # The same global batches at any number of ranks, and a test set of which each rank evaluates some blocks.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
+    rank, world_size = run.world.rank, run.world.world_size
     sampler = GlobalBatchSampler(
-        len(train_set), options.global_batch_size, seed=options.seed, virtual_ranks=options.virtual_ranks
+        len(train_set), options.global_batch_size, rank, world_size, options.seed, virtual_ranks=options.virtual_ranks
     )
-    source = mnist(train_set) if options.input == "torchvision" else train_set
-    loader = DataLoader(source, batch_sampler=sampler, seeded=False)
-    blocks = options.virtual_ranks or run.world.world_size
-    eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks)
+    loader = DataLoader(choose_input(options.input, train_set), batch_sampler=sampler, seeded=False)
+    blocks = options.virtual_ranks or world_size
+    eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
     run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device))
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 class VirtualRanks:
     """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree."""
 
-    def __init__(self, ddp: nn.Module, sampler: GlobalBatchSampler) -> None:
-        tree = reduction.gradient_tree(ddp, sampler.batches)  # in place of DDP's own reduction
+    def __init__(self, model: nn.Module, sampler: GlobalBatchSampler) -> None:
+        tree = reduction.gradient_tree(model, sampler.batches)  # in place of DDP's own reduction
         assert tree is not None
         self.tree = tree
 
     def train_step(
         self,
-        ddp: nn.Module,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         sampler: GlobalBatchSampler,
         images: Tensor,
@@ -28,7 +28,7 @@ class VirtualRanks:
         step = sampler.step - 1  # updates done before
         optimizer.zero_grad()
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
-            loss_sum = F.nll_loss(ddp(sub_images), sub_labels, reduction="sum")
+            loss_sum = F.nll_loss(model(sub_images), sub_labels, reduction="sum")
             sampler.scale(loss_sum).backward()
             self.tree.add(sampler.micro_batch, loss_sum)
         loss_sum = self.tree.all_reduce(step)  # collective

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 from data import Batch, Data
 from samestep import NonRetryableError
@@ -37,8 +36,7 @@ class RunCallback(pl.Callback):
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
         if not self.data.batches.virtual_ranks:
-            sample = self.data.train_set.batch(np.arange(1), self.data.dtype)
-            reduction.fix_reduction_order(ddp, self.run.timer, *sample)  # collective
+            reduction.register_ordered_hook(ddp, self.run.timer)
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:

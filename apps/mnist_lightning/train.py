@@ -34,8 +34,8 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
-from samestep.sharding import BatchSlice, GlobalBatches, step_seed
-from samestep.torch import distributed, reduction, weights
+from samestep.sharding import GlobalBatches, step_seed
+from samestep.torch import FixedRows, distributed, exact, reduction, weights
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -56,11 +56,13 @@ class Digits(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.options, self.model, self.optimizer, self.tree = options, model, optimizer, tree
+        self.rows = FixedRows(options.virtual_ranks)  # of the micro-batch in `loss_sum`
+        exact(model, self.rows)
         self.automatic_optimization = tree is None  # else training_step calls backward() and updates
         self.eval_metrics: dict[str, Any] = {}  # of the last validation
 
-    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        scores: Tensor = self.model(images, rows)
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.model(images)
         return scores
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -80,8 +82,11 @@ class Digits(pl.LightningModule):
         return {"loss": loss_sum * (dist.get_world_size() / shard.rows.global_size), "loss_sum": loss_sum.detach()}
 
     def loss_sum(self, step: int, part: MicroBatch) -> Tensor:
-        distributed.generator(self.device).manual_seed(step_seed(self.options.seed, step))
-        return F.nll_loss(self(part.images, part.rows), part.labels, reduction="sum")
+        # Masks of dropout belong to rows of the global batch: their key is the same on each rank.
+        torch.manual_seed(step_seed(self.options.seed, step))
+        first, size = part.rows
+        self.rows.set(step, first, len(part.images), size)
+        return F.nll_loss(self(part.images), part.labels, reduction="sum")
 
     def update_by_tree(self, tree: GradientTree, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
@@ -99,7 +104,7 @@ class Digits(pl.LightningModule):
 
     def validation_step(self, batch: tuple[int, Tensor, Tensor], batch_idx: int) -> None:
         k, images, labels = batch
-        scores = self(images, BatchSlice(0, len(images)))
+        scores = self(images)
         self.sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
         self.sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
         self.sums[k, 2] = len(labels)

@@ -140,7 +140,7 @@ class OwnDict(dict[str, int]):
     pass
 
 
-Pair = namedtuple("Pair", "a")  # noqa: PYI024
+Pair = namedtuple("Pair", "a")
 LOOP: list[Any] = []
 LOOP.append(LOOP)
 DEEP: Any = 0
