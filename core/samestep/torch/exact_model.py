@@ -70,8 +70,9 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
         elif type(module) in _DROPOUTS:
             module.rows = model_rows
         module.__class__ = _REPLACED.get(type(module), type(module))
-    if norms and getattr(rows, "virtual_ranks", None):
-        separate(norms, rows)
+    trained = [norm for norm in norms if norm.training or not root.training]  # the others are frozen
+    if trained and getattr(rows, "virtual_ranks", None):
+        separate(trained, rows)
     DrawWatch(root, model_rows)
     if isinstance(model, DistributedDataParallel):
         # The argument for this has two names, broadcast_buffers up to torch 2.11; the attribute has one.
