@@ -40,7 +40,7 @@ from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
 from samestep.data import datasets  # noqa: E402
 from samestep.recovery.watchdog import Watchdog  # noqa: E402
-from samestep.run import Run, StepStats  # noqa: E402
+from samestep.run import Parts, Run  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.torch import distributed, reduction  # noqa: E402
@@ -66,7 +66,7 @@ def main() -> None:  # noqa: C901
     options = parse(["--dataset=mnist-5k", f"--epochs={steps}", f"--global-batch-size={BATCH}", "--quiet"])
     options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-")) if world.rank == 0 else None
     run = Run("mnist_ddp", options, world, Watchdog(), datasets.resolve)
-    run.restore(distributed, lambda groups: None)
+    run.restore(distributed, Parts(load=lambda groups: None, groups=dict))
     training, test = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size)
     run.start(batches, len(test.labels), "net", "cpu", {})
@@ -112,14 +112,13 @@ def main() -> None:  # noqa: C901
                 optimizer.step()
                 running_loss += loss.detach()
                 if stops:
-                    run.after_step(step)
-                    run.actions(step)
+                    run.after_step(loss.detach())
                 step += 1
-            local = run.local_stats(loss, running_loss).to_vector() if stops else [loss.item(), running_loss.item()]
-            sums = torch.tensor(local, dtype=torch.float64)
-            dist.all_reduce(sums)
             if stops:
-                run.apply_global_stats(StepStats.from_vector(sums.tolist()))
+                run.sync()
+                return
+            sums = torch.tensor([loss.item(), running_loss.item()], dtype=torch.float64)
+            dist.all_reduce(sums)
 
         return ten_steps
 

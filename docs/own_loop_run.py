@@ -10,7 +10,7 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Parser, add_common
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches
 from samestep.torch import distributed, weights
 
@@ -26,15 +26,14 @@ def main() -> None:
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
-    load = partial(weights.load, model, optimizer)
-    run.restore(distributed, load, arrays=partial(weights.groups, model, optimizer))  # collective: rank 0 reads
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads
 
     digits = datasets.load(options.dataset, options.data_dir)
     images, labels = torch.tensor(digits.train_images).flatten(1) / 255, torch.tensor(digits.train_labels).long()
     rank, world_size = run.world.rank, run.world.world_size
     batches = GlobalBatches(len(labels), options.global_batch_size, options.seed, rank, world_size)
     run.start(batches, len(digits.test_labels), "a linear model", "cpu", {"torch": torch.__version__})
-    running_loss = 0.0  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         local = torch.from_numpy(batches.indices(step))
         optimizer.zero_grad()
@@ -43,23 +42,18 @@ def main() -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)  # collective: sum the shards' parts of the mean
         optimizer.step()
-        running_loss += loss.item()
-        run.after_step(step)
-        actions = run.actions(step)
+        actions = run.after_step(loss.item())
         if actions.sync:
-            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+            actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
             run.log_metrics({})
-            running_loss = 0.0
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, weights.groups(model, optimizer))  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes
     with torch.inference_mode():
         scores = model(torch.tensor(digits.test_images).flatten(1) / 255)
     correct = (scores.argmax(dim=1) == torch.tensor(digits.test_labels)).sum().item()
     result = {"test_accuracy": correct / len(scores), "test_examples": len(scores)}
-    run.finish(distributed, weights.model_arrays(model), result)  # collective: compare replicas; rank 0 writes
+    run.finish(result)  # collective: compare replicas; rank 0 writes
     run.report("torch", torch.__version__, "gloo", "cpu")
 
 

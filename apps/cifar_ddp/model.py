@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
-from norm import make_norm
 from samestep.options import Options
-from samestep.sharding import BatchSlice
 from torch import Tensor, nn
 from vision import models
 
@@ -20,18 +18,21 @@ RESNETS: dict[str, tuple[Any, list[int]]] = {
 }
 
 
-def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
-    """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
+class FreezableNorms(nn.Module):
+    """With ``freeze_bn``, let `train` leave batch norms in evaluation mode: they use and keep the stored statistics."""
 
-    Every rank draws for the whole global batch, from generators with the same seed, and takes its own rows. The
-    result does not depend on the number of ranks. torch's own dropout draws for the rank's shard only.
-    """
-    drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
-    scale = (drawn >= p).to(x.dtype) / (1 - p)
-    return x * scale.reshape(*scale.shape, *[1] * (x.dim() - 2))
+    freeze_bn = False
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.freeze_bn:
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eval()
+        return self
 
 
-class VGG(nn.Module):
+class VGG(FreezableNorms):
     """Classify by four convolutions of 3 x 3 and a linear layer: 242,474 parameters.
 
     Pooling comes before normalization and activation, which then process a quarter of the values.
@@ -39,23 +40,23 @@ class VGG(nn.Module):
 
     def __init__(self, dropout: float, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.dropout = dropout
         layers: list[nn.Module] = []
         channels = 3
         for width in (32, 64, 128, 128):
             layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.MaxPool2d(2), norm(width), nn.ReLU()]
             channels = width
         self.features = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(channels, CLASSES)
 
-    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Map images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images [m, 3, 32, 32] to scores [m, 10]."""
         x = self.features(images).mean((2, 3))
-        return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
+        return self.fc(self.dropout(x))  # type: ignore[no-any-return]
 
 
-class ResNet(models.ResNet):  # type: ignore[misc]  # mypy runs without torchvision
-    """Build torchvision's ResNet with its names of parameters.
+class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs without torchvision
+    """Map images [m, 3, 32, 32] to scores [m, 10] by torchvision's ResNet, with a dropout before its last layer.
 
     ``stem`` "cifar" keeps the size of 32 x 32 images; "imagenet" reduces them to 8 x 8.
     """
@@ -63,17 +64,16 @@ class ResNet(models.ResNet):  # type: ignore[misc]  # mypy runs without torchvis
     def __init__(self, name: str, stem: str, dropout: float, norm: Callable[[int], nn.Module]) -> None:
         block, layers = RESNETS[name]
         super().__init__(block, layers, num_classes=CLASSES, norm_layer=norm)
-        self.dropout = dropout
+        self.avgpool = nn.Sequential(self.avgpool, nn.Dropout(dropout))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's
             self.maxpool = nn.Identity()
 
-    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Map images [m, 3, 32, 32], ``rows`` of a global batch, to scores [m, 10]."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))
-        return self.fc(channel_dropout(x, self.dropout, rows) if self.training and self.dropout else x)  # type: ignore[no-any-return]
+
+def make_norm(kind: str, channels: int) -> nn.Module:
+    """Return the norm ``kind``: "batch", or "group" (8 groups of a sample's channels, independent of other samples)."""
+    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(8, channels)
 
 
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
@@ -82,19 +82,12 @@ def build_model(options: Options, dtype: torch.dtype) -> nn.Module:
     They are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """
     torch.manual_seed(options.seed)
-    norm = partial(make_norm, options.norm, options.freeze_bn)
+    norm = partial(make_norm, options.norm)
     if options.model == "small":
-        model: nn.Module = VGG(options.dropout, norm)
+        model: FreezableNorms = VGG(options.dropout, norm)
     else:
-        model = ResNet(options.model, options.stem, options.dropout, norm)
+        model = ResNet(options.model, options.stem, options.dropout, norm=norm)
+    model.freeze_bn = options.freeze_bn
     model.to(dtype)
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)  # as the images
-    return model
-
-
-def compile_step(model: nn.Module) -> Any:
-    """Return ``model`` with compiled forward and backward passes, for shards of one sample or more.
-
-    Random numbers are torch's, as without a compiler: the compiler's own depend on how it splits the work.
-    """
-    return torch.compile(model, dynamic=True, options={"fallback_random": True})
+    return model.train()

@@ -14,34 +14,27 @@ Every rank runs this file. The comment "collective" marks each call in which a r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ema
-import norm
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import Split, batches_of, load, no_empty_shards
-from model import build_model, compile_step
+from data import load, make_loader, no_empty_shards
+from model import build_model
 from options import parse
 from samestep import env, log, schedules
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
-from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
-from samestep.step_timer import INPUT, StepTimer
-from samestep.torch import distributed, reduction, weights
+from samestep.run import Parts, Run
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from samestep.torch.virtual_ranks import GradientTree
+from virtual_ranks import VirtualRanks, check_sub_shards
 
 EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
 
@@ -75,62 +68,56 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     return float(options.lr * factor)
 
 
+def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
+        scores = model(images)  # collective: batch norm reduces its statistics
+    return F.cross_entropy(scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing)
+
+
+def compute_gradients(
+    options: Options, model: DistributedDataParallel, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
+) -> Tensor:
+    """Add up the gradients of this rank's micro-batches; return their summed loss."""
+    losses = []
+    last = sampler.batches.num_micro_batches(sampler.step - 1)
+    for number, (micro_images, micro_labels) in enumerate(sampler.micro_batches((images, labels)), start=1):
+        with nullcontext() if number == last else model.no_sync():  # the gradients are reduced once
+            loss_sum = summed_loss(options, model, micro_images, micro_labels)
+            # The mean over the global batch, although shards and micro-batches may differ in size or be empty.
+            sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
+        losses.append(loss_sum.detach())
+    return torch.stack(losses).sum()
+
+
 def train_step(
     options: Options,
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    shards: Iterator[tuple[Tensor, Tensor]],
-    batches: GlobalBatches,
-    step: int,
-    timer: StepTimer,
-    tree: GradientTree | None = None,
+    sampler: GlobalBatchSampler,
+    images: Tensor,
+    labels: Tensor,
+    compute_gradients: Callable[..., Tensor] = compute_gradients,
 ) -> Tensor:
-    """Update once with this rank's shard of a global batch, the next ``shards``; return the shard's summed loss.
-
-    The gradient must be the mean over the global batch: DDP divides by world_size, and shards and micro-batches may
-    differ in size or be empty. Micro-batches add up; a ``tree`` adds them without DDP (--virtual-ranks).
-    """
-    losses = []
+    """Update once with this rank's shard of a global batch; return the shard's summed loss."""
     optimizer.zero_grad()
-    micro_batches = batches.micro_batches(step)
-    scale = 1 if tree else dist.get_world_size()  # undoes DDP's division
-    for micro_batch in micro_batches:
-        images, labels = next(shards)
-        rows = batches.rows(step, micro_batch)
-        timer.mark(INPUT)
-        # Before each micro-batch: dropout draws for the whole global batch and takes these rows of it.
-        distributed.generator(images.device).manual_seed(step_seed(options.seed, step))
-        with nullcontext() if micro_batch == micro_batches[-1] else model.no_sync():  # the gradients are reduced once
-            with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
-                scores = model(images, rows)  # collective: batch normalization reduces its statistics
-            loss = F.cross_entropy(
-                scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing
-            )
-            (loss * (scale / rows.global_size)).backward()  # collective: DDP averages the gradients
-        losses.append(loss.detach())
-        if tree:
-            tree.add(micro_batch, loss)
-    if tree:
-        losses = [tree.all_reduce(step)]  # collective
-        norm.update_running(model)
+    loss_sum = compute_gradients(options, model, sampler, images, labels)  # collective
     if options.clip_norm:
         nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, after DDP reduced them
     optimizer.step()
-    return torch.stack(losses).sum()
+    return loss_sum
 
 
 @torch.inference_mode()
-def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks or run.world.world_size)
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
-    for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
-        images, labels = test_set.batch(batches[k], dtype)
-        scores = model(images, BatchSlice(0, len(images)))
-        sums[k, 0] = F.cross_entropy(scores, labels, reduction="sum")
-        sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
-        sums[k, 2] = len(labels)
+    device = next(model.parameters()).device
+    sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
+    for block, (images, labels) in zip(sampler.own_blocks, loader):
+        scores = model(images)
+        sums[block, 0] = F.cross_entropy(scores, labels, reduction="sum")
+        sums[block, 1] = (scores.argmax(dim=1) == labels).sum()
+        sums[block, 2] = len(labels)
         run.monitor.beat()
     model.train()
     dist.all_reduce(sums)  # collective
@@ -140,57 +127,66 @@ def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) ->
 
 def train(run: Run, options: Options, device: torch.device) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
-    dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
-    model = build_model(options, dtype).to(device)
+    rank, world_size = run.world.rank, run.world.world_size
+    model = build_model(options, getattr(torch, options.dtype)).to(device)
     optimizer = build_optimizer(options, model)
     average = ema.Average(model, options.ema) if options.ema else None
-    eval_model, run.eval_group = (average.model, "ema") if average else (model, "model")
-    groups = ("model", "optimizer", *(["ema"] if average else []))
-    run.restore(distributed, partial(ema.load, model, optimizer, average), groups)  # collective: rank 0 reads
-    train_set, test_set = load(options.dataset, options.data_dir, device)
-    cut = rank, world_size, options.virtual_ranks, options.accumulate
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
-    run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
+    eval_model, evaluated = (average.model, "ema") if average else (model, "model")
+    parts = Parts(
+        load=partial(ema.load, model, optimizer, average),
+        groups=partial(ema.groups, model, optimizer, average),
+        names=("model", "optimizer", "ema") if average else ("model", "optimizer"),
+    )
+    run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
 
-    device_ids = [device] if device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids)  # collective
-    # Buffers are the same on all ranks, as their statistics are: DDP need not broadcast them before each pass. The
-    # argument for this has two names, broadcast_buffers up to torch 2.11; the attribute has one.
-    ddp.broadcast_buffers = False
-    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(np.arange(1), dtype))  # collective
-    sums = norm.separate(model, batches) if options.virtual_ranks else ()
-    tree = reduction.gradient_tree(ddp, batches, sums)  # with --virtual-ranks, instead of DDP's own reduction
+    # The same global batches at any number of ranks, and a test set of which each rank evaluates some blocks.
+    train_set, test_set = load(options, device)
+    sampler = GlobalBatchSampler(
+        len(train_set),
+        options.global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=options.seed,
+        virtual_ranks=options.virtual_ranks,
+        accumulate=options.accumulate,
+    )
+    loader = make_loader(options, train_set, sampler)
+    blocks = options.virtual_ranks or world_size
+    eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
+    eval_loader = DataLoader(test_set, batch_sampler=eval_sampler)
+    run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device))
+
+    # Batch norm, dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
+    if options.virtual_ranks:
+        check_sub_shards(options, sampler.batches)
+    ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
+    exact(ddp, sampler, timer=run.timer)
     reduction.time_phases(model, optimizer, run.timer)
-    norm.time_communication(model, None if options.compile else run.timer)
-    compiled = compile_step(ddp) if options.compile else ddp
-    shards = batches_of(options, train_set, batches, range(run.first_step, run.last_step), dtype)
-    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
-    for step in range(run.first_step, run.last_step):
-        with run.timer.phase(INPUT):  # train_step marks the rest
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
-        step_model = compiled if no_empty_shards(batches, step) else ddp
-        loss = train_step(options, step_model, optimizer, shards, batches, step, run.timer, tree)  # collective
-        if average:
-            average.update(model, step)
-        running_loss += loss
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
-        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
-            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
-        if actions.log:
-            running_loss.zero_()
-            run.log_metrics(evaluate(run, eval_model, test_set, dtype) if actions.evaluate else {})  # collective
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, ema.groups(model, optimizer, average))  # collective: compare replicas; rank 0 writes
+    compute = compute_gradients
+    if options.virtual_ranks:
+        compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
+    compiled = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
-    shards.close()  # and a DataLoader's workers
-    metrics = run.eval_metrics or evaluate(run, eval_model, test_set, dtype)  # collective
-    extra = {"ema": weights.model_arrays(average.model)} if average else {}
-    run.finish(distributed, weights.model_arrays(model), metrics, extra)  # collective: compare replicas; rank 0 writes
+    for images, labels in run.batches(loader):  # up to --max-steps
+        images, labels = images.to(device), labels.to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
+        # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
+        step_model = compiled if no_empty_shards(sampler.batches, run.step) else ddp
+        loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
+        if average:
+            average.update(model, run.step)
+        actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
+        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+            actions = run.sync()  # collective: losses, stop requests, phase times
+        if actions.log:
+            run.log_metrics(
+                evaluate(run, eval_model, eval_loader, eval_sampler) if actions.evaluate else {}
+            )  # collective
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save()  # collective: compare replicas; rank 0 writes
+    metrics = run.eval_metrics or evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ except RuntimeError:  # operator torchvision::nms does not exist
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision import models
 
-from torchvision.datasets import VisionDataset
 from torchvision.transforms.v2 import functional
 
-__all__ = ["VisionDataset", "functional", "models"]
+__all__ = ["functional", "models"]

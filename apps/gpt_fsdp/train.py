@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -29,8 +30,8 @@ from options import parse
 from samestep import env, log, schedules
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import StepStats
-from samestep.sharded.run import ShardedRun
+from samestep.run import Parts, Run
+from samestep.sharded.shards import Shards
 from samestep.sharding import GlobalBatches, shard
 from samestep.step_timer import COMPUTE, INPUT, StepTimer
 from torch import Tensor
@@ -111,7 +112,7 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: ShardedRun, model: GPT, test_set: Windows, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
+def evaluate(run: Run, model: GPT, test_set: Windows, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and bits per byte over the held-out part, each byte counted once; all ranks make as many passes."""
     model.eval()
     size, rank = mesh.size(0), mesh.get_local_rank("dp")
@@ -132,12 +133,16 @@ def evaluate(run: ShardedRun, model: GPT, test_set: Windows, mesh: DeviceMesh, d
     return {"test_loss": mean, "bits_per_byte": mean / math.log(2), "test_examples": int(examples)}
 
 
-def train(run: ShardedRun, options: Options, device: torch.device) -> None:
+def train(run: Run, options: Options, device: torch.device) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
     dtype, mesh = getattr(torch, options.dtype), distributed.make_mesh(options, device)
     model = build_model(options, dtype, mesh)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, mesh, groups))  # collective
+    parts = Parts(
+        load=partial(weights.load, model, optimizer, mesh),
+        groups=partial(weights.groups, model, optimizer, mesh),
+    )
+    run.restore(distributed, parts)  # collective
     train_set, test_set = load(options, device)
     dp_rank, dp_size = mesh.get_local_rank("dp"), mesh.size(0)
     cut = dp_rank, dp_size, None, options.accumulate
@@ -149,32 +154,26 @@ def train(run: ShardedRun, options: Options, device: torch.device) -> None:
     run.start(batches, test_set.bytes, f"a GPT of {parameters:,} parameters, mesh {shape},", device.type, metadata)
 
     distributed.time_phases(model, optimizer, run.timer)
-    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
     for step in range(run.first_step, run.last_step):
         with run.timer.phase(INPUT):  # train_step marks the rest
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
         loss = train_step(options, model, optimizer, train_set, batches, step, mesh, run.timer) * counts  # collective
-        running_loss += loss
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
+        actions = run.after_step(loss)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
-            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+            actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            running_loss.zero_()
             run.log_metrics(evaluate(run, model, test_set, mesh, dtype) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, weights.groups(model, optimizer, mesh))  # collective: each rank writes its part
+            run.save()  # collective: each rank writes its part
 
     metrics = run.eval_metrics or evaluate(run, model, test_set, mesh, dtype)  # collective
-    run.finish(distributed, weights.model_shards(model, mesh), metrics)  # collective: rank 0 consolidates
+    run.finish(metrics)  # collective: rank 0 consolidates
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = ShardedRun(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog())
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), storage=Shards())
     device = distributed.choose_device(options.device, run.world)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)

@@ -95,20 +95,20 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         with self.run.monitor.collective("train_batch"):
             return super().train_batch(*arguments, **settings)  # collective
 
-    def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[int, Tensor, Tensor], None]) -> None:
+    def train(self, split: Split, batches: GlobalBatches, after_step: Callable[[Tensor, Tensor], None]) -> None:
         """Train the run's steps in one pass; with --verbose 2 paddle.Model prints its progress.
 
         Args:
             split: the training set.
             batches: this rank's shards of the global batches.
-            after_step: called after each update with its step, this rank's summed loss and its `count_correct`.
+            after_step: called after each update with this rank's summed loss and its `count_correct`.
         """
         run = self.run
 
         def on_train_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             run.timer.mark(COMMUNICATION)  # includes the optimizer: paddle.Model has no callback before it
             values = dict(logs or {})
-            after_step(run.first_step + index, self.loss.loss_sum, self.loss.correct)  # collective
+            after_step(self.loss.loss_sum, self.loss.correct)  # collective
             if logs:  # an evaluation has put its values there, because fit and evaluate share one default argument
                 logs.update(values)
 

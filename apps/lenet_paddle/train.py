@@ -41,7 +41,7 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
 from samestep.step_timer import COMMUNICATION, INPUT, OPTIMIZER
 from spawn import spawn
@@ -91,7 +91,7 @@ def train_virtual_ranks(
     optimizer: paddle.optimizer.Optimizer,
     train_set: Split,
     batches: GlobalBatches,
-    after_step: Callable[[int, Tensor, Tensor], None],
+    after_step: Callable[[Tensor, Tensor], None],
 ) -> None:
     """Take the same steps with the same bits at any number of ranks (--virtual-ranks)."""
     tree = distributed.GradientTree(model, batches)
@@ -111,7 +111,7 @@ def train_virtual_ranks(
         optimizer.step()
         optimizer.clear_grad(set_to_zero=False)  # the next gradient is not added to zeros
         run.timer.mark(OPTIMIZER)
-        after_step(step, loss_sum, paddle.stack(correct))  # collective
+        after_step(loss_sum, paddle.stack(correct))  # collective
 
 
 def train(run: Run, options: Options, device: str) -> None:
@@ -119,43 +119,32 @@ def train(run: Run, options: Options, device: str) -> None:
     dtype, world_size = options.dtype, dist.get_world_size()
     model = build_model(dtype, options.seed)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, partial(weights.load, model, optimizer))  # collective: rank 0 reads and broadcasts
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads and broadcasts
     train_set, test_set = load(options.dataset, options.data_dir)
     cut = dist.get_rank(), world_size, options.virtual_ranks
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
     run.start(batches, len(test_set.labels), "lenet", device, distributed.run_metadata(device))
     writes = options.visualdl and run.world.rank == 0 and not options.evaluate_only
     scalars = Scalars(options.visualdl, options.run_dir) if writes else None
-    running = paddle.zeros([3], dtype="float64")  # this rank's loss and `count_correct` since the last log line
-    logged = run.first_step  # updates done at that line
 
-    def after_step(step: int, loss_sum: Tensor, correct: Tensor) -> None:
-        """Log, evaluate and save after the update ``step``.
+    def after_step(loss_sum: Tensor, correct: Tensor) -> None:
+        """Log, evaluate and save after an update.
 
         Args:
-            step: the update, from 0.
             loss_sum: the summed loss of this rank's shard.
             correct: `count_correct` of this shard.
         """
-        nonlocal logged
-        running.add_(paddle.concat([loss_sum.reshape([1]).astype("float64"), correct.astype("float64")]))
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
+        top1, top2 = correct.tolist()
+        actions = run.after_step(loss_sum, correct=top1, correct_top2=top2)  # counts, and beats for the watchdog
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
-            running_loss, top1, top2 = running.tolist()
-            stats = run.local_stats(loss_sum.item(), running_loss, top1).to_vector()
-            *stats, top2 = distributed.all_reduce(paddle.to_tensor([*stats, top2], dtype="float64"))  # collective
-            actions = run.apply_global_stats(StepStats.from_vector(stats))
+            actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            running.zero_()
-            top2 /= batches.samples_seen(step + 1) - batches.samples_seen(logged)
-            logged = step + 1
-            evaluation = evaluate(trainee, test_set, run) if actions.evaluate else {}  # collective
-            line = run.log_metrics(evaluation, accuracy_top2=top2)
+            line = run.log_metrics(evaluate(trainee, test_set, run) if actions.evaluate else {})  # collective
             if scalars:
                 scalars.write(line)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, weights.groups(model, optimizer))  # collective: compare replicas, rank 0 writes
+            run.save()  # collective: compare replicas, rank 0 writes
 
     sample = train_set.batch(np.arange(1), dtype)
     trainee: nn.Layer | HighLevel = model
@@ -182,11 +171,11 @@ def train(run: Run, options: Options, device: str) -> None:
             parallel_optimizer.step()
             parallel_optimizer.clear_grad()
             run.timer.mark(OPTIMIZER)
-            after_step(step, loss_sum.detach(), count_correct(scores, labels))  # collective
+            after_step(loss_sum.detach(), count_correct(scores, labels))  # collective
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective
-    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas, write the weights
+    run.finish(metrics)  # collective: compare replicas, write the weights
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +9,40 @@ import torch
 from numpy.typing import NDArray
 from samestep.data import datasets
 from torch import Tensor
+from torch.utils.data import Dataset
 
 
-@dataclass(frozen=True)
-class Split:
-    """Images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains."""
+class Split(Dataset[tuple[Tensor, Tensor]]):
+    """Images uint8 [n, 1, 28, 28] and labels int64 [n], on the device that trains.
 
-    images: Tensor
-    labels: Tensor
+    A `samestep.torch.DataLoader` reads whole batches from it.
+    """
 
-    def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __init__(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> None:
+        """``dtype`` is that of the images in a batch."""
+        self.images = images
+        self.labels = labels
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
-        images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
-        return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
+        images = self.images.index_select(0, chosen)  # self.images[chosen] is slower
+        normalized = images.to(self.dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
+        return normalized, self.labels.index_select(0, chosen)
+
+    __getitems__ = batch  # a DataLoader's name for it
 
 
-def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
+def load(name: str, data_dir: Path, device: torch.device, dtype: torch.dtype) -> tuple[Split, Split]:
     """Return the training and the test set. Raises ConfigError for a missing or damaged file."""
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
-        return Split(torch.from_numpy(images).unsqueeze(1).to(device), torch.from_numpy(labels).long().to(device))
+        pixels = torch.from_numpy(images).unsqueeze(1)
+        return Split(pixels.to(device), torch.from_numpy(labels).long().to(device), dtype)
 
     return split(found.train_images, found.train_labels), split(found.test_images, found.test_labels)

@@ -11,12 +11,13 @@ Every rank runs this file. The comment "collective" marks each call in which a r
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import Split, load
+from data import load
 from loader import choose_input
 from model import build_model
 from options import parse
@@ -24,10 +25,11 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
-from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
-from samestep.torch import distributed, reduction, weights
-from torch import nn
+from samestep.run import Parts, Run
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction, weights
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from virtual_ranks import VirtualRanks
 
 EVAL_BATCH_SIZE = 250  # at most; ranks take whole batches, which are the same at any number of ranks
 
@@ -38,18 +40,33 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: GlobalBatchSampler,
+    images: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """Update once with this rank's shard of a global batch; return the shard's summed loss."""
+    optimizer.zero_grad()
+    loss_sum = F.nll_loss(model(images), labels, reduction="sum")
+    # The mean over the global batch, although shards may differ in size or be empty.
+    sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
+    optimizer.step()
+    return loss_sum.detach()
+
+
 @torch.inference_mode()
-def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSampler) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks or run.world.world_size)
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
-    for k in range(*shard(len(batches), run.world.rank, run.world.world_size)):
-        images, labels = test_set.batch(batches[k], dtype)
-        scores = model(images, BatchSlice(0, len(images)))
-        sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
-        sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
-        sums[k, 2] = len(labels)
+    device = next(model.parameters()).device
+    sums = torch.zeros(sampler.num_blocks, 3, dtype=torch.float64, device=device)  # a row per block of the test set
+    for block, (images, labels) in zip(sampler.own_blocks, loader):
+        scores = model(images)
+        sums[block, 0] = F.nll_loss(scores, labels, reduction="sum")
+        sums[block, 1] = (scores.argmax(dim=1) == labels).sum()
+        sums[block, 2] = len(labels)
         run.monitor.beat()
     model.train()
     dist.all_reduce(sums)  # collective
@@ -59,52 +76,42 @@ def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype) ->
 
 def train(run: Run, options: Options, device: torch.device) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
-    dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
+    dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
-    train_set, test_set = load(options.dataset, options.data_dir, device)
-    cut = rank, world_size, options.virtual_ranks
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
-    run.start(batches, len(test_set.labels), options.model, device.type, distributed.run_metadata(device))
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads
 
-    ddp = nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
-    reduction.fix_reduction_order(ddp, run.timer, *train_set.batch(eval_batches(1, 1, 1)[0], dtype))  # collective
-    tree = reduction.gradient_tree(ddp, batches)  # with --virtual-ranks, instead of DDP's own reduction
+    # The same global batches at any number of ranks, and a test set of which each rank evaluates some blocks.
+    train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
+    rank, world_size = run.world.rank, run.world.world_size
+    sampler = GlobalBatchSampler(
+        len(train_set), options.global_batch_size, rank, world_size, options.seed, virtual_ranks=options.virtual_ranks
+    )
+    loader = DataLoader(choose_input(options.input, train_set), batch_sampler=sampler, seeded=False)
+    blocks = options.virtual_ranks or world_size
+    eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
+    eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
+    run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device))
+
+    # Dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
+    ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
+    exact(ddp, sampler, timer=run.timer)
     reduction.time_phases(model, optimizer, run.timer)
-    scale = 1 if tree else world_size  # DDP divides by world_size
-    train_set = choose_input(options.input, train_set, batches, range(run.first_step, run.last_step))
-    running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
-    for step in range(run.first_step, run.last_step):
-        optimizer.zero_grad()
-        for micro_batch in batches.micro_batches(step):  # one; with --virtual-ranks, this rank's sub-shards
-            with run.timer.phase("input"):
-                images, labels = train_set.batch(batches.indices(step, micro_batch), dtype)
-            # Dropout draws for the global batch, from the same seed on each rank, and takes these rows.
-            distributed.generator(device).manual_seed(step_seed(options.seed, step))
-            rows = batches.rows(step, micro_batch)
-            loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-            # The mean over the global batch, although shards may differ in size or be empty.
-            (loss * (scale / rows.global_size)).backward()  # collective: DDP averages the gradients
-            if tree:
-                tree.add(micro_batch, loss)
-        if tree:
-            loss = tree.all_reduce(step)  # collective
-        optimizer.step()
-        running_loss += loss.detach()
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
+    update = VirtualRanks(ddp, sampler).train_step if options.virtual_ranks else train_step
+
+    for images, labels in run.batches(loader):  # up to --max-steps
+        images, labels = images.to(device), labels.to(device)
+        loss_sum = update(ddp, optimizer, sampler, images, labels)  # collective
+        actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
-            stats = torch.tensor(run.local_stats(loss, running_loss).to_vector(), dtype=torch.float64, device=device)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            actions = run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+            actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            running_loss.zero_()
-            run.log_metrics(evaluate(run, model, test_set, dtype) if actions.evaluate else {})  # collective
+            run.log_metrics(evaluate(run, model, eval_loader, eval_sampler) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, weights.groups(model, optimizer))  # collective: compare replicas; rank 0 writes
-    metrics = run.eval_metrics or evaluate(run, model, test_set, dtype)  # collective
-    run.finish(distributed, weights.model_arrays(model), metrics)  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas; rank 0 writes
+    metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective
+    run.finish(metrics)  # collective: compare replicas; rank 0 writes
 
 
 def main() -> None:

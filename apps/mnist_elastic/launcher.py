@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from samestep.env import World
 from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import GROUPS, Groups, Run, StepStats
+from samestep.run import Groups, Parts, Run, StepStats
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import PHASES
 from samestep.torch import distributed, weights
@@ -94,7 +95,7 @@ class Channel:
                 answer: queue.Queue[bool] = queue.Queue()
                 inbox.put(Message(self, message, answer))
                 if answer.get():
-                    contents = {group: self._connection.recv_bytes() for group in GROUPS}
+                    contents = {group: self._connection.recv_bytes() for group in Parts.names}
                     inbox.put(Message(self, message, contents=contents))
         except Exception:  # a stranger, or the rank has ended
             inbox.put(Message(self, {}))
@@ -203,6 +204,7 @@ class Job:
         self._offered_at, self._asked = 0.0, math.inf  # when
         self._left: tuple[dict[str, Any], Groups] | None = None  # the newest state that a rank has left with
         self._final: tuple[dict[str, Any], Groups] | None = None
+        self._groups: Groups = {}  # of the state that is saved next
         self._digests: dict[int, tuple[str, int]] = {}  # by step, and which rank had it
         self._members: list[dict[str, Any]] = []
         self._pauses: list[float] = []
@@ -217,7 +219,7 @@ class Job:
         distributed.set_threads(options.threads)
         model = build_model(options.model, options.dropout, getattr(torch, options.dtype), options.seed)
         optimizer = build_optimizer(options, model)
-        run.restore(self._collectives, lambda groups: weights.load(model, optimizer, groups))
+        run.restore(self._collectives, Parts(partial(weights.load, model, optimizer), lambda: self._groups))
         train_set, test_set = load(options.dataset, options.data_dir, torch.device("cpu"))
         cut = 0, 1, options.virtual_ranks
         batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
@@ -263,7 +265,8 @@ class Job:
                 agent.send(kind="end")
             lighthouse.shutdown()
         message, groups = self._final
-        self.run.finish(self._collectives, dict(groups["model"]), message["evaluation"])
+        self._groups = groups
+        self.run.finish(message["evaluation"])
 
     def report(self) -> None:
         """Write and print the result."""
@@ -505,7 +508,7 @@ class Job:
         if step <= self._update:
             return
         self._update, self._updated_at = step, time.monotonic()
-        self.run.after_step(step - 1)
+        self.run.count_step(step - 1)
         if self._paused_at:
             self._pauses.append(self._updated_at - self._paused_at)
             self._paused_at = None
@@ -588,7 +591,8 @@ class Job:
             run.apply_global_stats(self._stats(values))
             run.log_metrics(values["evaluation"] if values["evaluates"] else {})
         if groups and values["save"] and step > self._saved:
-            run.save(self._collectives, groups)
+            self._groups = groups
+            run.save()
             self._saved = step
             self._keep(step, groups)
         if groups and values["final"]:
@@ -604,7 +608,7 @@ class Job:
     def _stats(self, values: dict[str, Any]) -> StepStats:
         requests = [float(number == values["stop"]) for number in stop.STOP_SIGNALS]
         phases = (0.0,) * (self._world_size * len(PHASES))
-        return StepStats(values["loss"], values["running_loss"], None, (*requests, 0.0), 0.0, phases)
+        return StepStats(values["loss"], values["running_loss"], {}, (*requests, 0.0), 0.0, phases)
 
     def _stop(self) -> None:
         """Save the newest state that a rank has left with, and end. Raises Stopped."""
@@ -619,7 +623,8 @@ class Job:
         self.run.apply_global_stats(self._stats(values))
         if values["step"] > self._step:
             self.run.log_metrics({})
-        self.run.save(self._collectives, groups)
+        self._groups = groups
+        self.run.save()
 
 
 def _key() -> bytes:

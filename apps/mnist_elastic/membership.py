@@ -267,7 +267,7 @@ class Members:
     def after_step(self, step: int) -> None:
         """Count the update ``step``, and tell the launcher."""
         self._step, self._running_loss, self._failures = step + 1, self._running_loss + self._loss, 0
-        self._run.after_step(step)
+        self._run.count_step(step)
         if self.rank == 0:
             self.launcher.send(kind="update", step=self._step)
         self.launcher.poll()

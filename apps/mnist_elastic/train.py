@@ -11,10 +11,10 @@ others; if one of them is lost meanwhile, the others regroup and take the step a
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,9 +26,9 @@ from options import parse
 from samestep import ConfigError, log
 from samestep.env import World
 from samestep.options import Options
-from samestep.run import Run
-from samestep.sharding import BatchSlice, GlobalBatches, eval_batches, shard, step_seed
-from samestep.torch import distributed, weights
+from samestep.run import Parts, Run
+from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
+from samestep.torch import FixedRows, distributed, exact, weights
 from samestep.torch.virtual_ranks import GradientTree
 from torch import nn
 
@@ -49,7 +49,7 @@ def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, me
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
     for k in range(*shard(len(batches), members.rank, members.world_size)):
         images, labels = test_set.batch(batches[k], dtype)
-        scores = model(images, BatchSlice(0, len(images)))
+        scores = model(images)
         sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
         sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
         sums[k, 2] = len(labels)
@@ -65,15 +65,17 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     dtype = getattr(torch, options.dtype)
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    load_groups = functools.partial(weights.load, model, optimizer)
-    run.restore(launcher, load_groups)  # collective: the launcher reads
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(launcher, parts)  # collective: the launcher reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
     )
     run.start(batches, len(test_set.labels), options.model, device.type, run_metadata(device))
 
-    members = Members(launcher, run, lambda: weights.groups(model, optimizer), load_groups, device)
+    rows = FixedRows(options.virtual_ranks)
+    exact(model, rows)
+    members = Members(launcher, run, parts.groups, parts.load, device)
     for step in members.steps():  # the same step again, if a member was lost
         with members.attempt():
             if members.regroup_due:
@@ -87,12 +89,13 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
             optimizer.zero_grad()
             for micro_batch in batches.micro_batches(step):  # this rank's sub-shards
                 images, labels = train_set.batch(batches.indices(step, micro_batch), dtype)
-                # Dropout draws for the global batch, from the same seed on each rank, and takes these rows.
-                distributed.generator(device).manual_seed(step_seed(options.seed, step))
-                rows = batches.rows(step, micro_batch)
-                loss = F.nll_loss(model(images, rows), labels, reduction="sum")
+                # Masks of dropout belong to rows of the global batch: their key is the same on each rank.
+                torch.manual_seed(step_seed(options.seed, step))
+                first, size = batches.rows(step, micro_batch)
+                rows.set(step, first, len(images), size)
+                loss = F.nll_loss(model(images), labels, reduction="sum")
                 members.note(step, loss)
-                (loss / rows.global_size).backward()
+                (loss / size).backward()
                 tree.add(micro_batch, loss)
             tree.all_reduce(step)  # collective
             members.check(step, batches.num_micro_batches(step))

@@ -116,11 +116,16 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, options: Options) -
     return wrapped  # type: ignore[no-any-return]
 
 
-def all_reduce_gradients(model: nn.Module, compression: str) -> None:
-    """Replace each gradient by its sum over ranks: one group in a fixed order, so a resume ends with the same bits."""
+def all_reduce_gradients(model: nn.Module, options: Options) -> None:
+    """Replace each gradient by its sum over ranks: one group in a fixed order, so a resume ends with the same bits.
+
+    With --gradients optimizer, the optimizer of `wrap` does it.
+    """
+    if options.gradients == "optimizer":
+        return
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
-    compressor = getattr(hvd.Compression, compression)
+    compressor = getattr(hvd.Compression, options.compression)
     sums = hvd.grouped_allreduce(gradients, name="gradients", compression=compressor, op=hvd.Sum)  # collective
     for parameter, total in zip(parameters, sums):
         parameter.grad = total

@@ -150,14 +150,14 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     before, equal_after_broadcast = parameters_to_vector(model.parameters()).detach(), are_equal(model.parameters())
 
-    train_set, _ = load(DATASET, Path("data"), device)
+    train_set, _ = load(DATASET, Path("data"), device, torch.float32)
     batches = GlobalBatches(len(train_set.labels), 16 * size + 1, 1, rank, size)
-    indices, rows = batches.indices(0), batches.rows(0)
+    indices = batches.indices(0)
     gathered = hvd.allgather(torch.from_numpy(indices)).numpy()  # shards may differ in size
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    images, labels = train_set.batch(indices, torch.float32)
-    (F.nll_loss(model(images, rows), labels, reduction="sum") / rows.global_size).backward()
-    distributed.all_reduce_gradients(model, "none")
+    images, labels = train_set.batch(indices)
+    (F.nll_loss(model(images), labels, reduction="sum") / batches.size(0)).backward()
+    distributed.all_reduce_gradients(model, Options(gradients="group", compression="none"))
     optimizer.step()
     return {
         "rank": rank,

@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
-import torch
-import torch.distributed as dist
 from data import Batch, Data
 from samestep import NonRetryableError
-from samestep.run import Run, StepActions, StepStats
+from samestep.run import Run, StepActions
 from samestep.step_timer import COMMUNICATION, INPUT
-from samestep.torch import distributed, reduction, weights
+from samestep.torch import reduction
 from torch.nn.parallel import DistributedDataParallel
 
 
 class RunCallback(pl.Callback):
     """Do what a training loop does around the step itself: report to the Run, and act on its answer."""
 
-    def __init__(self, run: Run, data: Data, device: torch.device) -> None:
+    def __init__(self, run: Run, data: Data) -> None:
         self.run, self.data = run, data
         self.actions = StepActions(sync=False, log=False, evaluate=False, save=False)
-        self.running_loss = torch.zeros((), dtype=torch.float64, device=device)  # this rank's, since the last log line
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let Lightning count from the start of training, as after loading a checkpoint of its own."""
@@ -40,8 +36,7 @@ class RunCallback(pl.Callback):
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
         if not self.data.batches.virtual_ranks:
-            sample = self.data.train_set.batch(np.arange(1), self.data.dtype)
-            reduction.fix_reduction_order(ddp, self.run.timer, *sample)  # collective
+            reduction.register_ordered_hook(ddp, self.run.timer)
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -54,15 +49,9 @@ class RunCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Take the actions that follow an update; training_step returned ``outputs``."""
-        loss = outputs["loss_sum"]
-        self.running_loss += loss
-        self.run.after_step(batch.step)
-        self.actions = self.run.actions(batch.step)
+        self.actions = self.run.after_step(outputs["loss_sum"])
         if self.actions.sync:
-            local_stats = self.run.local_stats(loss, self.running_loss)
-            stats = torch.tensor(local_stats.to_vector(), dtype=torch.float64, device=loss.device)
-            dist.all_reduce(stats)  # collective: losses, stop requests, phase times
-            self.actions = self.run.apply_global_stats(StepStats.from_vector(stats.tolist()))
+            self.actions = self.run.sync()  # collective: losses, stop requests, phase times
         # By this, Lightning now decides whether to validate. It always validates at the end of its part of an epoch.
         trainer.val_check_batch = 1 if self.actions.evaluate else math.inf
         if self.actions.log and not self.actions.evaluate:
@@ -78,10 +67,9 @@ class RunCallback(pl.Callback):
 
     def log_step(self, trainer: pl.Trainer, module: Any, evaluation: dict[str, Any]) -> None:
         """Log the last step, also to Lightning's loggers, and save a checkpoint if that follows."""
-        self.running_loss.zero_()
         self.log_line(trainer, self.run.log_metrics(evaluation))
         if self.actions.save:
-            self.run.save(distributed, weights.groups(module.model, module.optimizer))  # collective: compare replicas
+            self.run.save()  # collective: compare replicas
 
     def log_line(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
         """Give Lightning's loggers a line of metrics.jsonl. They write on rank 0 alone."""

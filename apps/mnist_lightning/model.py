@@ -4,19 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from samestep.sharding import BatchSlice
 from torch import Tensor, nn
-
-
-def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
-    """Set channels of x [m, c, ...] to zero with probability ``p`` and scale the others by 1 / (1 - p).
-
-    Every rank draws for the whole global batch, from generators with the same seed, and takes its own rows. The
-    result does not depend on the number of ranks. torch's own dropout draws for the rank's shard only.
-    """
-    drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
-    scale = (drawn >= p).to(x.dtype) / (1 - p)
-    return x * scale.reshape(*scale.shape, *[1] * (x.dim() - 2))
 
 
 class Net(nn.Module):
@@ -24,20 +12,19 @@ class Net(nn.Module):
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
-        self.dropout = dropout
         self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
         self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.conv2_drop = nn.Dropout2d(dropout)
         self.fc1 = nn.Linear(320, 50)
+        self.fc1_drop = nn.Dropout(dropout)
         self.fc2 = nn.Linear(50, 10)
 
-    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Map images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
-        p = self.dropout if self.training else 0.0
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images [m, 1, 28, 28] to log-probabilities [m, 10]."""
         x = F.relu(F.max_pool2d(self.conv1(images), 2))
-        x = self.conv2(x)
-        x = F.relu(F.max_pool2d(channel_dropout(x, p, rows) if p else x, 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
         x = F.relu(self.fc1(x.flatten(1)))
-        return F.log_softmax(self.fc2(channel_dropout(x, p, rows) if p else x), dim=1)
+        return F.log_softmax(self.fc2(self.fc1_drop(x)), dim=1)
 
 
 class LeNet(nn.Module):
@@ -55,8 +42,8 @@ class LeNet(nn.Module):
         )
         self.fc = nn.Sequential(nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10))
 
-    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        """Map images [m, 1, 28, 28] to log-probabilities [m, 10]; ``rows`` is for models with dropout."""
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images [m, 1, 28, 28] to log-probabilities [m, 10]."""
         return F.log_softmax(self.fc(self.features(images).flatten(1)), dim=1)
 
 

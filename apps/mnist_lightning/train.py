@@ -13,6 +13,7 @@ and a sum of the lengths for either loader. At each step, rank 0 would announce 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,9 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run
-from samestep.sharding import BatchSlice, GlobalBatches, step_seed
-from samestep.torch import distributed, reduction, weights
+from samestep.run import Parts, Run
+from samestep.sharding import GlobalBatches, step_seed
+from samestep.torch import FixedRows, distributed, exact, reduction, weights
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ class Digits(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.options, self.model, self.optimizer, self.tree = options, model, optimizer, tree
+        self.rows = FixedRows(options.virtual_ranks)  # of the micro-batch in `loss_sum`
+        exact(model, self.rows)
         self.automatic_optimization = tree is None  # else training_step calls backward() and updates
         self.eval_metrics: dict[str, Any] = {}  # of the last validation
 
-    def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
-        scores: Tensor = self.model(images, rows)
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.model(images)
         return scores
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -79,8 +82,11 @@ class Digits(pl.LightningModule):
         return {"loss": loss_sum * (dist.get_world_size() / shard.rows.global_size), "loss_sum": loss_sum.detach()}
 
     def loss_sum(self, step: int, part: MicroBatch) -> Tensor:
-        distributed.generator(self.device).manual_seed(step_seed(self.options.seed, step))
-        return F.nll_loss(self(part.images, part.rows), part.labels, reduction="sum")
+        # Masks of dropout belong to rows of the global batch: their key is the same on each rank.
+        torch.manual_seed(step_seed(self.options.seed, step))
+        first, size = part.rows
+        self.rows.set(step, first, len(part.images), size)
+        return F.nll_loss(self(part.images), part.labels, reduction="sum")
 
     def update_by_tree(self, tree: GradientTree, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
@@ -98,7 +104,7 @@ class Digits(pl.LightningModule):
 
     def validation_step(self, batch: tuple[int, Tensor, Tensor], batch_idx: int) -> None:
         k, images, labels = batch
-        scores = self(images, BatchSlice(0, len(images)))
+        scores = self(images)
         self.sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
         self.sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
         self.sums[k, 2] = len(labels)
@@ -145,7 +151,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
-    run.restore(distributed, lambda groups: weights.load(model, optimizer, groups))  # collective: rank 0 reads
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir, device)
     cut = rank, world_size, options.virtual_ranks
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
@@ -155,12 +162,12 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     tree = reduction.gradient_tree(model, batches)  # None without --virtual-ranks
     module, data = Digits(options, model, optimizer, tree), Data(run, batches, train_set, test_set, dtype)
     epochs = -(-run.last_step // batches.steps_per_epoch)  # the last of them may be cut
-    trainer = build_trainer(run, options, device, epochs, RunCallback(run, data, device))
+    trainer = build_trainer(run, options, device, epochs, RunCallback(run, data))
     if run.first_step < run.last_step:
         trainer.fit(module, datamodule=data)  # collective: DDP is built, and all that callback.py marks
     else:
         trainer.validate(module, datamodule=data, verbose=False)  # collective
-    run.finish(distributed, weights.model_arrays(model), module.eval_metrics)  # collective: compare replicas
+    run.finish(module.eval_metrics)  # collective: compare replicas
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from samestep import env, log
 from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard
 
 EVAL_BATCH_SIZE = 64  # does not change the result
@@ -105,8 +105,12 @@ def train(run: Run, options: Options) -> None:  # noqa: C901
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
     optimizer = build_optimizer(options, model)
-    groups = ("model", "optimizer", "buffers")
-    run.restore(distributed, partial(weights.load, model, optimizer, world), groups)  # collective: rank 0 reads
+    parts = Parts(
+        load=partial(weights.load, model, optimizer, world),
+        groups=partial(weights.groups, model, optimizer),
+        names=("model", "optimizer", "buffers"),
+    )
+    run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir)
     n, size = len(train_set.labels), options.global_batch_size
     check_steps(options, n, run.first_step)  # as the launch script, if any, did
@@ -122,21 +126,18 @@ def train(run: Run, options: Options) -> None:  # noqa: C901
         model.batches_tracked += not options.freeze_bn
         if step == run.first_step:
             distributed.all_gather(np.zeros(1))  # collective, once: the first step is done when all have compiled it
-        run.after_step(step)  # counts, and beats for the watchdog
-        actions = run.actions(step)  # the same on all ranks, without communication
+        actions = run.after_step()  # counts, and beats for the watchdog; the loss stays on the device
         if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are already its last
             with run.monitor.collective("train step"):
                 last, total = float(loss.asnumpy()), float(forward.total.asnumpy())  # collective: waits for the step
             loss_sum = last * batches.size(step) / world.world_size
             running_loss = (total - last) * size / world.world_size + loss_sum  # only an epoch's last batch is smaller
-            stats = np.array(run.local_stats(loss_sum, running_loss).to_vector())
-            sums = distributed.all_gather(stats).sum(axis=0)  # collective
-            actions = run.apply_global_stats(StepStats.from_vector(sums.tolist()))
+            actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
         if actions.log:
             forward.total.set_data(Tensor(0.0, ms.float32))
             run.log_metrics(evaluate(run, model, evaluated, test_set) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save(distributed, weights.groups(model, optimizer))  # collective: average, compare; rank 0 writes
+            run.save()  # collective: average, compare; rank 0 writes
 
     steps = range(run.first_step, run.last_step)
     shards = train_set.training(batches, steps, options.image_size)
@@ -156,8 +157,7 @@ def train(run: Run, options: Options) -> None:  # noqa: C901
                 after_update(step, loss)  # collective, if an action follows
 
     metrics = run.eval_metrics or evaluate(run, model, evaluated, test_set)  # collective
-    arrays, _ = weights.averaged(model)  # collective
-    run.finish(distributed, arrays, metrics)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: average, compare replicas; rank 0 writes
 
 
 def main() -> None:

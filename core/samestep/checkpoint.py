@@ -171,10 +171,15 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     """
     root, content = Root(folder.parents[1]), manifest.encode(body)
     write_file(folder, _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
-    root.sync(temporary_name(folder))
-    root.delete_folder(f"checkpoints/{folder.name}")  # only a corrupt one can be there: runs resume from a good one
-    root.rename(temporary_name(folder), f"checkpoints/{folder.name}")
+    temporary, name = temporary_name(folder), f"checkpoints/{folder.name}"
+    root.sync(temporary)
+    is_exchanged = root.exchange(temporary, name)  # if there is one of the same step
+    if not is_exchanged:
+        root.delete_folder(name)
+        root.rename(temporary, name)
     root.sync("checkpoints")
+    if is_exchanged:
+        root.delete(temporary)
     for old in folders(root.path)[keep:]:
         if _step_of(old) != protected_step:
             with contextlib.suppress(OSError):
@@ -267,7 +272,12 @@ def _step_of(folder: Path) -> int:
 
 
 def newest(
-    run_dir: Path, warn: Callable[[str], None], verify: bool = True, reader: Reader = None, groups: GroupNames = ()
+    run_dir: Path,
+    warn: Callable[[str], None],
+    verify: bool = True,
+    reader: Reader = None,
+    groups: GroupNames = (),
+    remedy: str = "start a new run with --no-resume or another --run-dir",
 ) -> Checkpoint | None:
     """Return the newest good checkpoint, or None if the run dir has none at all.
 
@@ -278,13 +288,13 @@ def newest(
         reader: takes the place of `read`, such as one that shares the work among ranks.
         groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
             group from its initial values.
+        remedy: what a message tells the user to do, beside restoring a checkpoint.
 
     Raises:
         NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
         ConfigError: another version of this package wrote one.
     """
     corrupt = []
-    remedy = "start a new run with --no-resume or another --run-dir"
     for folder in folders(run_dir):
         try:
             candidate = (reader or read)(folder, verify)

@@ -7,6 +7,7 @@ cannot lead to a file outside of it, also if another program replaces a folder m
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import IO
 
 # The operation does not exist on this file system, such as locks without a lock server, or a sync of a folder.
 NOT_SUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
+_RENAME_EXCHANGE = 2  # of renameat2(2)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -115,6 +117,15 @@ class Root:
         """Rename a file or a folder; a file of the new name is replaced."""
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Exchange two names at once, so that a kill leaves both; return False if one is missing or Linux is."""
+        rename = getattr(ctypes.CDLL(None), "renameat2", None)
+        if rename is None:
+            return False
+        with self._parent(one) as (source, leaf), self._parent(other) as (target, other_leaf):
+            result: int = rename(source, os.fsencode(leaf), target, os.fsencode(other_leaf), _RENAME_EXCHANGE)
+        return result == 0
 
     def unlink(self, name: str) -> None:
         """Delete a file or a link, if there is one."""

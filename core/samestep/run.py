@@ -3,41 +3,40 @@
 An app trains and reports numbers to its `Run`; the `Run` answers which actions follow. Ranks communicate about the run
 through two functions of the app's ``distributed`` module.
 
-The rule: `Run` sees numbers, JSON and numpy arrays. It calls a ``load`` that it is given and the two functions of
-`Collectives`; never a model, an optimizer or a batch. It raises, and never ends the process.
+The rule: `Run` sees numbers, JSON and numpy arrays. It calls the functions of the app's `Parts`, and the two of
+`Collectives`; it hands batches on unseen. It raises, and never ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsFloat, TypeVar
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, events, log, manifest, stop
+from samestep import ConfigError, NonRetryableError, checkpoint, events, log, manifest, stop
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
+from samestep.replicas import Replicas
 from samestep.sharding import GlobalBatches
-from samestep.step_timer import PHASES, StepTimer
+from samestep.step_timer import INPUT, PHASES, StepTimer
 from samestep.untrusted import shown
 
 if TYPE_CHECKING:
     from samestep.metrics import BestEvaluation, Metrics
 
-Groups = Mapping[str, Arrays]  # the arrays of a checkpoint: GROUPS, and the app's own
-GROUPS = ("model", "optimizer")
+Groups = Mapping[str, Arrays]  # the arrays of a checkpoint, by the name of their part
+Batch = TypeVar("Batch")
 SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
 
 
@@ -51,6 +50,49 @@ class Collectives(Protocol):
         """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The model, the optimizer and all else that a checkpoint holds.
+
+    Attributes:
+        load: takes the `Groups` of a checkpoint, or of --init-from, which has "model" alone, and raises ValueError if
+            an array does not fit. A new run does not call it. With `samestep.sharded.shards.Shards`, it takes
+            `StoredGroups`.
+        groups: returns the `Groups`; with Shards, `ShardGroups`.
+        names: the names of the groups, of which "model" is one. A checkpoint without one of them counts as corrupt.
+    """
+
+    load: Callable[[Any], None]
+    groups: Callable[[], Any]
+    names: Sequence[str] = ("model", "optimizer")
+
+
+class Storage(Protocol):
+    """The way in which arrays are kept: `samestep.replicas.Replicas`, or `samestep.sharded.shards.Shards`."""
+
+    def restore(self, run: Run) -> dict[str, Any]:
+        """Load what rank 0 finds into the parts, on all ranks; return rank 0's message about it. Collective."""
+
+    def save(self, run: Run, groups: Any) -> None:
+        """Write a checkpoint. Collective."""
+
+    def write_final(self, run: Run, groups: Any) -> tuple[str, dict[str, Any]]:
+        """Write the files of weights; return the digest and the result's fields of the best evaluation. Collective."""
+
+
+class Loader(Protocol[Batch]):  # type: ignore[misc]
+    """A loader of batches with a position, such as `samestep.torch.DataLoader`."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches from the position to the end of its epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: ``step`` and ``epoch``, beside others."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+
+
 class StepActions(NamedTuple):
     """The actions after an update, the same on all ranks."""
 
@@ -62,50 +104,37 @@ class StepActions(NamedTuple):
 
 @dataclass(frozen=True)
 class StepStats:
-    """One rank's numbers, and, after the reduction over ranks, the sums of all ranks.
+    """The sums of all ranks' numbers at a sync.
 
     Attributes:
         loss: the summed loss of the last step's samples, before its update.
         running_loss: the summed loss of all samples since the last log line.
-        correct: the number of correct predictions since the last log line; None if the app does not count them.
+        counts: other sums over the samples since the last log line, by name, such as ``correct``.
         stop_requests: one slot for each signal of `stop.STOP_SIGNALS`, and one for a launcher that died.
-        seconds_per_step: rank 0's seconds per step since the last sync; 0 on other ranks.
+        seconds_per_step: rank 0's seconds per step since the last sync.
         phase_seconds: [world_size x phases]: each rank's seconds in its own slots, in the order of PHASES.
     """
 
     loss: float
     running_loss: float
-    correct: float | None
+    counts: Mapping[str, float]
     stop_requests: tuple[float, ...]
     seconds_per_step: float
     phase_seconds: tuple[float, ...]
-
-    def to_vector(self) -> list[float]:
-        """Return the numbers as one vector for a sum over ranks."""
-        correct = math.nan if self.correct is None else self.correct
-        return [self.loss, self.running_loss, correct, *self.stop_requests, self.seconds_per_step, *self.phase_seconds]
-
-    @classmethod
-    def from_vector(cls, vector: Sequence[float]) -> StepStats:
-        """Return the stats of a vector from `to_vector`, or of the sum of several."""
-        loss, running_loss, correct, *rest = vector
-        slots = len(stop.STOP_SIGNALS) + 1
-        stop_requests, (seconds, *phases) = rest[:slots], rest[slots:]
-        counted = None if math.isnan(correct) else correct
-        return cls(loss, running_loss, counted, tuple(stop_requests), seconds, tuple(phases))
 
 
 class Run:
     """Manage the life of a run.
 
-    Call `restore` and `start` first, `after_step` and `actions` after each update, and `finish` and `report` last.
+    Call `restore` and `start` first, `after_step` after each update, and `finish` and `report` last.
 
     After `restore` the options have the run dir and the dataset. After `start` the steps to train are those from
     ``first_step`` to before ``last_step``. ``eval_metrics`` is the evaluation of the last log line, or {}.
-    ``eval_group`` is the group of arrays that is evaluated, and that --keep-best keeps.
     """
 
-    eval_group = "model"
+    collectives: Collectives
+    parts: Parts
+    evaluated: str
 
     def __init__(
         self,
@@ -114,6 +143,7 @@ class Run:
         world: World,
         monitor: Monitor | None = None,
         resolve_dataset: Callable[..., Any] | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Start the monitor and install the signal handlers.
 
@@ -123,6 +153,7 @@ class Run:
             world: this rank's place in the job.
             monitor: watches the run, such as `samestep.recovery.watchdog.Watchdog`.
             resolve_dataset: finds a dataset by name, as `samestep.data.datasets.resolve` does.
+            storage: the way in which arrays are kept. By default every rank has a replica of the model.
 
         Raises:
             ConfigError: the number of ranks or machines differs from the launch script's, or exceeds --virtual-ranks.
@@ -130,6 +161,7 @@ class Run:
         self.app, self.options, self.world = app, options, world
         self.monitor = monitor or Monitor()
         options.resolve_dataset = options.resolve_dataset or resolve_dataset
+        self.storage = storage or Replicas()
         self.eval_metrics: dict[str, Any] = {}
         self._overflows = False  # the last evaluation
         self.stop_request = stop.StopRequest(options.grace, self._exit, self.monitor.rank_is_lost)
@@ -162,56 +194,31 @@ class Run:
 
     # --- where to start ------------------------------------------------------------------------------------------
 
-    def restore(
-        self,
-        collectives: Collectives,
-        load: Callable[[Groups], None],
-        groups: Sequence[str] = GROUPS,
-        arrays: Callable[[], Groups] | None = None,
-    ) -> None:
+    def restore(self, collectives: Collectives, parts: Parts, evaluated: str = "model") -> None:
         """Resolve run dir, dataset and checkpoint or --init-from on rank 0; load the same bytes on all ranks.
 
         Args:
-            collectives: the app's functions by which ranks communicate.
-            load: puts arrays into model and optimizer and raises ValueError if they do not fit. --init-from gives
-                "model" alone. A new run does not call it.
-            groups: names of the groups that the app passes to `save`. A checkpoint without one of them counts as
-                corrupt. --evaluate-only needs "model" and `eval_group` alone.
-            arrays: returns the groups as `save` will get them. They are checked here: a dtype that no checkpoint can
-                hold, such as bfloat16, then ends the run before its first update.
+            collectives: the app's functions by which ranks communicate; later calls use them too.
+            parts: what a checkpoint holds; `save` and `finish` ask it for arrays.
+            evaluated: the group that is evaluated, and that --keep-best keeps. If it is not "model", `finish` also
+                writes model-<evaluated>.safetensors.
 
         Raises:
             ConfigError, NonRetryableError: on rank 0, which reports the reason.
-            NonRetryableError: on every rank, for ``arrays`` that no checkpoint can hold.
+            NonRetryableError: on every rank, for arrays that no checkpoint can hold, such as bfloat16.
             RemoteRankError: on all other ranks.
         """
+        self.collectives = collectives
+        self.parts = parts
+        self.evaluated = evaluated
         self.monitor.last_collective = getattr(collectives, "last_collective", None)
-        message: dict[str, Any] = {}
-        contents: dict[str, bytes] = {}
-        problem: Exception | None = None
-        if self.world.rank == 0:
-            try:
-                from samestep import rundir  # the other ranks do not need it
-
-                fresh = not self.world.restart_count
-                message, contents = rundir.open_run(self.app, self.options, fresh, load, self._required(groups))
-            except (ConfigError, NonRetryableError) as error:
-                problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
-        message = json.loads(collectives.broadcast(json.dumps(message).encode()))  # JSON, as pickle is never loaded
-        if problem:
-            raise problem
-        if "exit_code" in message:
-            raise RemoteRankError(message["exit_code"])
-        contents = {group: collectives.broadcast(contents.get(group, b"")) for group in message["groups"]}
-        if contents and self.world.rank != 0:
-            load({group: safetensors.numpy.load(content) for group, content in contents.items()})
+        message = self.storage.restore(self)  # collective
         self._apply_restored(message)
-        for values in (arrays() if arrays else {}).values():
-            for name, array in values.items():
-                checkpoint.check_array(name, array)
 
-    def _required(self, groups: Iterable[str]) -> set[str]:
-        return {"model", self.eval_group} if self.options.evaluate_only else {*groups}
+    @property
+    def required_groups(self) -> set[str]:
+        """The groups without which a checkpoint counts as corrupt."""
+        return {"model", self.evaluated} if self.options.evaluate_only else {*self.parts.names}
 
     def _apply_restored(self, message: Mapping[str, Any]) -> None:
         self.options.run_dir, self.options.dataset = Path(message["run_dir"]), message["dataset"]
@@ -234,6 +241,8 @@ class Run:
         self._train_loss: float | None = self._state.get("train_loss")
         self._epoch_loss: float = self._state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = self._state.get("epoch_correct", 0.0)
+        self._unread: list[dict[str, SupportsFloat]] = []  # this rank's sums of each step since the last sync
+        self._sums: dict[str, float] = {}  # this rank's sums of the steps before, since the last log line
         self._threads = os.environ.get("OMP_NUM_THREADS", "")[:100] or None  # it decides how a framework's sums round
         self._metrics: Metrics | None = None
         self._best: BestEvaluation | None = None
@@ -276,7 +285,35 @@ class Run:
 
     # --- after an update -----------------------------------------------------------------------------------------
 
-    def after_step(self, step: int) -> None:
+    def batches(self, loader: Loader[Batch]) -> Iterator[Batch]:
+        """Yield the loader's batches from ``first_step`` to before ``last_step``, and time the input phase."""
+        epoch = self.first_step // self._batches.steps_per_epoch
+        loader.load_state_dict({**loader.state_dict(), "step": self.first_step, "epoch": epoch})
+        while self._step < self.last_step:
+            with self.timer.phase(INPUT):
+                iterator = iter(loader)
+            while self._step < self.last_step:
+                with self.timer.phase(INPUT):
+                    batch = next(iterator, None)
+                if batch is None:
+                    break
+                yield batch
+
+    def after_step(self, loss_sum: SupportsFloat | None = None, **counts: SupportsFloat) -> StepActions:
+        """Count an update, send a heartbeat, and return the actions that follow. It does not communicate.
+
+        Args:
+            loss_sum: the summed loss of this rank's samples of the step: a number, or a detached tensor without
+                dimensions, which is not read before `sync`. A program that adds up its losses elsewhere passes None.
+            counts: other sums over these samples. ``correct=`` becomes ``accuracy`` in a log line, ``correct_top2=``
+                becomes ``accuracy_top2``.
+        """
+        if loss_sum is not None:
+            self._unread.append({"loss": loss_sum, **counts})
+        self.count_step(self._step)
+        return self.actions(self._step - 1)
+
+    def count_step(self, step: int) -> None:
         """Count the update ``step``, from 0, and send a heartbeat."""
         self._bar.update(step + 1 - self._step)
         self._step = step + 1
@@ -293,23 +330,43 @@ class Run:
         line = evaluate or save or logs
         return StepActions(line or done >= self._next_sync, line, evaluate, save)
 
-    def local_stats(
-        self, loss: SupportsFloat, running_loss: SupportsFloat, correct: SupportsFloat | None = None
-    ) -> StepStats:
-        """Return this rank's part of the sum over ranks; call it once at each `StepActions.sync`.
+    def sync(self, loss_sum: SupportsFloat | None = None, running_loss: SupportsFloat | None = None) -> StepActions:
+        """Add up losses, counts and stop requests over all ranks; return the actions again. Collective.
+
+        A stop request adds a log line and a checkpoint to the actions. Call it once at each `StepActions.sync`.
 
         Args:
-            loss: the summed loss of this rank's samples of the last step.
-            running_loss: the summed loss of all its samples since the last log line.
-            correct: the number of correct predictions since then, if the app counts them.
+            loss_sum: the summed loss of this rank's samples of the last step, if `after_step` did not get it.
+            running_loss: the summed loss of all its samples since the last log line, likewise.
         """
-        rank, steps = self.world.rank, max(1, self._step - self._last_sync[0])
-        seconds = (time.monotonic() - self._last_sync[1]) / steps if rank == 0 else 0.0
-        phases = np.zeros((self.world.world_size, len(PHASES)))
-        phases[rank] = self.timer.pop()
-        counted = None if correct is None else _number(correct)
-        stop_requests = self.stop_request.encode(self.monitor.launcher_died())
-        return StepStats(_number(loss), _number(running_loss), counted, stop_requests, seconds, tuple(phases.flat))
+        loss = 0.0
+        for sums in self._unread:
+            loss = _number(sums["loss"])
+            for name, value in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + _number(value)
+        self._unread = []
+        counts = {name: value for name, value in self._sums.items() if name != "loss"}
+        row = [
+            loss if loss_sum is None else _number(loss_sum),
+            self._sums.get("loss", 0.0) if running_loss is None else _number(running_loss),
+            (time.monotonic() - self._last_sync[1]) / max(1, self._step - self._last_sync[0]),
+            *self.stop_request.encode(self.monitor.launcher_died()),
+            *self.timer.pop(),
+            *counts.values(),
+        ]
+        table = self.collectives.all_gather(np.array(row))  # collective; [world_size, numbers]
+        total = table.sum(axis=0).tolist()
+        first_phase = 3 + len(stop.STOP_SIGNALS) + 1
+        first_count = first_phase + len(PHASES)
+        stats = StepStats(
+            loss=total[0],
+            running_loss=total[1],
+            counts=dict(zip(counts, total[first_count:])),
+            stop_requests=tuple(total[3:first_phase]),
+            seconds_per_step=float(table[0, 2]),
+            phase_seconds=tuple(table[:, first_phase:first_count].ravel().tolist()),
+        )
+        return self.apply_global_stats(stats)
 
     def apply_global_stats(self, stats: StepStats) -> StepActions:
         """Take the sums over all ranks and return the actions again: a stop request adds a log line and a checkpoint.
@@ -324,12 +381,11 @@ class Run:
         self._stragglers += self.monitor.update(self._step, stats.phase_seconds)
         return actions._replace(log=True, save=True) if self._stop_signal else actions
 
-    def log_metrics(self, evaluation: dict[str, Any], **extra: float) -> dict[str, Any]:
+    def log_metrics(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Append a line to metrics.jsonl on rank 0; return it on every rank.
 
-        The losses come from the last `apply_global_stats`. ``evaluation`` is {} or has ``test_loss`` and so on;
-        ``extra`` are numbers for this line alone. Raises as `Monitor.check_losses`; but a test loss that is NaN or
-        infinite again after a restart becomes None.
+        The losses come from the last `sync`. ``evaluation`` is {} or has ``test_loss`` and so on. Raises as
+        `Monitor.check_losses`; but a test loss that is NaN or infinite again after a restart becomes None.
         """
         step, batches, stats = self._step - 1, self._batches, self._stats
         loss, epoch, samples = stats.loss / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
@@ -338,21 +394,22 @@ class Run:
         samples_in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
         now, new_samples = time.monotonic(), samples - self._last_log[1]
         self._epoch_loss += stats.running_loss
-        self._epoch_correct += stats.correct or 0.0
+        self._epoch_correct += stats.counts.get("correct", 0.0)
         self._train_loss, self.eval_metrics = self._epoch_loss / samples_in_epoch, evaluation
         if self._best and self.options.keep_best:
             self._best.update(self._step, evaluation)
         if evaluation:
-            accuracy = None if stats.correct is None else self._epoch_correct / samples_in_epoch
+            accuracy = self._epoch_correct / samples_in_epoch if "correct" in stats.counts else None
             shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **evaluation, "test_examples": None}
             words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items() if value is not None]
             log.info("  ".join([f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", *words]))
         if self._step % batches.steps_per_epoch == 0:
             self._epoch_loss = self._epoch_correct = 0.0
         line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
-        line |= extra if stats.correct is None else {"accuracy": stats.correct / new_samples, **extra}
+        line |= {name.replace("correct", "accuracy", 1): count / new_samples for name, count in stats.counts.items()}
         line |= {"samples_per_second": round(new_samples / (now - self._last_log[0]), 1), **evaluation}
         self._last_log = now, samples
+        self._sums = {}
         if self._metrics:
             self._metrics.write(**line, **({"stragglers": self._stragglers} if self._stragglers else {}))
             self._stragglers = []
@@ -381,29 +438,37 @@ class Run:
         if not all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f"):
             raise NonRetryableError(f"at step {self._step} weights are NaN or infinite: lower --lr")
 
-    def save(self, collectives: Collectives, groups: Groups) -> None:
-        """Write a checkpoint of the last logged updates, after all ranks have compared their arrays.
-
-        Every rank calls this; rank 0 writes.
+    def save(self) -> None:
+        """Write a checkpoint of the last logged updates, after all ranks have compared their arrays. Collective.
 
         Raises:
             RetryableError: an array's bits differ between ranks; nothing is saved.
             NonRetryableError: weights are NaN or infinite.
             Stopped: a rank received a stop signal.
         """
-        self._check_weights(groups[self.eval_group])
-        self.monitor.check_replicas(collectives.all_gather, groups, self._step)
-        if self._metrics:
-            checkpoint.save(self.options.run_dir, self.app, self._step, groups, *self.checkpoint_state(self._metrics))
-        self._stop_if_requested(collectives)
+        groups = self.parts.groups()
+        self._check_weights(groups[self.evaluated])
+        self.storage.save(self, groups)  # collective
+        self._stop_if_requested()
 
-    def _stop_if_requested(self, collectives: Collectives) -> None:
+    def _stop_if_requested(self) -> None:
         if self._stop_signal:
             if self.world.rank == 0:
                 checkpoint.finish()
-            collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must write first
+            # collective: a rank that ends makes the launcher end the others, so rank 0 must write first
+            self.collectives.broadcast(b"")
             text = f"stopped by {signal.Signals(self._stop_signal).name} at step {self._step}, which is saved"
             raise stop.Stopped(self._stop_signal, text, is_final=not self._launcher_died)
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The file metrics.jsonl on rank 0; None on other ranks and with --evaluate-only."""
+        return self._metrics
+
+    @property
+    def step(self) -> int:
+        """The number of updates done."""
+        return self._step
 
     def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
         """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
@@ -423,45 +488,23 @@ class Run:
 
     # --- the result ----------------------------------------------------------------------------------------------
 
-    def finish(
-        self,
-        collectives: Collectives,
-        weights: Arrays,
-        evaluation: Mapping[str, Any],
-        extra_groups: Groups | None = None,
-    ) -> None:
-        """Check that all ranks hold the same weights, and write them on rank 0.
-
-        ``extra_groups``, such as "ema", become model-ema.safetensors. Raises as `save`.
-        """
+    def finish(self, evaluation: Mapping[str, Any]) -> None:
+        """Check that all ranks hold the same weights, and write them on rank 0. Collective. Raises as `save`."""
         self._bar.close()
         evaluation = self._check_evaluation(evaluation, is_of_update=self.first_step < self.last_step)
-        self._check_weights(weights)
+        groups = self.parts.groups()
+        self._check_weights(groups["model"])
         seconds = time.monotonic() - self._begun
         samples = 0 if self.options.evaluate_only else self._batches.samples_seen(self.last_step)
-        digest, best = self._write_final_weights(collectives, weights, extra_groups or {})
+        digest, best = self.storage.write_final(self, {name: groups[name] for name in ("model", self.evaluated)})
         counts = {"train_examples": self._batches.n, "steps": self.last_step, "train_loss": self._train_loss}
         speed = {"seconds": round(seconds, 3), "samples_per_second": round(samples / seconds, 1)}
         origin = {"resumed_from_step": self.resumed_from, "weights_sha256": digest}
         self._result = {**counts, **evaluation, **best, **speed, **origin}
 
-    def _write_final_weights(
-        self, collectives: Collectives, weights: Arrays, extra_groups: Groups
-    ) -> tuple[str, dict[str, Any]]:
-        """Write the files of weights; return the digest and the result's fields of the best evaluation."""
-        digest, folder = checkpoint.weights_sha256(weights), self.options.run_dir
-        self.monitor.check_final_weights(collectives, digest, folder if self._metrics else None)
-        if self._metrics:
-            checkpoint.save_weights(folder / "model.safetensors", weights)
-            for name, arrays in extra_groups.items():
-                checkpoint.save_weights(folder / f"model-{name}.safetensors", arrays)
-        return digest, self._write_best(self._copy_best)
-
-    def _write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+    def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+        """Write the weights of the best evaluation by ``copy(checkpoint, file)``; return the result's fields."""
         return self._best.write(self.options.run_dir, copy) if self._best and self.options.keep_best else {}
-
-    def _copy_best(self, folder: Path, path: Path) -> None:
-        checkpoint.save_weights(path, checkpoint.read(folder).arrays(self.eval_group))
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
         """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0."""

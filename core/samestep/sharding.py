@@ -240,6 +240,10 @@ class GlobalBatches:
         """Return the rows of this step's global batch whose samples `indices` returns."""
         return BatchSlice(self._shard(step, *micro_batch)[0], self.size(step))
 
+    def local_rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> range:
+        """Return the places, in this step's global batch, of the samples that `indices` returns."""
+        return range(*self._shard(step, *micro_batch))
+
     def indices(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> NDArray[np.int64]:
         """Return the sample indices of this rank's shard of this step's global batch.
 

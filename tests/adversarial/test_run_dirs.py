@@ -41,7 +41,7 @@ from samestep import log
 from samestep.env import World
 from samestep.options import Parser, add_common, add_virtual_ranks
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run
+from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches
 
 class Alone:
@@ -60,20 +60,20 @@ def main():
         weights[:] = groups["model"]["w"]
         momentum[:] = groups.get("optimizer", {"m": momentum})["m"]
 
-    run.restore(Alone, load)
+    groups = {"model": {"w": weights}, "optimizer": {"m": momentum}}
+    run.restore(Alone, Parts(load, lambda: groups))
     run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", {"device": os.environ.get("DEVICE", "one")})
     for step in range(run.first_step, run.last_step):
         momentum[:] = momentum / 2 + step
         weights[:] -= momentum
-        run.after_step(step)
-        actions = run.actions(step)
+        actions = run.after_step(1.0)
         if actions.sync:
-            actions = run.apply_global_stats(run.local_stats(1.0, 1.0))
+            actions = run.sync()
         if actions.log:
             run.log_metrics({"test_loss": 1.0} if actions.evaluate else {})
         if actions.save:
-            run.save(Alone, {"model": {"w": weights}, "optimizer": {"m": momentum}})
-    run.finish(Alone, {"w": weights}, {"test_loss": 1.0})
+            run.save()
+    run.finish({"test_loss": 1.0})
     run.report("numpy", "0", "none", "cpu")
 
 log.run(main)

@@ -24,8 +24,8 @@ from samestep.data import datasets
 from samestep.env import World
 from samestep.recovery.watchdog import Watchdog
 from samestep.root import Root
-from samestep.run import StepStats
-from samestep.sharded.run import ShardedRun
+from samestep.run import Parts, Run
+from samestep.sharded.shards import Shards
 from samestep.sharded.tensors import StoredGroups, TensorShard
 from samestep.sharding import GlobalBatches
 from threads import LIMIT, loss_of, parse
@@ -121,29 +121,22 @@ def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     options = parse(*sys.argv[4:])
     ranks, model = FileCollectives(folder, rank, world_size), Model(rank, world_size)
-    run = ShardedRun("sharded toy", options, World(rank, world_size), Watchdog(), datasets.resolve)
-    run.restore(ranks, model.load)
+    run = Run("sharded toy", options, World(rank, world_size), Watchdog(), datasets.resolve, Shards())
+    run.restore(ranks, Parts(model.load, lambda: model.groups))
     n = len(datasets.load(options.dataset, options.data_dir).train_labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, rank, world_size)
     run.start(batches, 6, "toy", "cpu", {"numpy": np.__version__})
-    running_loss, tested = 0.0, {}
     for step in range(run.first_step, run.last_step):
         loss_sum = sum((loss_of(int(sample), step) for sample in batches.indices(step)), 0.0)  # a rank may have none
-        running_loss += loss_sum
         model.update(float(np.round(ranks.all_gather(np.array([loss_sum])).sum())))
-        run.after_step(step)
-        actions = run.actions(step)
+        actions = run.after_step(loss_sum)
         if actions.sync:
-            local = run.local_stats(loss_sum, running_loss).to_vector()
-            actions = run.apply_global_stats(
-                StepStats.from_vector(ranks.all_gather(np.array(local)).sum(axis=0).tolist())
-            )
+            actions = run.sync()
         if actions.log:
-            running_loss, tested = 0.0, {"test_loss": 1.0 + step % 3, "test_examples": 6} if actions.evaluate else {}
-            run.log_metrics(tested)
+            run.log_metrics({"test_loss": 1.0 + step % 3, "test_examples": 6} if actions.evaluate else {})
         if actions.save:
-            run.save(ranks, model.groups)
-    run.finish(ranks, model.groups["model"], run.eval_metrics or {"test_loss": 1.0, "test_examples": 6})
+            run.save()
+    run.finish(run.eval_metrics or {"test_loss": 1.0, "test_examples": 6})
     run.report("numpy", np.__version__, "files", "cpu")
 
 

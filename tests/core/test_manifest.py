@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from samestep import ConfigError, NonRetryableError, checkpoint, log, manifest, rundir
 from samestep.env import World
 from samestep.options import Parser, add_common, json_value, resume_invariants
-from samestep.run import Run
+from samestep.run import Parts, Run
 from samestep.sharded import storage
 from samestep.sharded.tensors import TensorShard
 from samestep.sharding import GlobalBatches
@@ -309,4 +309,4 @@ def test_arrays_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
     """A bfloat16 array is of dtype V2 for numpy."""
     run = new_run(tmp_path, monkeypatch)
     with pytest.raises(NonRetryableError, match=r"w is .*, which no safetensors file can hold: convert it"):
-        run.restore(OneRank(), lambda groups: None, arrays=lambda: {"model": {"w": np.zeros(2, dtype)}})
+        run.restore(OneRank(), Parts(lambda groups: None, lambda: {"model": {"w": np.zeros(2, dtype)}}))

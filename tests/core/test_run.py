@@ -510,7 +510,7 @@ def test_what_is_due_after_each_update(
 def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
     """Steps of half a second and a grace of 30 s: the ranks ask for stop requests each 10 steps, and at log lines."""
     ((run,), step) = all_done(job(1, options_for(run_dir, "--grace=30", "--log-every=1000"))), STEPS
-    run.apply_global_stats(StepStats(0.0, 0.0, None, (0.0,) * 4, 0.5, (0.0,) * 4))
+    run.apply_global_stats(StepStats(0.0, 0.0, {}, (0.0,) * 4, 0.5, (0.0,) * 4))
     due = [run.actions(step + k - 1) for k in range(1, 31)]
     assert [actions.sync for actions in due] == [actions.log or k >= 10 for k, actions in enumerate(due, start=1)]
     assert not all(actions.log for actions in due[9:])
@@ -598,7 +598,8 @@ def test_ranks_communicate_about_the_run_at_its_restore_its_checkpoints_and_its_
             rank.done  # noqa: B018
             groups = len(rank.loaded and rank.loaded[0])
             without = {"start": 0, "report": 0, "finish": 1, "restore": 1 + groups}
-            counted = {"after_step": 0, "actions": 0, "log_metrics": 0, "save": 2}
+            syncs = sum(actions.sync for actions in rank.actions.values())
+            counted = {"after_step": 0, "sync": syncs, "log_metrics": 0, "save": 2}
             assert rank.exchanges == without | (counted if steps else {})
 
 
@@ -686,8 +687,8 @@ def test_right_answers_are_counted_at_any_number_of_ranks_and_through_a_kill(run
     assert [line["accuracy"] for line in lines] == [
         share(range(begin, end)) for begin, end in pairwise([0, 3, 4, 6, 8, 9, 12])
     ]
-    assert all(isinstance(line["weight"], float) for line in lines)  # the app's own number, not an evaluation
-    assert "weight" not in result_of(run_dir)
+    assert [line["accuracy_twice"] for line in lines] == [2 * line["accuracy"] for line in lines]
+    assert "accuracy_twice" not in result_of(run_dir)
     message = dict(re.findall(r"^epoch (\d)/.*  train accuracy (\S+)  test loss", console.out.getvalue(), re.MULTILINE))
     epochs = {str(epoch + 1): range(epoch * EPOCH, (epoch + 1) * EPOCH) for epoch in range(3)}
     assert message == {epoch: f"{share(steps):.4f}" for epoch, steps in epochs.items()}

@@ -21,7 +21,7 @@ from samestep.data.files import MNIST_FILES
 from samestep.env import World
 from samestep.options import Options, Parser, add_common, bounded_float
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Groups, Run, StepActions, StepStats
+from samestep.run import Groups, Parts, Run, StepActions
 from samestep.sharding import GlobalBatches, shard
 from samestep.step_timer import PHASES
 
@@ -124,7 +124,7 @@ def loss_of(sample: int, step: int) -> float:
     return ((sample * 7 + step * 5) % 64 + 1) / 16
 
 
-COUNTING = "counting"  # the name of an app that counts right answers, and records a number of its own
+COUNTING = "counting"  # the name of an app that counts right answers, and twice their number
 
 
 def is_hit(sample: int, step: int) -> bool:
@@ -208,12 +208,11 @@ def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) 
         return result
 
     me.run = run = Run(app, options, world, Watchdog(), datasets.resolve)
-    counted("restore", lambda: run.restore(ranks, load))
+    counted("restore", lambda: run.restore(ranks, Parts(load, lambda: model.groups)))
     data = datasets.load(options.dataset, options.data_dir)
     n = len(data.train_labels)
     batches = GlobalBatches(n, options.global_batch_size, options.seed, world.rank, world.world_size)
     counted("start", lambda: run.start(batches, len(data.test_labels), "toy", "cpu", {"numpy": np.__version__}))
-    running_loss, hits_since = 0.0, 0
     for step in range(run.first_step, run.last_step):
         for phase in PHASES:
             with run.timer.phase(phase):
@@ -221,32 +220,25 @@ def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) 
         loss_sum = sum(loss_of(int(sample), step) for sample in batches.indices(step)) * faults.loss_scale.get(
             step, 1.0
         )
-        running_loss += loss_sum
-        hits_since += sum(is_hit(int(sample), step) for sample in batches.indices(step))
+        hits = sum(is_hit(int(sample), step) for sample in batches.indices(step))
+        counts = {"correct": hits, "correct_twice": 2 * hits} if app == COUNTING else {}
         gradient = ranks.all_gather(np.array([loss_sum])).sum() / batches.rows(step).global_size
         model.update(gradient, options.momentum)
         faults.after_update(world.rank, step + 1, model)
-        counted("after_step", partial(run.after_step, step))
-        actions: StepActions = counted("actions", partial(run.actions, step))
+        actions: StepActions = counted("after_step", partial(run.after_step, loss_sum, **counts))
         me.actions[step + 1] = actions
         if me.first_beat is None:
             me.first_beat = (options.run_dir / "log" / f"alive-{world.rank}").read_text()
         if actions.sync:
-            local = run.local_stats(loss_sum, running_loss, hits_since if app == COUNTING else None)
-            total = ranks.all_gather(np.array(local.to_vector())).sum(axis=0).tolist()
-            actions = run.apply_global_stats(StepStats.from_vector(total))
+            actions = counted("sync", run.sync)
         if actions.log:
-            running_loss, hits_since = 0.0, 0
             tested = evaluate(model, data.test_labels, ranks, world, faults) if actions.evaluate else {}
-            own: dict[str, Any] = {"weight": model.groups["model"]["w"].sum().item()}
-            me.lines.append(
-                counted("log_metrics", partial(run.log_metrics, tested, **(own if app == COUNTING else {})))
-            )
+            me.lines.append(counted("log_metrics", partial(run.log_metrics, tested)))
         if actions.save:
-            counted("save", lambda: run.save(ranks, model.groups))
+            counted("save", run.save)
     tested = run.eval_metrics or evaluate(model, data.test_labels, ranks, world, faults)
     faults.before_finish(world.rank, model)
-    counted("finish", lambda: run.finish(ranks, model.groups["model"], tested))
+    counted("finish", partial(run.finish, tested))
     counted("report", lambda: run.report("numpy", np.__version__, "threads", "cpu"))
 
 

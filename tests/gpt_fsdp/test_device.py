@@ -20,7 +20,7 @@ import weights
 from data import load
 from options import parse
 from samestep.env import World
-from samestep.sharded.run import ShardedRun
+from samestep.run import Run
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import StepTimer
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -51,7 +51,7 @@ batches = GlobalBatches(len(train_set), 5, 1, 0, 2, None, 2)
 for step in range(2):
     loss = train.train_step(options, gpt, optimizer, train_set, batches, step, mesh, StepTimer())
 try:
-    run = ShardedRun("gpt_fsdp", options, World(1, 4))
+    run = Run("gpt_fsdp", options, World(1, 4))
     evaluated = str(train.evaluate(run, gpt, test_set, mesh, torch.float32))
 except NotImplementedError as problem:  # sums.tolist(), after everything else
     evaluated = str(problem)

@@ -1,8 +1,62 @@
-"""Share code between PyTorch apps, without wrapping a training call.
+"""Parts for PyTorch training loops, each of which works alone, and the code that PyTorch apps share.
 
-* ``distributed``: devices, rendezvous, broadcast, all-gather, the flight recorder.
-* ``reduction``: all-reduce in an order that no restart changes.
-* ``weights``: model and optimizer as arrays.
+The parts take plain torch objects, and never wrap a training call:
+
+* `GlobalBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: the same global batches at any number of ranks.
+* `exact`, with `Rows` and `FixedRows`: batch norm and dropout over the global batch.
+* `global_mean`, `global_sum`: means and sums over all ranks.
+* `Checkpoints`, `StopRequests`: a killed or stopped program that ends with the same weights.
+
+The modules `distributed`, `reduction`, `virtual_ranks` and `weights` serve the apps.
 
 It works with torch 2.11 and 2.13; the rest of samestep imports without torch.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.torch.checkpoints import Checkpoints
+    from samestep.torch.exact_model import exact
+    from samestep.torch.loaders import DataLoader, Seeded
+    from samestep.torch.losses import global_mean, global_sum
+    from samestep.torch.samplers import EvalSampler, FixedRows, GlobalBatchSampler, Rows
+    from samestep.torch.stops import StopRequests
+
+__all__ = [
+    "Checkpoints",
+    "DataLoader",
+    "EvalSampler",
+    "FixedRows",
+    "GlobalBatchSampler",
+    "Rows",
+    "Seeded",
+    "StopRequests",
+    "exact",
+    "global_mean",
+    "global_sum",
+]
+
+_MODULES = {
+    "Checkpoints": "checkpoints",
+    "DataLoader": "loaders",
+    "EvalSampler": "samplers",
+    "FixedRows": "samplers",
+    "GlobalBatchSampler": "samplers",
+    "Rows": "samplers",
+    "Seeded": "loaders",
+    "StopRequests": "stops",
+    "exact": "exact_model",
+    "global_mean": "losses",
+    "global_sum": "losses",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a part when it is first used, so that one name does not load the others."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return getattr(module, name)

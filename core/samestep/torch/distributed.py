@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from samestep import ConfigError, NonRetryableError, log
 from samestep.env import World, processor
 from samestep.options import SHARED_GPU
+from samestep.torch.ranks import broadcast as broadcast
 
 SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
 CONTEXT_BYTES = 1.5e9  # of a rank's CUDA context
@@ -211,18 +212,6 @@ def _check_sharing(device: torch.device) -> None:
         version, variables = ".".join(map(str, nccl_version())), " ".join(f"{k}={v}" for k, v in _sharing.items())
         reason = str(error).strip().splitlines()[-1]
         raise NonRetryableError(f"--share-gpu: NCCL {version} refuses it with {variables}: {reason}") from error
-
-
-def broadcast(content: bytes) -> bytes:
-    """Return rank 0's ``content`` on every rank."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    length = torch.tensor([len(content)], device=device)
-    dist.broadcast(length, src=0)  # collective
-    received = torch.empty(int(length), dtype=torch.uint8, device=device)
-    if content and dist.get_rank() == 0:
-        received.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(received, src=0)  # collective
-    return received.cpu().numpy().tobytes()
 
 
 def all_gather(row: NDArray[Any]) -> NDArray[Any]:

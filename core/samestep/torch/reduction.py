@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,32 +19,11 @@ from torch.optim import Optimizer
 
 from samestep.sharding import BatchSlice, GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
+from samestep.torch.ranks import ordered_all_reduce as ordered_all_reduce
+from samestep.torch.ranks import use_gather as use_gather
 
 if TYPE_CHECKING:
     from samestep.torch.virtual_ranks import GradientTree
-
-GATHER_MAX_BYTES = 2**22  # that rank 0 gathers at a time
-
-
-def use_gather(size: int) -> bool:
-    """Return whether rank 0 sums tensors of ``size`` bytes: under gloo, while the number of messages costs most."""
-    return dist.get_backend() == "gloo" and 1 < dist.get_world_size() <= GATHER_MAX_BYTES // max(1, size)
-
-
-def ordered_all_reduce(tensor: Tensor) -> None:
-    """Replace ``tensor`` by its sum over ranks, with the same bits on all of them.
-
-    A ring passes 2 (p - 1) messages in turn at p ranks, however small they are. A small tensor goes to rank 0, which
-    adds in the order of ranks, and back by a broadcast: 1 + log2(p) messages in turn.
-    """
-    if torch.compiler.is_compiling() or not use_gather(tensor.nbytes):  # a compiler cannot trace gather
-        dist.all_reduce(tensor)  # collective
-        return
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(tensor, gathered)  # collective
-    for other in gathered[1:] if gathered else ():
-        tensor += other
-    dist.broadcast(tensor, src=0)  # collective
 
 
 def fix_reduction_order(ddp: DistributedDataParallel, timer: StepTimer, images: Tensor, labels: Tensor) -> None:
@@ -77,6 +55,45 @@ def ddp_comm_hook(timer: StepTimer, bucket: dist.GradBucket) -> Future[Tensor]: 
     timer.mark(COMMUNICATION)
     mean: Future[Tensor] = Future()
     mean.set_result(gradients.div_(dist.get_world_size()))
+    return mean
+
+
+def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None = None) -> None:
+    """Let DDP reduce gradients in an order that does not depend on its buckets, which it rebuilds after the first step.
+
+    Small models are summed on rank 0 in the order of ranks, and larger ones by parameter. The choice depends on the
+    size of the model only.
+
+    Args:
+        ddp: the model, on all ranks, before its first forward pass.
+        timer: counts the time as communication, although the next bucket is computed meanwhile.
+    """
+    gathers = use_gather(sum(parameter.nbytes for parameter in ddp.parameters()))
+    reduce = _mean_on_rank_0 if gathers else _mean_by_parameter
+    # DDP refuses a hook whose annotations are strings; a lambda has none.
+    ddp.register_comm_hook(timer, lambda timer, bucket: reduce(timer, bucket))
+
+
+def _mean_on_rank_0(
+    timer: StepTimer | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    return ddp_comm_hook(timer or StepTimer(), bucket)
+
+
+def _mean_by_parameter(
+    timer: StepTimer | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    if timer:
+        timer.mark(COMPUTE)
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]  # collective
+    for work in works:
+        work.wait()
+    if timer:
+        timer.mark(COMMUNICATION)
+    mean: Future[Tensor] = Future()
+    mean.set_result(bucket.buffer().div_(dist.get_world_size()))
     return mean
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.sharding import GlobalBatches
+from samestep.torch.batch_norm import GlobalBatchNorm
 from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
 
 GATHER_MAX_BYTES = 2**22  # of all ranks' nodes, which every rank then adds
@@ -47,6 +48,8 @@ class GradientTree:
     ) -> None:
         """Prepare sums of the parameters' gradients, which have one dtype.
 
+        The statistics of norms that `exact` replaced are summed too, and update the running statistics.
+
         Args:
             model: has the parameters.
             batches: this rank's micro-batches.
@@ -55,9 +58,11 @@ class GradientTree:
             all_gather: likewise.
         """
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._buffers = buffers
+        norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+        self._norms = [norm for norm in norms if norm.sums is not None]
+        self._buffers = [*buffers, *(norm.sums for norm in self._norms if norm.sums is not None)]
         self._batches, self._all_to_all, self._all_gather = batches, all_to_all, all_gather
-        self._sizes = [*(each.numel() for each in (*self._parameters, *buffers)), 1]
+        self._sizes = [*(each.numel() for each in (*self._parameters, *self._buffers)), 1]
         self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # for equal slices
         self._nodes: list[Node] = []
 
@@ -86,6 +91,8 @@ class GradientTree:
             parameter.grad = gradient.view_as(parameter)
         for buffer, each in zip(self._buffers, sums[len(self._parameters) :]):
             buffer.copy_(each.view_as(buffer))
+        for norm in self._norms:
+            norm.update_from_sums()
         return loss[0] if self._batches.rank == 0 else torch.zeros_like(loss[0])
 
     def _exchange(self, nodes: list[Node], step: int) -> Tensor:

@@ -1,0 +1,54 @@
+"""Compute gradients with the same bits at any number of ranks (--virtual-ranks)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from samestep import ConfigError
+from samestep.options import Options
+from samestep.sharding import GlobalBatches
+from samestep.torch import GlobalBatchSampler, reduction
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check_sub_shards(options: Options, batches: GlobalBatches) -> None:
+    """Raise ConfigError if batch norm, which takes the statistics of a sub-shard, would get fewer than 2 samples."""
+    last = batches.steps_per_epoch - 1
+    size = batches.size(last)
+    parts = batches.num_micro_batches(last)
+    takes_statistics = options.norm == "batch" and not options.freeze_bn
+    if takes_statistics and size < 2 * parts:
+        raise ConfigError(
+            f"--virtual-ranks: {size} samples of an epoch's last batch make {parts} sub-shards, and batch norm needs 2 "
+            "in each: lower --virtual-ranks or --accumulate, or use --norm group"
+        )
+
+
+class VirtualRanks:
+    """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree.
+
+    Args:
+        ddp: the model, of which the tree replaces the reduction.
+        sampler: has the sub-shards.
+        summed_loss: returns the summed loss of ``(options, model, images, labels)``.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, sampler: GlobalBatchSampler, summed_loss: Callable[..., Tensor]
+    ) -> None:
+        tree = reduction.gradient_tree(ddp, sampler.batches)
+        assert tree is not None
+        self.tree = tree
+        self.summed_loss = summed_loss
+
+    def compute_gradients(
+        self, options: Options, model: nn.Module, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
+    ) -> Tensor:
+        """Set the gradients of a global batch; return its summed loss on rank 0, and 0 elsewhere."""
+        for sub_images, sub_labels in sampler.micro_batches((images, labels)):
+            loss_sum = self.summed_loss(options, model, sub_images, sub_labels)
+            sampler.scale(loss_sum).backward()
+            assert sampler.micro_batch is not None
+            self.tree.add(sampler.micro_batch, loss_sum)
+        return self.tree.all_reduce(sampler.step - 1)  # collective

@@ -1,0 +1,38 @@
+"""Take a step with the same bits at any number of ranks (--virtual-ranks)."""
+
+from __future__ import annotations
+
+import distributed
+import torch
+import torch.nn.functional as F
+from samestep.torch import GlobalBatchSampler, reduction
+from torch import Tensor, nn
+
+
+class VirtualRanks:
+    """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree."""
+
+    def __init__(self, model: nn.Module, sampler: GlobalBatchSampler) -> None:
+        collectives = distributed.all_to_all, distributed.all_gather_tensor
+        tree = reduction.gradient_tree(model, sampler.batches, (), *collectives)
+        assert tree is not None
+        self.tree = tree
+
+    def train_step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: GlobalBatchSampler,
+        images: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
+        """Update once with this rank's sub-shards; return the global batch's summed loss on rank 0, and 0 elsewhere."""
+        step = sampler.step - 1  # updates done before
+        optimizer.zero_grad()
+        for sub_images, sub_labels in sampler.micro_batches((images, labels)):
+            loss_sum = F.nll_loss(model(sub_images), sub_labels, reduction="sum")
+            sampler.scale(loss_sum).backward()
+            self.tree.add(sampler.micro_batch, loss_sum)
+        loss_sum = self.tree.all_reduce(step)  # collective
+        optimizer.step()
+        return loss_sum

@@ -1,0 +1,76 @@
+"""Keep the arrays of a model of which every rank has a replica: rank 0 reads and writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.numpy
+
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
+
+if TYPE_CHECKING:
+    from samestep.run import Groups, Run
+
+
+class Replicas:
+    """The `samestep.run.Storage` of replicas, which must agree to the bit."""
+
+    def restore(self, run: Run) -> dict[str, Any]:
+        """Resolve the run on rank 0; load the same bytes on all ranks. Raises as `Run.restore`."""
+        message: dict[str, Any] = {}
+        contents: dict[str, bytes] = {}
+        problem: Exception | None = None
+        if run.world.rank == 0:
+            try:
+                message, contents = self._open(run)
+            except (ConfigError, NonRetryableError) as error:
+                problem = error
+                message = {"exit_code": 2 if isinstance(error, ConfigError) else 1}
+        broadcast = run.collectives.broadcast
+        message = json.loads(broadcast(json.dumps(message).encode()))  # collective; JSON, as pickle is never loaded
+        if problem:
+            raise problem
+        if "exit_code" in message:
+            raise RemoteRankError(message["exit_code"])
+        contents = {group: broadcast(contents.get(group, b"")) for group in message["groups"]}  # collective
+        if contents and run.world.rank != 0:
+            run.parts.load({group: safetensors.numpy.load(content) for group, content in contents.items()})
+        for arrays in run.parts.groups().values():  # what `save` would refuse is refused before the first update
+            for name, array in arrays.items():
+                checkpoint.check_array(name, array)
+        return message
+
+    def _open(self, run: Run) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Return rank 0's message, and the files that its parts have loaded."""
+        from samestep import rundir  # the other ranks do not need it
+
+        is_fresh = not run.world.restart_count
+        return rundir.open_run(run.app, run.options, is_fresh, run.parts.load, run.required_groups)
+
+    def save(self, run: Run, groups: Groups) -> None:
+        """Compare the replicas, and write a checkpoint on rank 0. Raises as `Run.save`."""
+        run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
+        if run.metrics:
+            state = run.checkpoint_state(run.metrics)
+            checkpoint.save(run.options.run_dir, run.app, run.step, groups, *state)
+
+    def write_final(self, run: Run, groups: Groups) -> tuple[str, dict[str, Any]]:
+        """Compare the replicas' digests, and write model.safetensors and model-<group>.safetensors on rank 0."""
+        folder = run.options.run_dir
+        digest = checkpoint.weights_sha256(groups["model"])
+        run.monitor.check_final_weights(run.collectives, digest, folder if run.metrics else None)  # collective
+        if run.metrics:
+            for name, arrays in groups.items():
+                checkpoint.save_weights(folder / weights_file(name), arrays)
+
+        def copy_best(saved: Path, path: Path) -> None:
+            checkpoint.save_weights(path, checkpoint.read(saved).arrays(run.evaluated))
+
+        return digest, run.write_best(copy_best)
+
+
+def weights_file(group: str) -> str:
+    """Return the name of a group's file of final weights."""
+    return "model.safetensors" if group == "model" else f"model-{group}.safetensors"

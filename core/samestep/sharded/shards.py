@@ -1,0 +1,191 @@
+"""Keep the arrays of a model that is sharded over the ranks: each rank reads and writes its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log
+from samestep.checkpoint import Checkpoint, CorruptCheckpoint
+from samestep.replicas import weights_file
+from samestep.root import Root
+from samestep.run import Run
+from samestep.sharded import storage
+from samestep.sharded.tensors import ShardGroups, StoredGroups
+
+SHARED_FS_TIMEOUT = 5.0  # seconds within which another machine sees a file in a shared directory
+
+
+class Shards:
+    """The `samestep.run.Storage` of a sharded model.
+
+    The run's `Parts` load `StoredGroups`, from which each rank reads what it needs, and return `ShardGroups`. Ranks
+    hold no copies of each other's weights, so replicas cannot be compared.
+    """
+
+    def __init__(self) -> None:
+        self._current_checkpoint: Path | None = None  # it holds the ranks' weights
+        self._is_shared = False
+
+    def restore(self, run: Run) -> dict[str, Any]:
+        """Resolve the run on rank 0; each rank loads the parts that it needs.
+
+        All ranks verify a checkpoint's files, each its share, before using any. Raises as `Run.restore`.
+        """
+        collectives = run.collectives
+        problem: Exception | None = None
+        if run.world.rank == 0:
+            try:
+                message = self._resolve(run)
+            except (ConfigError, NonRetryableError) as error:
+                problem, message = error, {"exit_code": 2 if isinstance(error, ConfigError) else 1}
+            collectives.broadcast(json.dumps(message).encode())
+        else:
+            while "request" in (message := json.loads(collectives.broadcast(b""))):
+                self._handle_rpc(run, message)
+        if problem:
+            raise problem
+        if "exit_code" in message:
+            raise RemoteRankError(message["exit_code"])
+        try:
+            self._load(run, message)
+        except (ConfigError, NonRetryableError) as error:
+            if run.world.rank == 0:
+                raise
+            raise RemoteRankError(2 if isinstance(error, ConfigError) else 1) from error  # all ranks find the same
+        return message
+
+    def _resolve(self, run: Run) -> dict[str, Any]:
+        """Return rank 0's message to all ranks."""
+        from samestep import rundir  # the other ranks do not need it
+
+        def reader(folder: Path, verify: bool) -> Checkpoint:
+            saved = storage.read(folder, verify=False)
+            self._check_shared(run, folder.parents[1])
+            damages = self._rpc_all(run, {"request": "verify", "folder": str(folder), "files": saved.files})
+            if damage := next(filter(None, damages), None):
+                raise CorruptCheckpoint(damage)
+            return replace(saved, contents=dict.fromkeys(saved.pieces, b""))
+
+        resolved = rundir.resolve(
+            run.app,
+            run.options,
+            fresh=not run.world.restart_count,
+            reader=reader,
+            groups=run.required_groups,
+        )
+        self._check_shared(run, resolved.run_dir)
+        with contextlib.suppress(OSError):  # the next save reports the obstacle
+            checkpoint.clear(resolved.run_dir)
+        saved = resolved.checkpoint
+        return {**rundir.restore_message(resolved), "folder": str(saved.folder) if saved else None}
+
+    def _check_shared(self, run: Run, run_dir: Path) -> None:
+        """Raise ConfigError on rank 0 if a rank does not see the run dir as rank 0 does."""
+        if self._is_shared:
+            return
+        token = run_dir / f".shared-{os.urandom(8).hex()}"
+        try:
+            Root(run_dir).create(token.name).close()
+        except OSError as error:
+            raise ConfigError(f"cannot use --run-dir {run_dir}: {error.strerror}: name another one") from error
+        blind = list(filter(None, self._rpc_all(run, {"request": "exists", "file": str(token)})))
+        Root(run_dir).unlink(token.name)
+        if blind:
+            why = f"{', '.join(blind)} does not see the files of rank 0 ({socket.gethostname()})"
+            raise storage.not_shared_error(run_dir, why)
+        self._is_shared = True
+
+    def _rpc_all(self, run: Run, request: dict[str, Any]) -> list[str]:
+        """Send a request from rank 0 to every rank; return the answers in the order of ranks."""
+        run.collectives.broadcast(json.dumps(request).encode())  # collective
+        return self._handle_rpc(run, request)
+
+    def _handle_rpc(self, run: Run, request: Mapping[str, Any]) -> list[str]:
+        """Send this rank's problem, or ""; return all ranks' problems."""
+        rank = run.world.rank
+        if request["request"] == "exists":
+            deadline = time.monotonic() + SHARED_FS_TIMEOUT
+            while not (exists := os.path.exists(request["file"])) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            answer = "" if exists else f"rank {rank} ({socket.gethostname()})"
+        else:
+            share = {
+                name: entry
+                for name, entry in request["files"].items()
+                if storage.rank_of(name) % run.world.world_size == rank
+            }
+            answer = storage.find_damage(Path(request["folder"]), share, run.monitor.beat)
+        answers = storage.all_gather_bytes(run.collectives, answer.encode(errors="replace"))
+        return [each.decode(errors="replace") for each in answers]
+
+    def _load(self, run: Run, message: Mapping[str, Any]) -> None:
+        folder, init_from = message["folder"], run.options.init_from
+        groups: StoredGroups = {}
+        if folder:
+            self._current_checkpoint = Path(folder)
+            groups = storage.stored_groups(checkpoint.read(self._current_checkpoint, verify=False))
+            if init_from and run.world.rank == 0:
+                log.info(f"{self._current_checkpoint.name} of the run dir wins over --init-from {init_from}")
+        elif init_from:
+            groups = {"model": storage.stored_file(init_from)}
+        try:
+            if groups:
+                run.parts.load(groups)
+        except ValueError as error:
+            from samestep import rundir
+
+            raise rundir.shape_mismatch_error(folder, init_from, error) from error
+
+    def save(self, run: Run, groups: ShardGroups) -> None:
+        """Write a checkpoint; every rank calls this, and writes its shards. Raises as `Run.save`."""
+        folder = checkpoint.folder_of(run.options.run_dir, run.step)
+        body, kept = None, tuple[Any, ...]()
+        if run.metrics:
+            state, invariants, *kept = run.checkpoint_state(run.metrics)  # type: ignore[assignment]
+            body = {"app": run.app, "step": run.step, "state": state, "arithmetic": invariants}
+        storage.save(run.collectives, run.world.rank, folder, groups, body, *kept)  # collective
+        self._current_checkpoint = folder
+
+    def write_final(self, run: Run, groups: ShardGroups) -> tuple[str, dict[str, Any]]:
+        """Consolidate, on rank 0, the checkpoint that holds the weights, while the others receive heartbeats.
+
+        A block is in memory at a time. Raises as `Run.save`.
+        """
+        folder, collectives = self._current_checkpoint, run.collectives
+        new_folder = checkpoint.folder_of(run.options.run_dir, run.last_step)
+        if folder is None:  # nothing was restored, and nothing trained
+            files, pieces = storage.write(collectives, run.world.rank, new_folder, groups)
+        if run.world.rank != 0:
+            while (content := collectives.broadcast(b"")) == b".":
+                run.monitor.beat()
+            return content.decode(), {}
+
+        def tick() -> None:
+            run.monitor.beat()
+            collectives.broadcast(b".")
+
+        def copy_best(saved: Path, path: Path) -> None:
+            storage.consolidate(storage.stored_groups(storage.read(saved))[run.evaluated], path, tick)
+
+        checkpoint.finish()
+        if folder:
+            stored = storage.stored_groups(checkpoint.read(folder, verify=False))
+        else:
+            stored = storage.stored_in(checkpoint.temporary_of(new_folder), pieces, files)
+        digests = {}
+        for name in groups:
+            path = run.options.run_dir / weights_file(name)
+            digests[name] = storage.consolidate(stored[name], path if run.metrics else None, tick)
+        best = run.write_best(copy_best)
+        if not folder:
+            checkpoint.clear(run.options.run_dir)
+        collectives.broadcast(digests["model"].encode())
+        return digests["model"], best

@@ -1,0 +1,219 @@
+"""Save and restore the parts of a training program: atomic, checksummed, without pickle, with exact types."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+import torch.distributed as dist
+from torch import nn
+
+from samestep import ConfigError, NonRetryableError, checkpoint
+from samestep.checkpoint import Arrays, Checkpoint
+from samestep.torch.ranks import broadcast, place
+from samestep.torch.state_tree import decode, encode
+from samestep.torch.stops import StopRequests
+from samestep.torch.worker_signals import stop_workers
+
+_PART_NAME = re.compile("[a-z_]+")  # names a file
+_REMEDY = "move the folder away, or pass another one"
+_SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class Checkpoints:
+    """Keep the newest checkpoints of a program's parts in a folder, and stop when the ranks agree on it.
+
+    A part has ``state_dict`` and ``load_state_dict``, or is a dict of Python values, which is restored in place. Models
+    are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files; the other ranks receive
+    their content. After a kill at any moment, the folder has complete checkpoints.
+
+    Args:
+        folder: of this job alone; rank 0's is used.
+        keep: how many checkpoints to keep.
+        every: save after each ``every`` steps; 0 saves only in `save` and at a stop.
+        grace: seconds from a stop signal to the end, see `StopRequests`. None leaves signals as they are.
+        parts: the parts by name, of lower-case letters and underscores.
+
+    Raises:
+        TypeError: a part could not be restored exactly; the message has the path of the value.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self, folder: str | Path, keep: int = 3, every: int = 0, grace: float | None = 20.0, **parts: Any
+    ) -> None:
+        if keep < 1 or every < 0:
+            raise ValueError(f"keep must be at least 1 and every at least 0, got {keep} and {every}")
+        if not parts:
+            raise ValueError("no parts: pass model=model, optimizer=optimizer, ...")
+        self.folder = Path(folder)
+        self.keep = keep
+        self.every = every
+        self.parts = {name: checked_part(name, part) for name, part in parts.items()}
+        self.steps = 0  # calls of `step`, over all starts
+        self._encode(with_values=False)  # refuses on all ranks, before the first step, what a save would refuse
+        self.stops = None if grace is None else StopRequests(grace)
+
+    def restore(self) -> int:
+        """Load the newest good checkpoint into the parts. Collective.
+
+        Returns:
+            The number of steps done; 0 if there is no checkpoint.
+
+        Raises:
+            NonRetryableError: there are checkpoints, but none is good.
+            ConfigError: the checkpoint has other parts, or another version of this package wrote it.
+            ValueError: a part does not take its state.
+        """
+        rank, _ = place()
+        found, error = self._newest() if rank == 0 else (None, None)
+        message = describe_checkpoint(found, error)
+        received = json.loads(broadcast(json.dumps(message).encode()))  # collective
+        if received["error"]:
+            kind = ConfigError if received["is_config_error"] else NonRetryableError
+            raise kind(received["error"])
+        if received["step"] is None:
+            return 0
+        structures = received["parts"]
+        if sorted(structures) != sorted(self.parts):
+            raise ConfigError(
+                f"the checkpoint in {self.folder} has the parts {sorted(structures)}, not {sorted(self.parts)}: pass "
+                f"these parts, or {_REMEDY}"
+            )
+        for name in structures:
+            content = found.contents.get(name, b"") if found else b""
+            arrays = parse_arrays(broadcast(content))  # collective
+            load_part(self.parts[name], decode(structures[name], arrays))
+        self.steps = received["step"]
+        return self.steps
+
+    def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
+        """Return the newest good checkpoint, or the error that all ranks must raise. On rank 0."""
+        warn_shared_store()
+        try:
+            found = checkpoint.newest(self.folder, print_warning, remedy=_REMEDY)
+        except (ConfigError, NonRetryableError) as error:
+            return None, error
+        if found is not None and "parts" not in found.state:
+            return None, ConfigError(f"{found.folder} is not a checkpoint of samestep.torch.Checkpoints: {_REMEDY}")
+        return found, None
+
+    def step(self) -> None:
+        """Count a step, and save if it is time. Call it once after each optimizer step, on all ranks. Collective.
+
+        Raises:
+            SystemExit: the ranks agreed to stop, and the step is on the disk. The code is 128 + the signal.
+        """
+        self.steps += 1
+        signal = self.stops.step() if self.stops else 0  # collective, at some steps
+        is_due = self.every > 0 and self.steps % self.every == 0
+        if signal or is_due:
+            self.save()
+        if signal:
+            self._stop(signal)
+
+    def _stop(self, signal: int) -> None:
+        self.finish()
+        rank, world_size = place()
+        if rank == 0:
+            print(f"stopped by signal {signal} at step {self.steps}, which is saved", file=sys.stderr, flush=True)
+        stop_workers()
+        if world_size > 1:
+            dist.barrier()  # collective: a launcher ends the other ranks as soon as one has ended
+            dist.destroy_process_group()
+        raise SystemExit(128 + signal)
+
+    def save(self) -> None:
+        """Save the parts now. Rank 0 copies them, and a thread writes the files.
+
+        Raises:
+            TypeError: a part cannot be saved exactly, on all ranks alike.
+            NonRetryableError: the checkpoint before could not be written.
+        """
+        rank, _ = place()
+        structures, groups = self._encode(with_values=rank == 0)
+        if rank == 0:
+            state = {"parts": structures}
+            checkpoint.save(self.folder, "samestep.torch", self.steps, groups, state, {}, keep=self.keep)
+
+    def _encode(self, with_values: bool) -> tuple[dict[str, Any], dict[str, Arrays]]:
+        """Return the structure of each part, and the arrays of each part that has some."""
+        structures = {}
+        groups = {}
+        for name, part in self.parts.items():
+            state = part if isinstance(part, dict) else part.state_dict()
+            structures[name], arrays = encode(state, name, with_values)
+            if arrays:
+                groups[name] = arrays
+        return structures, groups
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk. Raises NonRetryableError if it could not be written."""
+        checkpoint.finish()
+
+
+def checked_part(name: str, part: Any) -> Any:
+    """Return a part without wrappers. Raises ValueError for its name, TypeError if it cannot be saved and restored."""
+    if not _PART_NAME.fullmatch(name):
+        raise ValueError(f"the part's name {name!r} is not made of lower-case letters and underscores: rename it")
+    part = unwrapped(part)
+    has_methods = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    if not isinstance(part, dict) and not has_methods:
+        raise TypeError(
+            f"{name} is a {type(part).__name__}: it needs state_dict and load_state_dict, or must be a dict"
+        )
+    return part
+
+
+def unwrapped(part: Any) -> Any:
+    """Return a model without the wrappers of torch.compile and DDP; anything else as it is."""
+    while isinstance(part, nn.Module):
+        inner = getattr(part, "_orig_mod", None)
+        if inner is None and isinstance(part, nn.parallel.DistributedDataParallel):
+            inner = part.module
+        if inner is None:
+            return part
+        part = inner
+    return part
+
+
+def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> dict[str, Any]:
+    """Return what rank 0 broadcasts about the newest checkpoint."""
+    return {
+        "error": str(error) if error else "",
+        "is_config_error": isinstance(error, ConfigError),
+        "step": found.step if found else None,
+        "parts": found.state["parts"] if found else {},
+    }
+
+
+def parse_arrays(content: bytes) -> Arrays:
+    """Return the arrays of a safetensors file; {} for the part without a file."""
+    return safetensors.numpy.load(content) if content else {}
+
+
+def load_part(part: Any, state: Mapping[str, Any]) -> None:
+    """Give a part its state; a dict is restored in place."""
+    if isinstance(part, dict):
+        part.clear()
+        part.update(state)
+    else:
+        part.load_state_dict(state)
+
+
+def warn_shared_store() -> None:
+    """Warn if torchrun gives a restarted job the store that has the addresses of its killed ranks."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if is_restart and os.environ.get(_SHARE_VARIABLE) != "1":
+        print_warning(f"torchrun may restart without success: set {_SHARE_VARIABLE}=1 in front of it")
+
+
+def print_warning(text: str) -> None:
+    """Print a warning line to stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,177 @@
+"""Drop by row of the global batch: a rank's rows get the masks that they get on one rank."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import dropout
+
+from samestep.torch.samplers import HasRows, Rows
+
+_GAMMA, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as int64
+_models: weakref.WeakValueDictionary[int, ModelRows] = weakref.WeakValueDictionary()
+
+
+class ModelRows:
+    """The rows of a model's current batch, which its dropouts share.
+
+    Attributes:
+        number: by which `keep_mask` finds this object, because a compiler takes numbers and tensors only.
+        state: of torch's generators after the last draw of a dropout, while `exact_model` watches; else None.
+    """
+
+    def __init__(self, source: HasRows | None) -> None:
+        self._source = source
+        self.number = max(_models, default=0) + 1
+        self.state: list[Tensor] | None = None
+        _models[self.number] = self
+
+    def rows(self) -> Rows:
+        """Return the rows of the current batch."""
+        if self._source is None:
+            raise ValueError("a dropout needs the rows of the batch: pass the sampler, or FixedRows, to exact()")
+        return self._source.rows()
+
+    def note_draw(self) -> None:
+        """Record that a dropout has drawn its key."""
+        if self.state is not None:
+            self.state = generator_states()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelRows:
+        return self  # a copy of the model, such as its moving average, sees the same batches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelRows, (None,)  # a model that is loaded elsewhere has no batches yet
+
+
+def generator_states() -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's and the current GPU's."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Tensor:
+    """Return 64 random bits, int64 [count], for the positions from ``first`` on: the same on any device.
+
+    They are SplitMix64's outputs for a counter, without its last step, which changes low bits only. torch shifts int64
+    with its sign, hence the masks.
+    """
+    z = torch.arange(first, first + count, device=device).mul_(_GAMMA).add_(key)
+    z = z.bitwise_xor_((z >> 30).bitwise_and_(2**34 - 1)).mul_(_M1)
+    return z.bitwise_xor_((z >> 27).bitwise_and_(2**37 - 1)).mul_(_M2)
+
+
+def draw_mask(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
+    """Return which values of x [k * m, ...] a dropout keeps, for a rank's m rows of the global batch.
+
+    A key for the whole global batch comes from torch's CPU generator, which must agree on all ranks. Activation
+    checkpointing restores this generator, so its second forward pass drops the same values.
+
+    Args:
+        x: the input.
+        model: the number of a `ModelRows`.
+        p: the probability of a drop.
+        by_channel: whether the second dimension is dropped as a whole.
+
+    Returns:
+        bool [k * m, c, 1, ...] with ``by_channel``, otherwise of x's shape.
+    """
+    model_rows = _models[model]
+    key = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
+    model_rows.note_draw()
+    rows = model_rows.rows()
+    if rows.local and x.shape[0] % rows.local:
+        raise ValueError(
+            f"a dropout gets {x.shape[0]} rows, which is not a multiple of the batch's {rows.local}: exact() needs the "
+            "batch as the first dimension"
+        )
+    shape = mask_shape(x, by_channel)
+    count = math.prod(shape)
+    first = rows.first * (count // rows.local) if rows.local else 0
+    bits = random_bits(key, first, count, x.device)
+    threshold = int((2 * p - 1) * 2**63) if p < 1 else 2**63 - 1
+    return (bits >= threshold).view(shape)
+
+
+def mask_shape(x: Tensor, by_channel: bool) -> list[int]:
+    """Return the shape of the mask for ``x``."""
+    return [*x.shape[:2], *[1] * (x.ndim - 2)] if by_channel else list(x.shape)
+
+
+# For a compiler, the mask is one operation: its key comes from the generator in the order of the program, and no number
+# of rows or of the step is part of the compiled code.
+keep_mask = torch.library.custom_op(
+    "samestep::keep_mask", draw_mask, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+@keep_mask.register_fake
+def _(x: Tensor, model: int, p: float, by_channel: bool) -> Tensor:
+    return x.new_empty(mask_shape(x, by_channel), dtype=torch.bool)
+
+
+class RowDropout(dropout._DropoutNd):
+    """Drop values by row of the global batch. `exact_model.exact` sets ``rows``."""
+
+    rows: ModelRows
+    by_channel = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [k * m, ...] to the same shape; m is this rank's number of rows."""
+        if not self.training or self.p == 0:
+            return x
+        draw = keep_mask if torch.compiler.is_compiling() else draw_mask
+        return self._apply_mask(x, draw(x.detach(), self.rows.number, self.p, self.by_channel))
+
+    def _apply_mask(self, x: Tensor, kept: Tensor) -> Tensor:
+        factor = 1 / (1 - self.p) if self.p < 1 else 0.0
+        scale = kept.to(x.dtype).mul_(factor)
+        return x.mul_(scale) if self.inplace else x * scale
+
+
+class RowAlphaDropout(RowDropout):
+    """Drop values as torch's AlphaDropout: to -alpha of SELU, with an affine map that keeps mean and variance."""
+
+    def _apply_mask(self, x: Tensor, kept: Tensor) -> Tensor:
+        alpha = -1.7580993408473766
+        a = ((1 - self.p) * (1 + self.p * alpha**2)) ** -0.5 if self.p < 1 else 0.0
+        mask = kept.to(x.dtype)
+        return (x * mask + alpha * (1 - mask)) * a - a * alpha * self.p
+
+
+class RowDropoutElements(RowDropout, nn.Dropout):
+    """`RowDropout` in place of torch's Dropout."""
+
+
+class RowDropout1d(RowDropout, nn.Dropout1d):
+    """`RowDropout` in place of torch's Dropout1d."""
+
+    by_channel = True
+
+
+class RowDropout2d(RowDropout, nn.Dropout2d):
+    """`RowDropout` in place of torch's Dropout2d."""
+
+    by_channel = True
+
+
+class RowDropout3d(RowDropout, nn.Dropout3d):
+    """`RowDropout` in place of torch's Dropout3d."""
+
+    by_channel = True
+
+
+class RowAlphaDropoutElements(RowAlphaDropout, nn.AlphaDropout):
+    """`RowAlphaDropout` in place of torch's AlphaDropout."""
+
+
+class RowFeatureAlphaDropout(RowAlphaDropout, nn.FeatureAlphaDropout):
+    """`RowAlphaDropout` in place of torch's FeatureAlphaDropout."""
+
+    by_channel = True

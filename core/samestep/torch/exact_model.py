@@ -1,0 +1,161 @@
+"""Make a model's training independent of the number of ranks: its batch norms, its dropouts, and DDP's sums."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules import batchnorm, dropout
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.step_timer import StepTimer
+from samestep.torch import batch_norm
+from samestep.torch import dropout as row_dropout
+from samestep.torch.dropout import ModelRows, generator_states
+from samestep.torch.ranks import place
+from samestep.torch.reduction import register_ordered_hook
+from samestep.torch.samplers import GlobalBatchSampler, HasRows
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: batch_norm.GlobalBatchNorm1d,
+    nn.BatchNorm2d: batch_norm.GlobalBatchNorm2d,
+    nn.BatchNorm3d: batch_norm.GlobalBatchNorm3d,
+    nn.SyncBatchNorm: batch_norm.GlobalSyncBatchNorm,
+}
+_DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: row_dropout.RowDropoutElements,
+    nn.Dropout1d: row_dropout.RowDropout1d,
+    nn.Dropout2d: row_dropout.RowDropout2d,
+    nn.Dropout3d: row_dropout.RowDropout3d,
+    nn.AlphaDropout: row_dropout.RowAlphaDropoutElements,
+    nn.FeatureAlphaDropout: row_dropout.RowFeatureAlphaDropout,
+}
+_REPLACED = {**_NORMS, **_DROPOUTS}
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = None) -> Model:
+    """Make the training of ``model`` independent of the number of ranks; change it in place, and return it.
+
+    Batch norms take statistics over all ranks' rows. With virtual ranks, each sub-shard has its own. Masks of dropouts
+    belong to rows of the global batch. Parameters, buffers and the names in a state_dict stay. If the model is in DDP,
+    gradients are summed in an order that no restart changes, and buffers, which are the same on all ranks, are not
+    broadcast. Call it after DDP and before torch.compile.
+
+    The first forward pass in training checks that no other module draws random numbers. A compiled model skips this
+    check.
+
+    Args:
+        model: a module, or one in DDP. The batch must be the first dimension of what its dropouts get.
+        rows: the sampler, or a `FixedRows`. It may be None if the model has no dropout.
+        timer: counts the time in which this rank waits for others as communication.
+
+    Raises:
+        ValueError: a module cannot be made exact; the message has its name. Modules that draw random numbers in another
+            way raise it in their first forward pass.
+    """
+    root = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, module in root.named_modules():
+        check_module(name or "the model", module, rows)
+    model_rows = ModelRows(rows)
+    norms = []
+    for module in root.modules():
+        if type(module) in _NORMS:
+            norms.append(module)
+            module.rows = rows
+            module.timer = timer
+        elif type(module) in _DROPOUTS:
+            module.rows = model_rows
+        module.__class__ = _REPLACED.get(type(module), type(module))
+    trained = [norm for norm in norms if norm.training or not root.training]  # the others are frozen
+    if trained and getattr(rows, "virtual_ranks", None):
+        separate(trained, rows)
+    DrawWatch(root, model_rows)
+    if isinstance(model, DistributedDataParallel):
+        # The argument for this has two names, broadcast_buffers up to torch 2.11; the attribute has one.
+        model.broadcast_buffers = False
+        if place().world_size > 1:
+            register_ordered_hook(model, timer)
+    return model
+
+
+def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
+    """Raise ValueError with the module's name if it cannot be made exact."""
+    kind = type(module)
+    if kind in _REPLACED.values():
+        raise ValueError(f"{name} is exact already: call exact() once")
+    if kind in _NORMS and not getattr(module, "track_running_stats", True):
+        raise ValueError(
+            f"{name} keeps no running statistics, so an evaluation depends on the number of ranks: use "
+            "track_running_stats=True"
+        )
+    if kind in _DROPOUTS and getattr(module, "p", 0) > 0 and rows is None:
+        raise ValueError(f"{name} is a dropout, which needs the rows of the batch: pass the sampler, or FixedRows")
+    if isinstance(module, (batchnorm._BatchNorm, dropout._DropoutNd)) and kind not in _REPLACED:
+        raise ValueError(f"{name} is a {kind.__module__}.{kind.__qualname__}, which exact() does not know")
+    check_draws(name, module)
+
+
+def check_draws(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a module draws random numbers that `exact` cannot replace."""
+    kind = type(module).__name__
+    if isinstance(module, _DRAWING):
+        raise ValueError(f"{name} ({kind}) draws random numbers, which exact() cannot replace: use another module")
+    own = getattr(module, "dropout", 0)
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and own:
+        raise ValueError(f"{name} ({kind}) has a dropout of {own}, which exact() cannot replace: set it to 0")
+
+
+def separate(norms: list[Any], rows: Any) -> None:
+    """Let each norm keep the statistics of a sub-shard in ``sums``, which `GradientTree` adds up.
+
+    Raises:
+        ValueError: a sub-shard has fewer than 2 samples.
+    """
+    if isinstance(rows, GlobalBatchSampler):
+        last = len(rows) - 1
+        size = rows.batches.size(last)
+        parts = rows.batches.num_micro_batches(last)
+        if size < 2 * parts:
+            raise ValueError(
+                f"{size} examples of an epoch's last batch make {parts} sub-shards, and batch norm needs 2 in each: "
+                "lower virtual_ranks or accumulate, or use drop_last=True"
+            )
+    for norm in norms:
+        norm.sums = norm.running_mean.new_zeros(2 * norm.num_features + 1)
+
+
+class DrawWatch:
+    """Raise ValueError at a module that draws by itself, during the first forward pass in training."""
+
+    def __init__(self, model: nn.Module, model_rows: ModelRows) -> None:
+        self._model = model
+        self._model_rows = model_rows
+        self._names = {module: name or "the model itself" for name, module in model.named_modules()}
+        self._hooks = [model.register_forward_pre_hook(self.begin)]
+        self._hooks += [module.register_forward_hook(self.end) for module in model.modules()]
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        """Remember the generators before the model's forward pass."""
+        if module.training and not torch.compiler.is_compiling():
+            self._model_rows.state = generator_states()
+
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Compare the generators after the forward pass of a module, the innermost ones first."""
+        if torch.compiler.is_compiling() or self._model_rows.state is None:
+            return
+        if not all(map(torch.equal, self._model_rows.state, generator_states())):
+            raise ValueError(
+                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which differ "
+                "with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+            )
+        if module is self._model:
+            self._model_rows.state = None
+            for hook in self._hooks:
+                hook.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawWatch:
+        return self

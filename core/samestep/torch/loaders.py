@@ -1,0 +1,257 @@
+"""Load batches whose random numbers depend on the example alone, and count those that the loop receives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
+
+from samestep.sharding import sample_bits
+from samestep.torch.samplers import EvalSampler, GlobalBatchSampler, index_array, seed_generators
+from samestep.torch.worker_signals import WorkerInit, blocked_stop_signals, remember_workers
+
+
+class Seeded(Dataset[Any]):
+    """Read ``dataset[index]`` with ``random``, ``numpy.random`` and torch seeded from (seed, epoch, index).
+
+    A flip or a crop is then the same in any worker, batch or rank. The kit's samplers give the epoch; for other indices
+    it is 0. Outside of a worker, the states of the generators are restored. Other attributes are the dataset's.
+
+    Args:
+        dataset: has ``__getitem__`` and ``__len__``.
+        seed: integer in [0, 2**64).
+        verify: read the first example of each process twice, and compare.
+
+    Raises:
+        TypeError: the dataset has no examples by number.
+        RuntimeError: when reading, if the two reads differ, because the dataset has a generator of its own.
+    """
+
+    def __init__(self, dataset: Any, seed: int = 0, verify: bool = True) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"{type(dataset).__name__} has no examples by number: it needs __getitem__ and __len__")
+        self.dataset = dataset
+        self.seed = seed
+        self._must_verify = verify
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the examples. A DataLoader calls this method with a whole batch."""
+        is_worker = get_worker_info() is not None
+        before = None if is_worker else generator_states()
+        try:
+            return self._read_all(indices)
+        finally:
+            if before is not None:
+                restore_generators(before)
+
+    def _read_all(self, indices: Sequence[int]) -> list[Any]:
+        """Read examples with seeds that are hashed together: one by one this takes ten times as long."""
+        epoch = getattr(indices, "epoch", 0)
+        numbers = np.asarray(indices, np.int64)
+        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+        seeds = sample_bits(self.seed, epoch, numbers).tolist()
+        examples = [self._read(number, seed) for number, seed in zip(numbers.tolist(), seeds)]
+        if self._must_verify and examples:
+            self._must_verify = False
+            again = self._read(int(numbers[0]), seeds[0])
+            if not equal(examples[0], again):
+                raise RuntimeError(
+                    f"{type(self.dataset).__name__}[{numbers[0]}] differs between two reads with the same seeds: it "
+                    "draws from a generator of its own: draw from random, numpy.random or torch, or pass verify=False"
+                )
+        return examples
+
+    def _read(self, number: int, seed: int) -> Any:
+        seed_generators(seed)
+        return self.dataset[number]
+
+
+def generator_states() -> tuple[Any, Any, Tensor]:
+    """Return the states of ``random``, ``numpy.random`` and torch's CPU generator."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def restore_generators(states: tuple[Any, Any, Tensor]) -> None:
+    """Set the states that `generator_states` returned."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two examples have the same values. Of types that it does not know, the types decide."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    if isinstance(one, (int, float, str, bytes)):
+        is_nan = one != one
+        return is_nan or one == other
+    return True
+
+
+class Collate:
+    """Collate as ``collate_fn`` does; make a batch without rows, of the usual shapes, for an empty shard."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+
+    def __call__(self, examples: Any) -> Any:
+        """Collate the examples that the dataset has returned."""
+        if not isinstance(examples, list) or examples:
+            return self._collate_fn(examples)
+        batch = self._collate_fn(read_first(self._dataset))
+        return tree_map(without_rows, batch)
+
+
+def collate_examples(examples: Any) -> Any:
+    """Collate a list of examples as torch does. Anything else is a whole batch, which the dataset has made."""
+    return default_collate(examples) if isinstance(examples, list) else examples
+
+
+def read_first(dataset: Any) -> Any:
+    """Return what a DataLoader's worker reads for a batch of the first example alone."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(index_array(np.zeros(1, np.int64), 0))
+    return [dataset[0]]
+
+
+def without_rows(value: Any) -> Any:
+    """Return the first 0 rows of a tensor or an array; other values as they are."""
+    has_rows = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+    return value[:0] if has_rows else value
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Return whether a dataset reads whole batches by a method ``__getitems__`` of its own.
+
+    torch's Subset always has this method, and passes it on.
+    """
+    if isinstance(dataset, Subset):
+        return False
+    return hasattr(dataset, "__getitems__") and not isinstance(dataset, Seeded)
+
+
+def check_draws_nothing(dataset: Any) -> None:
+    """Raise RuntimeError if a dataset that reads whole batches draws from a global generator.
+
+    The numbers would depend on the batches that this process has read before.
+    """
+    before = generator_states()
+    read_first(dataset)
+    after = generator_states()
+    restore_generators(before)
+    names = ("random", "numpy.random", "torch")
+    for name, one, other in zip(names, before, after):
+        if not equal(one, other):
+            raise RuntimeError(
+                f"{type(dataset).__name__}.__getitems__ draws from {name}, which depends on the batches before: draw "
+                "by samestep.sharding.sample_bits(seed, indices.epoch, indices), or pass seeded=False"
+            )
+
+
+class DataLoader(TorchDataLoader[Any]):
+    """torch's DataLoader, for a `GlobalBatchSampler` or an `EvalSampler` as ``batch_sampler``.
+
+    It wraps the dataset into `Seeded`, counts the batches that the loop receives, gives an empty shard tensors without
+    rows, and starts workers that survive a stop signal. Other arguments are torch's.
+
+    A dataset with a method ``__getitems__`` is not wrapped. The method gets an int64 array of a batch's indices with an
+    attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of examples, or
+    a whole batch in any other type, such as a tuple of tensors.
+
+    Args:
+        dataset: has ``__len__``, and ``__getitem__`` or ``__getitems__``.
+        args, kwargs: torch's.
+        seeded: False if the dataset draws no random numbers; it is then not wrapped.
+
+    Raises:
+        TypeError: the dataset has no examples by number.
+        ValueError: ``shuffle`` without a sampler, or a sampler for another number of examples.
+    """
+
+    def __init__(self, dataset: Any, *args: Any, seeded: bool = True, **kwargs: Any) -> None:
+        sampler = kwargs.get("batch_sampler")
+        if kwargs.get("shuffle") and sampler is None and kwargs.get("sampler") is None:
+            raise ValueError(
+                "shuffle=True has another order at each number of ranks: pass batch_sampler=GlobalBatchSampler(...)"
+            )
+        if not isinstance(sampler, (GlobalBatchSampler, EvalSampler)):
+            sampler = None
+        is_whole = reads_batches(dataset)
+        if seeded and not is_whole and not isinstance(dataset, Seeded):
+            seed = sampler.seed if isinstance(sampler, GlobalBatchSampler) else 0
+            dataset = Seeded(dataset, seed)
+        if sampler is not None:
+            check_length(dataset, sampler)
+            sampler.yields_arrays = is_whole
+            kwargs["collate_fn"] = Collate(dataset, kwargs.get("collate_fn") or collate_examples)
+        if kwargs.get("num_workers"):
+            method = start_method(kwargs.get("multiprocessing_context"))
+            kwargs["worker_init_fn"] = WorkerInit(method, kwargs.get("worker_init_fn"))
+        # Otherwise each iteration would draw its base seed from torch's global generator.
+        kwargs.setdefault("generator", torch.Generator())
+        super().__init__(dataset, *args, **kwargs)
+        self._must_check = seeded and is_whole
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._must_check:
+            self._must_check = False
+            check_draws_nothing(self.dataset)
+        if self.num_workers:
+            with blocked_stop_signals(start_method(self.multiprocessing_context)):
+                batches = super().__iter__()
+            remember_workers(batches)
+        else:
+            batches = super().__iter__()
+        sampler = self.batch_sampler
+        return sampler.received(batches) if isinstance(sampler, GlobalBatchSampler) else batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state. Frameworks look for it here, as in torchdata's StatefulDataLoader."""
+        return self.batch_sampler.state_dict() if isinstance(self.batch_sampler, GlobalBatchSampler) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        if isinstance(self.batch_sampler, GlobalBatchSampler):
+            self.batch_sampler.load_state_dict(state)
+
+
+def start_method(context: Any) -> str:
+    """Return the name of the method by which workers start; ``context`` is a DataLoader's argument for it."""
+    if context is None:
+        return multiprocessing.get_start_method()
+    return context if isinstance(context, str) else str(context.get_start_method())
+
+
+def check_length(dataset: Any, sampler: GlobalBatchSampler | EvalSampler) -> None:
+    """Raise ValueError unless the sampler is for as many examples as the dataset has."""
+    expected = sampler.batches.n if isinstance(sampler, GlobalBatchSampler) else sampler.dataset_len
+    if len(dataset) != expected:
+        raise ValueError(f"the dataset has {len(dataset)} examples, but its sampler has {expected}")

@@ -1,0 +1,81 @@
+"""Start workers of a DataLoader that outlive a stop signal to their process group, and end with their rank.
+
+A worker that a signal ends takes its rank along, before the rank can save: torch's handler of SIGCHLD raises
+RuntimeError in the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from types import FrameType
+from typing import Any
+
+from samestep.stop import REPEAT_SECONDS, STOP_SIGNALS
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_iterations: weakref.WeakSet[Any] = weakref.WeakSet()  # that have workers
+
+
+@contextlib.contextmanager
+def blocked_stop_signals(start_method: str) -> Iterator[None]:
+    """Block stop signals in this thread. Workers that start meanwhile inherit it until `WorkerInit` runs in them.
+
+    Args:
+        start_method: multiprocessing's name of the method by which workers start.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        if start_method != "fork":
+            resource_tracker.ensure_running()  # it unblocks TERM and INT at its first start
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that sets the signals of a worker, and then calls the user's own.
+
+    The worker ignores stop signals for a second after the first one, because launchers repeat them. A later signal ends
+    it: multiprocessing ends a worker that hangs by TERM.
+    """
+
+    def __init__(self, start_method: str, user_function: Callable[[int], None] | None) -> None:
+        self._parent = None if start_method == "forkserver" else os.getpid()
+        self._user_function = user_function
+        self._first_signal_time = 0.0
+
+    def __call__(self, worker: int) -> None:
+        """Set the signals of worker number ``worker``."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self._parent not in (None, os.getppid()):  # the rank has ended before
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if self._user_function:
+            self._user_function(worker)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._first_signal_time = self._first_signal_time or now
+        if now - self._first_signal_time > REPEAT_SECONDS:
+            os._exit(128 + number)
+
+
+def remember_workers(iteration: Any) -> None:
+    """Note an iteration of a DataLoader that has workers, for `stop_workers`."""
+    _iterations.add(iteration)
+
+
+def stop_workers() -> None:
+    """End all workers. Otherwise an exit in the middle of an epoch waits 5 s for each of them."""
+    for iteration in list(_iterations):
+        iteration._shutdown_workers()

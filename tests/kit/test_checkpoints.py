@@ -1,0 +1,205 @@
+"""`Checkpoints` and `StopRequests` in one process: files, parts, damage, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit_programs import LIMIT, environment
+from samestep import ConfigError, NonRetryableError, checkpoint
+from samestep.torch import Checkpoints, GlobalBatchSampler, StopRequests, ranks, stops, weights
+from torch import nn
+
+
+def made(folder: Path, **parts: Any) -> Checkpoints:
+    return Checkpoints(folder, grace=None, **parts)
+
+
+def save(checkpoints: Checkpoints, step: int) -> Path:
+    """Save at a step; return the folder."""
+    checkpoints.steps = step
+    checkpoints.save()
+    checkpoints.finish()
+    return checkpoint.folder_of(checkpoints.folder, step)
+
+
+def test_parts_come_back_in_place_and_wrappers_do_not_count(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    numbers = {"best": 0.5, "seen": [1, 2]}
+    save(made(tmp_path, model=torch.compile(model), numbers=numbers), 7)
+    other: dict[str, Any] = {"old": 1}
+    fresh = nn.Linear(2, 2)
+    checkpoints = made(tmp_path, model=fresh, numbers=other)
+    assert checkpoints.restore() == 7
+    assert torch.equal(fresh.weight, model.weight)
+    assert other == numbers
+    assert checkpoints.steps == 7
+
+
+def test_nothing_is_restored_from_an_empty_folder(tmp_path: Path) -> None:
+    numbers = {"a": 1}
+    assert made(tmp_path / "new", numbers=numbers).restore() == 0
+    assert numbers == {"a": 1}
+
+
+def test_files_have_format_1_with_a_group_for_each_part(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    sampler = GlobalBatchSampler(9, 2, 0, 1)
+    folder = save(made(tmp_path, model=model, optimizer=optimizer, sampler=sampler), 3)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
+    arrays = checkpoint.load_weights(folder / "model.safetensors")  # as --init-from
+    assert checkpoint.weights_sha256(arrays) == checkpoint.weights_sha256(weights.model_arrays(model))
+    weights.load_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), arrays)
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    assert (body["format"], body["step"], sorted(body["state"]["parts"])) == (1, 3, ["model", "optimizer", "sampler"])
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, every=2, grace=None, numbers={"a": 1})
+    for _ in range(9):
+        checkpoints.step()
+    checkpoints.finish()
+    assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-00000008", "step-00000006"]
+
+
+def test_a_step_can_be_saved_twice(tmp_path: Path) -> None:
+    numbers = {"a": 1}
+    checkpoints = made(tmp_path, numbers=numbers)
+    save(checkpoints, 3)
+    numbers["a"] = 2
+    save(checkpoints, 3)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    numbers["a"] = 0
+    checkpoints.restore()
+    assert numbers == {"a": 2}
+
+
+def damage(folder: Path) -> None:
+    path = folder / "manifest.json"
+    content = bytearray(path.read_bytes())
+    content[60] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    numbers = {"a": 1}
+    checkpoints = made(tmp_path, numbers=numbers)
+    older = save(checkpoints, 3)
+    numbers["a"] = 2
+    damage(save(checkpoints, 4))
+    assert checkpoints.restore() == 3
+    assert numbers == {"a": 1}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: checkpoint step-00000004 (")
+    damage(older)
+    with pytest.raises(NonRetryableError, match="restore one, or move the folder away, or pass another one") as error:
+        checkpoints.restore()
+    assert "--run-dir" not in str(error.value)
+
+
+def test_a_checkpoint_of_other_parts_is_refused(tmp_path: Path) -> None:
+    save(made(tmp_path, numbers={"a": 1}), 3)
+    with pytest.raises(ConfigError, match=r"has the parts \['numbers'\], not \['other'\]"):
+        made(tmp_path, other={"a": 1}).restore()
+    checkpoint.save(tmp_path, "app", 4, {}, {}, {}, 3)
+    checkpoint.finish()
+    with pytest.raises(ConfigError, match=r"step-00000004 is not a checkpoint of samestep.torch.Checkpoints"):
+        made(tmp_path, numbers={"a": 1}).restore()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({}, ValueError, "no parts: pass model=model"),
+        ({"keep": 0, "a": {}}, ValueError, "keep must be at least 1"),
+        ({"every": -1, "a": {}}, ValueError, "every at least 0"),
+        ({"rng": os}, TypeError, "rng is a module: it needs state_dict and load_state_dict, or must be a dict"),
+        ({"metrics": {"best": {"when": os.environ}}}, TypeError, r"metrics\['best'\]\['when'\] is a os._Environ"),
+        ({"netG": {}}, ValueError, "the part's name 'netG' is not made of lower-case letters"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Checkpoints(tmp_path, grace=None, **options)
+
+
+def test_a_restart_that_shares_the_store_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks._place_without_group.cache_clear()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    made(tmp_path, numbers={}).restore()
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of it" in capfd.readouterr().err
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    made(tmp_path, numbers={}).restore()
+    assert capfd.readouterr().err == ""
+
+
+STOPPED = """
+import os, signal, sys, time
+from samestep.torch import Checkpoints, StopRequests
+
+numbers = {"steps": 0}
+checkpoints = Checkpoints(sys.argv[1], numbers=numbers)
+try:
+    StopRequests()
+except RuntimeError as error:
+    print(error)
+checkpoints.restore()
+print("from", numbers["steps"], flush=True)
+while numbers["steps"] < 1000:
+    numbers["steps"] += 1
+    if numbers["steps"] == int(sys.argv[2]):
+        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        time.sleep(0.05)  # the thread that takes the signal
+    checkpoints.step()
+print("done", numbers["steps"])
+"""
+
+
+def test_a_stop_saves_its_step_and_exits_with_the_signals_code(tmp_path: Path) -> None:
+    def run(step: int, name: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", STOPPED, str(tmp_path), str(step), name]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+
+    first = run(100, "SIGTERM")
+    assert first.returncode == 128 + signal.SIGTERM
+    assert "already: pass grace=None" in first.stdout
+    (folder,) = checkpoint.folders(tmp_path)
+    step = int(folder.name[5:])
+    assert 100 <= step <= 100 + stops.MAX_STEPS
+    assert f"stopped by signal 15 at step {step}, which is saved" in first.stderr
+    second = run(1, "SIGUSR1")
+    assert f"from {step}" in second.stdout
+    assert second.stdout.endswith("done 1000\n")
+
+
+def test_ranks_reduce_their_votes_within_a_quarter_of_the_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stops, "_is_installed", False)
+    monkeypatch.setattr(stops.StopRequest, "install", lambda self: None)
+    now = 0.0
+    monkeypatch.setattr(stops.time, "monotonic", lambda: now)
+    requests = StopRequests(grace=8.0)
+    for seconds, interval in ((0.5, 4), (0.001, 64), (3.0, 1)):
+        for _ in range(200):
+            now += seconds
+            requests.step()
+        assert requests._interval == interval
+    with pytest.raises(ValueError, match="grace must be above 0, got 0"):
+        StopRequests(grace=0)

@@ -1,0 +1,150 @@
+"""The kit's DataLoader and `Seeded`: random numbers, empty shards, whole-batch datasets, and what they refuse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from samestep.sharding import sample_bits
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded
+from torch.utils.data import IterableDataset, Subset
+
+
+class Drawing:
+    """Examples that draw from all three generators: one, two or three numbers of each."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        count = 1 + index % 3
+        numbers = [random.random() for _ in range(count)] + np.random.rand(count).tolist() + torch.rand(count).tolist()
+        return index, torch.tensor(sum(numbers))
+
+
+class Batches:
+    """A dataset that reads whole batches, and draws by `sample_bits`."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitems__(self, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert indices.dtype == np.int64
+        bits = sample_bits(5, indices.epoch, indices) >> np.uint64(40)
+        return torch.tensor(indices), torch.tensor(bits.astype(np.int64))
+
+
+def by_example(dataset: Any, workers: int, world_size: int, epochs: int = 2, **options: Any) -> dict[Any, float]:
+    """What each example drew, by epoch and index, over all ranks."""
+    found = {}
+    for rank in range(world_size):
+        sampler = GlobalBatchSampler(10, 4, rank, world_size, seed=2)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, **options)
+        for epoch in range(epochs):
+            for numbers, values in loader:
+                found.update({(epoch, int(n)): float(value) for n, value in zip(numbers, values)})
+    return found
+
+
+def test_an_examples_numbers_depend_on_it_and_the_epoch_alone() -> None:
+    expected = by_example(Drawing(), workers=0, world_size=1)
+    assert len(set(expected.values())) == 20
+    assert by_example(Drawing(), workers=0, world_size=3) == expected
+    assert by_example(Drawing(), workers=2, world_size=2, epochs=1) == {k: v for k, v in expected.items() if k[0] == 0}
+    assert by_example(Subset(Drawing(), range(10)), workers=0, world_size=2) == expected
+
+
+def test_a_dataset_that_reads_whole_batches_gets_arrays_with_their_epoch() -> None:
+    options = {"collate_fn": lambda batch: batch}
+    expected = by_example(Batches(), 0, 1, **options)
+    assert len(set(expected.values())) == 20
+    assert by_example(Batches(), 0, 3, **options) == expected
+    evaluation = DataLoader(Batches(), batch_sampler=EvalSampler(10, 4, rank=0, world_size=1), **options)
+    assert torch.cat([numbers for numbers, _ in evaluation]).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_workers_leave_the_generators_of_the_loop_as_no_workers_do(start_method: str) -> None:
+    drawn = {}
+    for workers in (0, 1):
+        sampler = GlobalBatchSampler(10, 4, 0, 1, seed_steps=False)
+        context = start_method if workers else None
+        loader = DataLoader(Drawing(), batch_sampler=sampler, num_workers=workers, multiprocessing_context=context)
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        drawn[workers] = [(torch.rand(()).item(), random.random(), np.random.rand()) for _ in loader]
+    assert drawn[0] == drawn[1]
+
+
+def test_an_empty_shard_has_tensors_without_rows() -> None:
+    for dataset, options in (([(torch.ones(3, 2), "a", 1.5)] * 10, {}), (Drawing(), {})):
+        sampler = GlobalBatchSampler(10, 3, 2, 3)
+        *_, last = DataLoader(dataset, batch_sampler=sampler, **options)
+        assert len(last[0]) == 0
+    x, _, y = list(DataLoader([(torch.ones(3, 2), "a", 1.5)] * 10, batch_sampler=GlobalBatchSampler(10, 3, 2, 3)))[-1]
+    assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 3, 2), torch.float32, (0,), torch.float64)
+
+
+def test_persistent_workers_count_over_epochs() -> None:
+    sampler = GlobalBatchSampler(10, 4, 0, 1)
+    loader = DataLoader(torch.arange(10), batch_sampler=sampler, num_workers=1, persistent_workers=True)
+    expected = np.concatenate([sampler.batches.indices(step) for step in range(6)]).tolist()
+    assert torch.cat([batch for _ in range(2) for batch in loader]).tolist() == expected
+    assert loader.state_dict()["step"] == 6
+
+
+class OwnGenerator(Drawing):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(self.generator.random())
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_refused() -> None:
+    loader = DataLoader(OwnGenerator(), batch_sampler=GlobalBatchSampler(10, 4, 0, 1))
+    with pytest.raises(RuntimeError, match=r"OwnGenerator\[\d\] differs between two reads with the same seeds"):
+        next(iter(loader))
+    assert len(list(DataLoader(OwnGenerator(), batch_sampler=GlobalBatchSampler(10, 4, 0, 1), seeded=False))) == 3
+    Seeded(OwnGenerator(), verify=False)[0]
+
+
+class DrawingBatches(Batches):
+    def __getitems__(self, indices: Any) -> Any:
+        return torch.rand(len(indices))
+
+
+def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
+    options = {"batch_sampler": GlobalBatchSampler(10, 4, 0, 1), "collate_fn": lambda batch: batch}
+    with pytest.raises(RuntimeError, match="DrawingBatches.__getitems__ draws from torch, .*sample_bits"):
+        next(iter(DataLoader(DrawingBatches(), **options)))
+    next(iter(DataLoader(DrawingBatches(), **options, seeded=False)))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="Stream has no examples by number: it needs __getitem__ and __len__"):
+        Seeded(Stream())
+    with pytest.raises(ValueError, match="pass batch_sampler=GlobalBatchSampler"):
+        DataLoader([1], shuffle=True)
+    for sampler in (GlobalBatchSampler(9, 2), EvalSampler(9, 2)):
+        with pytest.raises(ValueError, match="the dataset has 1 examples, but its sampler has 9"):
+            DataLoader([1], batch_sampler=sampler)
+
+
+def test_seeded_passes_attributes_on() -> None:
+    dataset = Drawing()
+    dataset.classes = ["a", "b"]  # type: ignore[attr-defined]
+    assert Seeded(dataset).classes == ["a", "b"]
+    assert len(Seeded(dataset)) == 10
+    with pytest.raises(AttributeError, match="colors"):
+        Seeded(dataset).colors
