@@ -148,3 +148,12 @@ def test_seeded_passes_attributes_on() -> None:
     assert len(Seeded(dataset)) == 10
     with pytest.raises(AttributeError, match="colors"):
         Seeded(dataset).colors
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_program_restored_at_the_end_of_an_epoch_gets_an_iteration_without_batches(workers: int) -> None:
+    sampler = GlobalBatchSampler(10, 4, 0, 1)
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 1, "step": 6})
+    loader = DataLoader(torch.arange(10), batch_sampler=sampler, num_workers=workers)
+    assert [len(list(loader)) for _ in range(2)] == [0, 3]
+    assert sampler.epoch == 3

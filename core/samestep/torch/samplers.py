@@ -172,7 +172,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         self._batch = 0  # steps done in this epoch; equal to len(self) at its end
         self._is_drawn = False
         self._is_counted = False
-        self._is_restored = False  # at a position from which no iteration has begun yet
+        self._has_received_last = False  # the loop has received the epoch's last batch, in this process
         self.micro_batch: tuple[int, int] | None = (
             None  # (k, count) while `micro_batches` yields it, for `GradientTree.add`
         )
@@ -208,21 +208,18 @@ class GlobalBatchSampler(Sampler[Indices]):
 
     def seek(self, step: int) -> None:
         """Go to the position after ``step`` steps, for example to the start of an epoch at a multiple of its length."""
-        self._epoch, self._batch = divmod(whole_number("step", step), len(self))
+        self._go_to(*divmod(whole_number("step", step), len(self)))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; stay at a position in it. Frameworks call this method; a loop need not."""
         if epoch != self._epoch:
-            self._epoch = epoch
-            self._batch = 0
+            self._go_to(epoch, 0)
 
     def __iter__(self) -> Iterator[Indices]:
         rank, world_size = self._given or place()
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
-        if self._batch == len(self) and not self._is_restored:  # the loop left its iteration after the last batch
-            self._epoch += 1
-            self._batch = 0
-        self._is_restored = False
+        if self._has_received_last:  # and left its iteration there
+            self._go_to(self._epoch + 1, 0)
         return self._indices(self._epoch, self._batch)
 
     def _indices(self, epoch: int, first: int) -> Iterator[Indices]:
@@ -257,10 +254,15 @@ class GlobalBatchSampler(Sampler[Indices]):
         for batch in batches:
             self._epoch = epoch
             self._batch += 1
+            self._has_received_last = self._batch == len(self)
             self._seed_generators()
             yield batch
-        self._epoch = epoch + 1
-        self._batch = 0
+        self._go_to(epoch + 1, 0)
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch = epoch
+        self._batch = batch
+        self._has_received_last = False
 
     def _seed_generators(self) -> None:
         if self.seed_steps:
@@ -340,9 +342,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         for name, value in self._order().items():
             if state[name] != value:
                 raise ValueError(f"the checkpoint has {name} {state[name]}, not {value}: set it back, or start anew")
-        self._epoch = state["epoch"]
-        self._batch = state["step"] - self._epoch * len(self)
-        self._is_restored = True
+        self._go_to(state["epoch"], state["step"] - state["epoch"] * len(self))
 
     def _order(self) -> dict[str, Any]:
         return {
