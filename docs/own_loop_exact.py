@@ -7,10 +7,10 @@ import random
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from samestep.torch import Checkpoints, DataLoader, EvalSampler, GlobalBatchSampler, exact, global_mean
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
-from samestep.torch import Checkpoints, DataLoader, EvalSampler, GlobalBatchSampler, exact, global_mean
 
 
 class Images(Dataset):
@@ -68,7 +68,7 @@ def main():
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     os.makedirs(args.out, exist_ok=True)
     dtype = getattr(torch, args.dtype)
@@ -79,10 +79,8 @@ def main():
     model = exact(DDP(Net().to(dtype)), sampler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(loader))
-    checkpoints = Checkpoints(
-        args.out, every=20, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler
-    )
-    checkpoints.restore()
+    checkpoint = Checkpoints(args.out, every=20, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    checkpoint.restore()
 
     for epoch in range(sampler.epoch, args.epochs):
         for i, (x, y) in enumerate(loader, sampler.batch):
@@ -91,7 +89,7 @@ def main():
             loss.backward()
             optimizer.step()
             scheduler.step()
-            checkpoints.step()
+            checkpoint.step()
             if rank == 0:
                 print(f"epoch {epoch} step {i} loss {loss.item():.17g}", flush=True)
         correct, count = evaluate(model, test_loader)

@@ -121,7 +121,7 @@ class DrawingBatches(Batches):
 
 def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
     options = {"batch_sampler": GlobalBatchSampler(10, 4, 0, 1), "collate_fn": lambda batch: batch}
-    with pytest.raises(RuntimeError, match="DrawingBatches.__getitems__ draws from torch, .*sample_bits"):
+    with pytest.raises(RuntimeError, match=r"DrawingBatches.__getitems__ draws from torch, .*sample_bits"):
         next(iter(DataLoader(DrawingBatches(), **options)))
     next(iter(DataLoader(DrawingBatches(), **options, seeded=False)))
 
@@ -147,7 +147,7 @@ def test_seeded_passes_attributes_on() -> None:
     assert Seeded(dataset).classes == ["a", "b"]
     assert len(Seeded(dataset)) == 10
     with pytest.raises(AttributeError, match="colors"):
-        Seeded(dataset).colors
+        _ = Seeded(dataset).colors
 
 
 @pytest.mark.parametrize("workers", [0, 1])

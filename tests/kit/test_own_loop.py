@@ -120,7 +120,9 @@ def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: i
     assert_equal_losses(folder, cases, batch_size, epochs=2)
 
 
-def assert_stopped(folder: Path, undisturbed: tuple[bytes, list[str]], stops: list[tuple[int, str]], workers: int) -> None:
+def assert_stopped(
+    folder: Path, undisturbed: tuple[bytes, list[str]], stops: list[tuple[int, str]], workers: int
+) -> None:
     """Stop a run by signals to its process group after exact steps, start it again each time, and compare."""
     out = folder / "out"
     text = ""
