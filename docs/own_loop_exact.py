@@ -1,6 +1,7 @@
 """Train a small CNN on random images with DistributedDataParallel: torchrun --nproc-per-node 2 ordinary.py."""
 
 import argparse
+import gc
 import os
 import random
 
@@ -96,8 +97,9 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} accuracy {correct / count:.4f} ({correct:.0f} of {count:.0f})", flush=True)
             torch.save(model.module.state_dict(), os.path.join(args.out, "model.pt"))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
+    dist.destroy_process_group()
