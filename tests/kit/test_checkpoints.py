@@ -1,4 +1,4 @@
-"""`Checkpoints` and `StopRequests` in one process: files, parts, damage, and what they refuse."""
+"""`Checkpoints` and `StopRequests` in one process: files, parts, damage and refusals."""
 
 from __future__ import annotations
 

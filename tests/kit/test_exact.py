@@ -1,4 +1,4 @@
-"""`exact` and the means, on one rank and on several: equal steps at any number of ranks, and what they refuse."""
+"""`exact` and the means, on one rank and on several: equal steps at any number of ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def train(step, dtype=torch.float64, norm=True, drop_last=True, **cut):
 
 
 def trained(tmp_path: Path, world_size: int, calls: dict[str, str]) -> dict[str, Any]:
-    """What rank 0 got from calls of `train`; all ranks must have the same."""
+    """The results of calls of `train`, which must be the same on all ranks."""
     lines = [f"results[{name!r}] = train({arguments})" for name, arguments in calls.items()]
     program = STEPS + "\n".join(["results = {}", *lines, "print(json.dumps(results))", "end()"])
     outputs = run_ranks(program, world_size, tmp_path)

@@ -1,4 +1,4 @@
-"""The kit's DataLoader and `Seeded`: random numbers, empty shards, whole-batch datasets, and what they refuse."""
+"""The kit's DataLoader and `Seeded`: random numbers, empty shards, whole-batch datasets and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Batches:
 
 
 def by_example(dataset: Any, workers: int, world_size: int, epochs: int = 2, **options: Any) -> dict[Any, float]:
-    """What each example drew, by epoch and index, over all ranks."""
+    """The drawn number of each example, by epoch and index, over all ranks."""
     found = {}
     for rank in range(world_size):
         sampler = GlobalBatchSampler(10, 4, rank, world_size, seed=2)

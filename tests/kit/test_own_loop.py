@@ -203,7 +203,7 @@ class Job:
 def assert_killed(
     folder: Path, undisturbed: tuple[bytes, list[str]], kinds: list[str], world_size: int, workers: int, seed: int
 ) -> None:
-    """Kill at random steps; compare weights and evaluations with those of two ranks."""
+    """Kill at random steps; compare weights and evaluations with an undisturbed run."""
     rng = random.Random(seed)
     job = Job(folder, world_size, arguments(folder / "out", workers))
     for kind in kinds:

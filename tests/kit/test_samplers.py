@@ -1,4 +1,4 @@
-"""The kit's samplers: their batches, their position, and what they refuse. Without a process group."""
+"""The kit's samplers: their batches, their position and refusals. Without a process group."""
 
 from __future__ import annotations
 

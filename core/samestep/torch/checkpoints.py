@@ -64,7 +64,7 @@ class Checkpoints:
         """Load the newest good checkpoint into the parts. Collective.
 
         Returns:
-            The number of steps done; 0 if there is no checkpoint.
+            The number of steps done; 0 without a checkpoint.
 
         Raises:
             NonRetryableError: there are checkpoints, but none is good.

@@ -49,7 +49,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     check.
 
     Args:
-        model: a module, or one in DDP. The batch must be the first dimension of what its dropouts get.
+        model: a module, or one in DDP. The first dimension of a dropout's input must be the batch.
         rows: the sampler, or a `FixedRows`. It may be None if the model has no dropout.
         timer: counts the time in which this rank waits for others as communication.
 

@@ -309,7 +309,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self.step - 1
 
     def scale(self, loss_sum: Tensor, grad_scale: float | None = None) -> Tensor:
-        """Return a loss whose gradient is that of the mean over the global batch's examples. It does not communicate.
+        """Return a loss with the gradient of the mean over the global batch's examples, without communication.
 
         Args:
             loss_sum: sum of the losses of this rank's batch or micro-batch.
@@ -325,7 +325,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what decides the order. Call it after an optimizer step.
+        """Return the position and the settings of the order. Call it after an optimizer step.
 
         Raises:
             RuntimeError: batches were drawn, but not counted.
@@ -359,13 +359,14 @@ class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
     Each example is in one block, and each block on one rank. Blocks depend on the number of ranks only if ``blocks``
-    does. Ranks may have different numbers of blocks: an evaluation must not communicate before its end; see ``even``.
+    does. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end, except with
+    ``even``.
 
     Args:
         dataset_len: number of examples.
         batch_size: examples of a block, at most.
         blocks: number of blocks, at least. By default the smallest number that ``batch_size`` allows.
-        even: give every rank the same number of batches, of which the last may be empty. Use it if the model's forward
+        even: give every rank the same number of batches; the last may be empty. Use it if the model's forward
             pass is a collective.
         rank, world_size: this process's place; by default the process group's at the first iteration.
 
