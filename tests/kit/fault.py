@@ -31,7 +31,7 @@ def step_with_fault(checkpoints: Checkpoints) -> None:
     original(checkpoints)
 
 
-Checkpoints.step = step_with_fault  # type: ignore[method-assign]
+Checkpoints.step = step_with_fault  # type: ignore[assignment,method-assign]
 stops.MAX_STEPS = 1
 sys.argv[:] = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -109,7 +109,7 @@ def test_a_copy_sees_the_same_batches_and_a_saved_model_loads(tmp_path: Path) ->
     fixed = rows(0, 9, 9)
     model = exact(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), fixed)
     average = torch.optim.swa_utils.AveragedModel(model)
-    assert average.module[1].rows is model[1].rows
+    assert average.module.get_submodule("1").rows is model[1].rows
     average.update_parameters(model)
     x = torch.ones(9, 3)
     assert torch.equal(average.eval()(x), model.eval()(x))
@@ -121,7 +121,7 @@ def test_activation_checkpointing_drops_the_same_values_again(use_reentrant: boo
     linear = nn.Linear(50, 50).double()
     net = exact(nn.Sequential(linear, shared, linear, shared), rows(0, 6, 6))
     x = torch.ones(6, 50, dtype=torch.float64, requires_grad=True)
-    gradients = []
+    gradients: list[Any] = []
     for use_checkpoint in (False, True):
         linear.weight.grad = None
         torch.manual_seed(7)
@@ -324,7 +324,7 @@ def difference(one: Any, other: Any) -> float:
     assert len(losses) == len(other_losses)
     values = [abs(a - b) for a, b in zip(losses, other_losses)]
     values += [abs(a - b) for name in state for a, b in zip(state[name], other_state[name])]
-    return max(values)
+    return float(max(values))
 
 
 def test_steps_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.tobytes() == other.tobytes()
     if isinstance(one, (int, float, str, bytes)):
-        is_nan = one != one
-        return is_nan or one == other
+        is_nan = bool(one != one)
+        return is_nan or bool(one == other)
     return True
 
 
