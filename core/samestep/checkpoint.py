@@ -277,7 +277,7 @@ def newest(
     verify: bool = True,
     reader: Reader = None,
     groups: GroupNames = (),
-    remedy: str = "start a new run with --no-resume or another --run-dir",
+    remedy: str = "",
 ) -> Checkpoint | None:
     """Return the newest good checkpoint, or None if the run dir has none at all.
 
@@ -288,13 +288,15 @@ def newest(
         reader: takes the place of `read`, such as one that shares the work among ranks.
         groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
             group from its initial values.
-        remedy: what a message tells the user to do, beside restoring a checkpoint.
+        remedy: the advice of an error, other than to restore a checkpoint.
 
     Raises:
         NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
         ConfigError: another version of this package wrote one.
     """
     corrupt = []
+    if not remedy:
+        remedy = "start a new run with --no-resume or another --run-dir"
     for folder in folders(run_dir):
         try:
             candidate = (reader or read)(folder, verify)
@@ -377,6 +379,11 @@ def weights_sha256(weights: Mapping[str, NDArray[Any]]) -> str:
 def digest_line(name: str, array: Any) -> bytes:
     """Return the prefix that `weights_sha256` hashes before an array's bytes."""
     return f"{name} {array.dtype.name} {list(array.shape)}\n".encode()
+
+
+def weights_file(group: str) -> str:
+    """Return the name of a group's file of final weights."""
+    return "model.safetensors" if group == "model" else f"model-{group}.safetensors"
 
 
 def save_weights(path: Path, weights: Arrays) -> None:

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsFloat, TypeVar
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
 
-from samestep import ConfigError, NonRetryableError, checkpoint, events, log, manifest, stop
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, events, log, manifest, stop
 from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
-from samestep.replicas import Replicas
 from samestep.sharding import GlobalBatches
 from samestep.step_timer import INPUT, PHASES, StepTimer
 from samestep.untrusted import shown
@@ -68,7 +68,7 @@ class Parts:
 
 
 class Storage(Protocol):
-    """The way in which arrays are kept: `samestep.replicas.Replicas`, or `samestep.sharded.shards.Shards`."""
+    """The way in which arrays are kept: `Replicas`, or `samestep.sharded.shards.Shards`."""
 
     def restore(self, run: Run) -> dict[str, Any]:
         """Load what rank 0 finds into the parts, on all ranks; return rank 0's message about it. Collective."""
@@ -515,6 +515,63 @@ class Run:
             names = {"framework": framework, "framework_version": framework_version}
             values = {**names, "backend": backend, "device": device, **fields, **self._result}
             metrics.report(self.app, self.options, self.world, values)
+
+
+class Replicas:
+    """The `Storage` of replicas, which must agree to the bit."""
+
+    def restore(self, run: Run) -> dict[str, Any]:
+        """Resolve the run on rank 0; load the same bytes on all ranks. Raises as `Run.restore`."""
+        message: dict[str, Any] = {}
+        contents: dict[str, bytes] = {}
+        problem: Exception | None = None
+        if run.world.rank == 0:
+            try:
+                message, contents = self._open(run)
+            except (ConfigError, NonRetryableError) as error:
+                problem = error
+                message = {"exit_code": 2 if isinstance(error, ConfigError) else 1}
+        broadcast = run.collectives.broadcast
+        message = json.loads(broadcast(json.dumps(message).encode()))  # collective; JSON, as pickle is never loaded
+        if problem:
+            raise problem
+        if "exit_code" in message:
+            raise RemoteRankError(message["exit_code"])
+        contents = {group: broadcast(contents.get(group, b"")) for group in message["groups"]}  # collective
+        if contents and run.world.rank != 0:
+            run.parts.load({group: safetensors.numpy.load(content) for group, content in contents.items()})
+        for arrays in run.parts.groups().values():  # what `save` would refuse is refused before the first update
+            for name, array in arrays.items():
+                checkpoint.check_array(name, array)
+        return message
+
+    def _open(self, run: Run) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Return rank 0's message, and the files that its parts have loaded."""
+        from samestep import rundir  # the other ranks do not need it
+
+        is_fresh = not run.world.restart_count
+        return rundir.open_run(run.app, run.options, is_fresh, run.parts.load, run.required_groups)
+
+    def save(self, run: Run, groups: Groups) -> None:
+        """Compare the replicas, and write a checkpoint on rank 0. Raises as `Run.save`."""
+        run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
+        if run.metrics:
+            state = run.checkpoint_state(run.metrics)
+            checkpoint.save(run.options.run_dir, run.app, run.step, groups, *state)
+
+    def write_final(self, run: Run, groups: Groups) -> tuple[str, dict[str, Any]]:
+        """Compare the replicas' digests, and write model.safetensors and model-<group>.safetensors on rank 0."""
+        folder = run.options.run_dir
+        digest = checkpoint.weights_sha256(groups["model"])
+        run.monitor.check_final_weights(run.collectives, digest, folder if run.metrics else None)  # collective
+        if run.metrics:
+            for name, arrays in groups.items():
+                checkpoint.save_weights(folder / checkpoint.weights_file(name), arrays)
+
+        def copy_best(saved: Path, path: Path) -> None:
+            checkpoint.save_weights(path, checkpoint.read(saved).arrays(run.evaluated))
+
+        return digest, run.write_best(copy_best)
 
 
 def _number(value: SupportsFloat) -> float:

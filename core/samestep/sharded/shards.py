@@ -14,7 +14,6 @@ from typing import Any
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, log
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
-from samestep.replicas import weights_file
 from samestep.root import Root
 from samestep.run import Run
 from samestep.sharded import storage
@@ -182,7 +181,7 @@ class Shards:
             stored = storage.stored_in(checkpoint.temporary_of(new_folder), pieces, files)
         digests = {}
         for name in groups:
-            path = run.options.run_dir / weights_file(name)
+            path = run.options.run_dir / checkpoint.weights_file(name)
             digests[name] = storage.consolidate(stored[name], path if run.metrics else None, tick)
         best = run.write_best(copy_best)
         if not folder:
