@@ -10,6 +10,7 @@ The rule: `Run` sees numbers, JSON and numpy arrays. It calls the functions of t
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
