@@ -31,9 +31,8 @@ from options import parse
 from samestep import ConfigError, NonRetryableError
 from samestep.env import World
 from samestep.options import SHARED_GPU
-from samestep.sharding import GlobalBatches
 from samestep.run import Run
-from samestep.torch import distributed
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact
 
 told = {}
 current = []
@@ -106,27 +105,30 @@ meta = torch.device("meta")
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
 for options in (parse(["--model=net"]), parse(["--model=lenet", "--optimizer=adam"])):
     images = torch.zeros(100, 1, 28, 28, dtype=torch.uint8, device=meta)
-    split = Split(images, torch.zeros(100, dtype=torch.int64, device=meta))
+    split = Split(images, torch.zeros(100, dtype=torch.int64, device=meta), torch.float32)
     model = build_model(options.model, options.dropout, torch.float32, options.seed).to(meta)
     optimizer = train.build_optimizer(options, model)
-    batches = GlobalBatches(100, 10, 1, 1, 2)
-    for step in range(2):
-        (images, labels), rows = split.batch(batches.indices(step), torch.float32), batches.rows(step)
-        loss_sum = F.nll_loss(model(images, rows), labels, reduction="sum")
-        (loss_sum * (2 / rows.global_size)).backward()
-        optimizer.step()
+    sampler = GlobalBatchSampler(100, 10, rank=1, world_size=2)
+    exact(model, sampler)
+    batches = iter(DataLoader(split, batch_sampler=sampler, seeded=False))
+    for _ in range(2):
+        images, labels = next(batches)
+        loss_sum = train.train_step(model, optimizer, sampler, images, labels)
     state = {str(v.device) for s in optimizer.state.values() for k, v in s.items() if v is not None and k != "step"}
     try:
-        evaluated = str(train.evaluate(Run("mnist_ddp", options, World(1, 2)), model, split, torch.float32))
+        blocks = EvalSampler(100, 10, rank=1, world_size=2)
+        run = Run("mnist_ddp", options, World(1, 2))
+        loader = DataLoader(split, batch_sampler=blocks, seeded=False)
+        evaluated = str(train.evaluate(run, model, loader, blocks))
     except NotImplementedError as problem:  # sums.tolist(), after everything else: there is no content
         evaluated = str(problem)
     told[options.model] = [str(images.device), str(labels.device), str(loss_sum.device), *state, evaluated]
 sys.modules["torchvision"] = None  # as if it were not installed
 try:
-    choose_input("torchvision", split, batches, range(2))
+    choose_input("torchvision", split)
 except ConfigError as problem:
     told["torchvision"] = str(problem)
-told["memory"] = choose_input("memory", split, batches, range(2)) is split
+told["memory"] = choose_input("memory", split) is split
 print(json.dumps(told))
 """
 

@@ -42,10 +42,10 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     ("kind", "collective"),
     ids=["skip", "order"],
     argvalues=[
-        ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('train.py', '.backward()')}train "),
+        ("skip", rf"gather (?P<number>\d+) {GRADIENTS} at {place('train.py', '.backward()')}train_step "),
         pytest.param(
             "order",
-            rf"broadcast (?P<number>\d+) \[16\] double at {place('train.py', 'dist.all_reduce(stats)')}train ",
+            rf"broadcast (?P<number>\d+) \[11\] double at {place('train.py', 'run.sync()')}train ",
             marks=pytest.mark.soak,
         ),
     ],
@@ -55,7 +55,7 @@ def test_ranks_in_different_collectives_are_both_named(harness: Harness, kind: s
     line = hung(harness, kind, 1, 25).errors[0]  # until then, making the first optimizer has time, too
     others = {
         "skip": rf"all_gather (\d+) \[16\] long at {place('train.py', 'run.save(')}train ",
-        "order": rf"all_reduce (\d+) \[16\] double at {place('train.py', 'dist.all_reduce(stats)')}train ",
+        "order": rf"all_gather (\d+) \[11\] double at {place('train.py', 'run.sync()')}train ",
     }
     steps = r"last alive at step \d+ waits in "
     found = re.fullmatch(
@@ -101,9 +101,9 @@ def test_a_rank_that_is_stopped_while_it_writes_a_checkpoint_is_named_with_the_f
 def test_ranks_whose_shapes_differ_name_the_line_of_the_one_that_died(harness: Harness) -> None:
     """Gloo does not hang: a rank that gets more than it expects aborts in C++, and the other aborts or disconnects."""
     outcome = hung(harness, "shapes", 1, 15)
-    where = place("train.py", "dist.all_reduce(stats)")
+    where = place("train.py", "run.sync()")
     assert re.search(
         rf"error: the job ended with code \d+.*; rank 0 {WHO} died \(Aborted\) at {where}train "
-        r"\(dist\.all_reduce\(stats\)\).*: see ",
+        r"\(actions = run\.sync\(\)\).*: see ",
         outcome.stderr,
     ), outcome.stderr

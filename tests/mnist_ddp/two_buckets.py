@@ -26,7 +26,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB; DDP's first bucket takes 1 MiB
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
-    reduction.fix_reduction_order(ddp, timer, torch.empty(0), torch.empty(0))  # no sample, as it is a small model
+    reduction.register_ordered_hook(ddp, timer)
     reduction.time_phases(model, optimizer, timer)
     for step in range(5):
         if step == 2:

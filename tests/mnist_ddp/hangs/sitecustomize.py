@@ -6,9 +6,9 @@ SAMESTEP_HANG holds JSON: ``rank``, ``step`` and ``kind``, one of:
 
 - ``skip``: the rank leaves out the all_gather by which ranks compare before the next checkpoint.
 
-- ``order``: the rank calls broadcast and all_reduce at the next log line, the others all_reduce and broadcast.
+- ``order``: the rank calls broadcast and all_gather at the next log line, the others all_gather and broadcast.
 
-- ``shapes``: the rank reduces more numbers at the next log line than the others.
+- ``shapes``: the rank gathers more numbers at the next log line than the others.
 
 - ``write``: the rank is stopped while it writes its first checkpoint, with one file open.
 
@@ -46,32 +46,42 @@ def _at_step(act: Any) -> None:
     sharding.GlobalBatches.indices = indices_and_more  # type: ignore[assignment,method-assign]
 
 
+def _gather_by(kind: str, instead: Any) -> None:
+    """Call ``instead(all_gather, row)`` for rows of this kind of dtype: a log line's are "f", a comparison's not."""
+    functions = sys.modules["samestep.torch.distributed"].__dict__
+    all_gather = functions["all_gather"]
+
+    def gather(row: Any) -> Any:
+        is_chosen = (row.dtype.kind == "f") == (kind == "f")
+        return instead(all_gather, row) if is_chosen else all_gather(row)
+
+    functions["all_gather"] = gather
+
+
 def _skip() -> None:
-    sys.modules["samestep.torch.distributed"].__dict__["all_gather"] = lambda row: row[None]
-
-
-def _at_log_lines(instead: Any) -> None:
-    """Call ``instead(all_reduce, stats)`` where the app reduces a log line's statistics; an evaluation has 3 sums."""
-    dist: Any = sys.modules["torch.distributed"]
-    all_reduce = dist.all_reduce
-    dist.all_reduce = lambda tensor: instead(all_reduce, tensor) if tensor.numel() > 3 else all_reduce(tensor)
+    _gather_by("i", lambda all_gather, row: row[None])
 
 
 def _order() -> None:
+    import torch
     import torch.distributed as dist
 
-    def reordered(all_reduce: Any, stats: Any) -> None:
-        calls: list[Any] = [all_reduce, lambda tensor: dist.broadcast(tensor, src=0)]
-        for call in calls[::-1] if _rank() == _hang["rank"] else calls:
-            call(stats)
+    def broadcast(row: Any) -> Any:
+        dist.broadcast(torch.from_numpy(row), src=0)
 
-    _at_log_lines(reordered)
+    def reordered(all_gather: Any, row: Any) -> Any:
+        if _rank() == _hang["rank"]:
+            broadcast(row)
+            return all_gather(row)
+        gathered = all_gather(row)
+        broadcast(row)
+        return gathered
+
+    _gather_by("f", reordered)
 
 
 def _shapes() -> None:
-    import torch
-
-    _at_log_lines(lambda all_reduce, stats: all_reduce(torch.cat([stats] * 100)))
+    _gather_by("f", lambda all_gather, row: all_gather(row.repeat(100)))
 
 
 def _stop_when_writing() -> None:
