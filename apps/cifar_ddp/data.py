@@ -132,8 +132,14 @@ def load(options: Options, device: torch.device) -> tuple[Split, Split]:
         if images.ndim == 3:  # gray: repeat it in three channels, with a border of background
             edge = (SIDE - images.shape[1]) // 2
             images = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))[..., None].repeat(3, axis=3)
-        arrays = torch.from_numpy(images), torch.from_numpy(labels).long(), mean, std
-        return Split(*(array.to(device) for array in arrays), dtype=dtype, augment_seed=augment_seed)
+        return Split(
+            torch.from_numpy(images).to(device),
+            torch.from_numpy(labels).long().to(device),
+            mean=mean.to(device),
+            std=std.to(device),
+            dtype=dtype,
+            augment_seed=augment_seed,
+        )
 
     train_set = split(found.train_images, found.train_labels, device=train_device, augment_seed=augment_seed)
     return train_set, split(found.test_images, found.test_labels, device=device)

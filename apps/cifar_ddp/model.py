@@ -64,7 +64,7 @@ class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs 
     def __init__(self, name: str, stem: str, dropout: float, norm: Callable[[int], nn.Module]) -> None:
         block, layers = RESNETS[name]
         super().__init__(block, layers, num_classes=CLASSES, norm_layer=norm)
-        self.avgpool = nn.Sequential(self.avgpool, nn.Dropout(dropout))
+        self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Dropout(dropout))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's

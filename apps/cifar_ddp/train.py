@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ema
 import torch
@@ -162,10 +163,10 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
     exact(ddp, sampler, timer=run.timer)
     reduction.time_phases(model, optimizer, run.timer)
-    compute = compute_gradients
+    compute: Callable[..., Tensor] = compute_gradients
     if options.virtual_ranks:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
-    compiled = torch.compile(ddp, dynamic=True) if options.compile else ddp
+    compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
     for images, labels in run.batches(loader):  # up to --max-steps
         images, labels = images.to(device), labels.to(device)

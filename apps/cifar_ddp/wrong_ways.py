@@ -13,16 +13,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from augment import PADDING, crop_and_flip
 from data import Split, load
-from model import channel_dropout
+from options import parse
 from samestep import schedules
-from samestep.sharding import BatchSlice, GlobalBatches, shard, step_seed
+from samestep.sharding import GlobalBatches, shard, step_seed
+from samestep.torch import FixedRows, Rows, exact
 from torch import Tensor, nn
 
 BATCH, STEPS, LR, SEED, CLIP, DECAY = 25, 12, 0.2, 1, 0.5, 0.9  # neither 2 nor 3 divides the batch
@@ -32,6 +32,7 @@ WAYS = {
     "micro-batches": ("none", "mean over micro-batches", "dropout"),
     "resumed": ("none", "scheduler", "average"),
 }
+PLACE = FixedRows()  # of the part that is computed
 
 
 class Net(nn.Module):
@@ -41,19 +42,21 @@ class Net(nn.Module):
         super().__init__()
         self.conv1, self.conv2, self.fc = nn.Conv2d(3, 8, 3, 2), nn.Conv2d(8, 16, 3, 2), nn.Linear(16, 10)
         self.norm = norm
+        self.dropout = nn.Dropout(0.3)
 
-    def forward(self, parts: Sequence[Tensor], rows: Sequence[BatchSlice], wrong: str) -> list[Tensor]:
+    def forward(self, parts: Sequence[Tensor], rows: Sequence[Rows], wrong: str) -> list[Tensor]:
         """Map the images of each part to its scores; ``rows`` are the parts' places in the global batch."""
         xs = [self.conv2(F.relu(self.conv1(images))) for images in parts]
         if wrong == "batch norm":  # statistics of each part
             xs = [self.norm(x) for x in xs]
-        else:  # statistics of all parts, which norm.py's all-reduce computes
+        else:  # statistics of all parts, which an all-reduce of `exact` computes
             xs = list(self.norm(torch.cat(xs)).split([*map(len, xs)]))
         xs = [F.relu(x).mean((2, 3)) for x in xs]
         state = torch.get_rng_state()
         for i, (x, part_rows) in enumerate(zip(xs, rows)):
             torch.set_rng_state(state)  # all ranks have the same seed
-            xs[i] = F.dropout(x, 0.3) if wrong == "dropout" else channel_dropout(x, 0.3, part_rows)
+            PLACE.set(*part_rows)
+            xs[i] = self.dropout(x)
         return [self.fc(x) for x in xs]
 
 
@@ -89,6 +92,8 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
     torch.manual_seed(SEED)
     norm: nn.Module = nn.GroupNorm(4, 16) if divided == "micro-batches" else nn.BatchNorm2d(16)
     model = Net(norm).double()
+    if wrong != "dropout":
+        exact(model.dropout, PLACE)  # the masks of the global batch
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -119,9 +124,7 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
     return [*losses, F.cross_entropy(average(images, rows, "none")[0], labels[0]).item()]
 
 
-def split_batch(
-    train_set: Split, step: int, count: int, wrong: str
-) -> tuple[list[Tensor], list[Tensor], list[BatchSlice]]:
+def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:
     """Return a global batch in ``count`` parts: images [m, 3, 32, 32], labels [m], and their rows in the batch."""
     batches = GlobalBatches(len(train_set.labels), BATCH, SEED)
     images, labels, rows = [], [], []
@@ -134,9 +137,9 @@ def split_batch(
             chosen = crop_by_rank(chosen)
         else:
             chosen = crop_and_flip(chosen, indices, SEED, batches.epoch(step))
-        images.append(train_set.normalize(chosen, torch.float64))
+        images.append(train_set.normalize(chosen))
         labels.append(train_set.labels[torch.from_numpy(indices)])
-        rows.append(BatchSlice(first, batches.size(step)))
+        rows.append(Rows(step, first, local=last - first, size=batches.size(step)))
     return images, labels, rows
 
 
@@ -156,7 +159,8 @@ def lost_updates(train_set: Split) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    train_set, _ = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
+    options = parse(["--dataset=synthetic-cifar10", "--dtype=float64"])
+    train_set, _ = load(options, torch.device("cpu"))
     differences: dict[str, float] = {}
     for divided, ways in WAYS.items():
         parts = 3 if divided == "micro-batches" else 2

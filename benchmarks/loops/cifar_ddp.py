@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import common
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -20,26 +19,23 @@ def limit(options: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "cifar_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    from data import batches_of, load
+    from data import load, make_loader
     from model import build_model
     from options import parse
-    from samestep.sharding import GlobalBatches
-    from samestep.step_timer import StepTimer
-    from samestep.torch.reduction import fix_reduction_order
+    from samestep.torch import GlobalBatchSampler, exact
     from train import build_optimizer, train_step
 
-    its = parse([f"--global-batch-size={options.batch}"])
-    training, _ = load("cifar10", options.data, torch.device("cpu"))
-    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
-    shards = itertools.cycle(list(batches_of(its, training, batches, range(common.RESIDENT), torch.float32)))
+    its = parse([f"--global-batch-size={options.batch}", "--dataset=cifar10", f"--data-dir={options.data}"])
+    training, _ = load(its, torch.device("cpu"))
+    sampler = GlobalBatchSampler(len(training), options.batch, rank=rank, world_size=world_size, seed=its.seed)
+    shards = list(itertools.islice(make_loader(its, training, sampler), common.RESIDENT))
     model = build_model(its, torch.float32)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
-    ddp.broadcast_buffers = False
-    clock, timer = common.Clock(options, rank), StepTimer()
-    fix_reduction_order(ddp, timer, *training.batch(np.arange(1), torch.float32))
-    for step in itertools.count():
-        train_step(its, ddp, optimizer, shards, batches, step, timer)
+    exact(ddp, sampler)
+    clock = common.Clock(options, rank)
+    for images, labels in itertools.cycle(shards):
+        train_step(its, ddp, optimizer, sampler, images, labels)
         if clock.step():
             break
 

@@ -152,53 +152,62 @@ class AppLoop:
         from options import parse
         from samestep.monitor import Monitor
         from samestep.options import Options
-        from samestep.sharding import GlobalBatches
-        from samestep.step_timer import StepTimer
+        from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact
 
-        its: Options = parse([f"--seed={options.seed}", *words])
-        training, self._test = data.load("fashion-mnist", options.data, torch.device("cpu"))
-        cut = dist.get_rank(), dist.get_world_size(), None, its.accumulate
-        batches = GlobalBatches(len(training.labels), its.global_batch_size, its.seed, *cut)
-        self.steps_per_epoch, self.steps = batches.steps_per_epoch, its.epochs * batches.steps_per_epoch
+        its: Options = parse(
+            [f"--seed={options.seed}", "--dataset=fashion-mnist", f"--data-dir={options.data}", *words]
+        )
+        training, test = data.load(its, torch.device("cpu"))
+        sampler = GlobalBatchSampler(len(training), its.global_batch_size, seed=its.seed, accumulate=its.accumulate)
+        self.steps_per_epoch = len(sampler)
+        self.steps = its.epochs * len(sampler)
         model = changed(build_model(its, torch.float32), name)
         average = ema.Average(model, its.ema) if its.ema else None
         self._evaluated = average.model if average else model
         optimizer = train.build_optimizer(its, model)
         ddp = DistributedDataParallel(model)
-        ddp.broadcast_buffers = False
-        fed = data.batches_of(its, training, batches, range(10**9), torch.float32)
-        shards = ((images.contiguous(), labels) for images, labels in fed) if name == "contiguous" else fed
+        exact(ddp, sampler)
+        if name == "torch's norm":
+            use_own_statistics(model)
+        loader = data.make_loader(its, training, sampler)
+        shards = (batch for _ in itertools.count() for batch in loader)
 
         def step(index: int) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = train.learning_rate(its, index, self.steps)
-            train.train_step(its, ddp, optimizer, shards, batches, index, StepTimer())
+            images, labels = next(shards)
+            if name == "contiguous":
+                images = images.contiguous()
+            train.train_step(its, ddp, optimizer, sampler, images, labels)
             if average:
                 average.update(model, index)
 
-        world = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
-        self._run: Any = SimpleNamespace(world=world, monitor=Monitor())  # what `evaluate` needs of a Run
+        self._run: Any = SimpleNamespace(monitor=Monitor())  # what `evaluate` needs of a Run
+        self._eval_sampler = EvalSampler(len(test), train.EVAL_BATCH_SIZE, blocks=dist.get_world_size())
+        self._eval_loader = DataLoader(test, batch_sampler=self._eval_sampler)
         self.step, self._evaluate = step, train.evaluate
 
     def accuracy(self) -> float:
-        return float(self._evaluate(self._run, self._evaluated, self._test, torch.float32)["test_accuracy"])
+        metrics = self._evaluate(self._run, self._evaluated, self._eval_loader, self._eval_sampler)
+        return float(metrics["test_accuracy"])
 
 
 def changed(model: Any, name: str) -> nn.Module:
     """Return the app's `small` with the change ``name``, one of OTHERS."""
     if name == "contiguous":
         nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
-    if name in ("torch's norm", "pool last"):
+    if name == "pool last":
         layers = list(model.features)
-        if name == "torch's norm":
-            layers = [
-                nn.BatchNorm2d(each.num_features) if isinstance(each, nn.BatchNorm2d) else each for each in layers
-            ]
-        else:
-            blocks = [layers[i : i + 4] for i in range(0, len(layers), 4)]
-            layers = [block[i] for block in blocks for i in (0, 2, 3, 1)]
-        model.features = nn.Sequential(*layers)
+        blocks = [layers[i : i + 4] for i in range(0, len(layers), 4)]
+        model.features = nn.Sequential(*(block[i] for block in blocks for i in (0, 2, 3, 1)))
     return model  # type: ignore[no-any-return]
+
+
+def use_own_statistics(model: nn.Module) -> None:
+    """Undo `exact` for batch norms: torch's, with the statistics of a rank's own samples."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = nn.BatchNorm2d
 
 
 def app(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -382,11 +382,12 @@ class Run:
         self._stragglers += self.monitor.update(self._step, stats.phase_seconds)
         return actions._replace(log=True, save=True) if self._stop_signal else actions
 
-    def log_metrics(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+    def log_metrics(self, evaluation: dict[str, Any], **extra: float) -> dict[str, Any]:
         """Append a line to metrics.jsonl on rank 0; return it on every rank.
 
-        The losses come from the last `sync`. ``evaluation`` is {} or has ``test_loss`` and so on. Raises as
-        `Monitor.check_losses`; but a test loss that is NaN or infinite again after a restart becomes None.
+        The losses come from the last `sync`. ``evaluation`` is {} or has ``test_loss`` and so on; ``extra`` are numbers
+        for this line alone. Raises as `Monitor.check_losses`; but a test loss that is NaN or infinite again after a
+        restart becomes None.
         """
         step, batches, stats = self._step - 1, self._batches, self._stats
         loss, epoch, samples = stats.loss / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
@@ -408,7 +409,7 @@ class Run:
             self._epoch_loss = self._epoch_correct = 0.0
         line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
         line |= {name.replace("correct", "accuracy", 1): count / new_samples for name, count in stats.counts.items()}
-        line |= {"samples_per_second": round(new_samples / (now - self._last_log[0]), 1), **evaluation}
+        line |= {"samples_per_second": round(new_samples / (now - self._last_log[0]), 1), **evaluation, **extra}
         self._last_log = now, samples
         self._sums = {}
         if self._metrics:

@@ -106,7 +106,6 @@ PLAIN = """
 import copy
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -115,12 +114,14 @@ from data import load
 from model import build_model
 from options import parse
 from samestep.sharding import GlobalBatches
+from samestep.torch.samplers import index_array
 from torch import nn
 
 BATCH, SEED = 93, 1
 torch.set_num_threads(1)
-training, test = load("synthetic-cifar10", Path("data"), torch.device("cpu"))
-batches = GlobalBatches(len(training.labels), BATCH, SEED)
+options = parse(["--dataset=synthetic-cifar10", "--dtype=float64", f"--seed={SEED}"])
+training, test = load(options, torch.device("cpu"))
+batches = GlobalBatches(len(training), BATCH, SEED)
 initial = build_model(parse(["--dropout=0"]), torch.float64).state_dict()
 
 
@@ -149,7 +150,7 @@ def train(kind, steps):
             lr = 0.1 * 0.1 ** ((step >= 6) + (step >= 9))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        images, labels = training.batch(batches.indices(step), torch.float64, (SEED, batches.epoch(step)))
+        images, labels = training.batch(index_array(batches.indices(step), batches.epoch(step)))
         loss = F.cross_entropy(scores(model, images), labels, label_smoothing=0.2)
         optimizer.zero_grad()
         loss.backward()
@@ -162,7 +163,7 @@ def train(kind, steps):
             mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
     evaluated = (average if kind == "adamw" else model).eval()
     with torch.no_grad():
-        images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
+        images, labels = test.batch(np.arange(len(test)))
         test_loss = F.cross_entropy(scores(evaluated, images), labels).item()
     total = [sum(each.abs().sum().item() for each in one.parameters()) for one in (model, average)]
     return dict(losses=losses, test_loss=test_loss, weights=total)
@@ -219,9 +220,9 @@ told = {}
 PARTS = """
 from augment import crop_and_flip
 from ema import Average
-from norm import GlobalBatchNorm2d
+from model import build_model
 from options import parse
-from samestep.sharding import BatchSlice
+from samestep.torch import FixedRows, exact
 from torch import nn
 from train import learning_rate
 
@@ -266,7 +267,7 @@ told["crops"]["mirrored"] = sum(mirrored)
 
 # Batch normalisation at one rank is torch's, with its gradients and its running statistics.
 x = torch.randn(6, 8, 5, 5, dtype=torch.float64) * 3 + 2
-ours, theirs = GlobalBatchNorm2d(8).double(), nn.BatchNorm2d(8).double()
+ours, theirs = exact(nn.BatchNorm2d(8).double()), nn.BatchNorm2d(8).double()
 gaps = []
 for _ in range(3):
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -279,12 +280,26 @@ gaps += [(a.grad - b.grad).abs().max() / b.grad.abs().max() for a, b in zip(ours
 gaps += [(ours.eval()(x) - theirs.eval()(x)).abs().max()]
 told["norm"] = float(max(gaps))
 far = torch.randn(64, 8, 8, 8) / 10 + 50  # its variance is the small difference of large numbers
-told["norm far off"] = float((GlobalBatchNorm2d(8)(far) - nn.BatchNorm2d(8)(far)).abs().max())
-frozen = GlobalBatchNorm2d(8, frozen=True).double()
-told["frozen"] = torch.equal(frozen(x), frozen.eval()(x)) and not frozen.running_mean.any()
+told["norm far off"] = float((exact(nn.BatchNorm2d(8))(far) - nn.BatchNorm2d(8)(far)).abs().max())
+
+# Frozen norms use and keep the stored statistics; their weights are trained.
+for virtual_ranks in (None, 2):
+    frozen = build_model(parse(["--freeze-bn", "--dropout=0"]), torch.float64)
+    exact(frozen, FixedRows(virtual_ranks))
+    before = [each.clone() for each in frozen.buffers()]
+    images = torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    trained = frozen.train()(images)
+    trained.sum().backward()
+    told[f"frozen, {virtual_ranks} virtual ranks"] = [
+        frozen.training,
+        torch.equal(trained, frozen.eval()(images)),
+        all(map(torch.equal, before, frozen.buffers())),
+        all(each.grad is not None for each in frozen.parameters()),
+        all(getattr(each, "sums", None) is None for each in frozen.modules()),
+    ]
 
 # The average forgets the first weights, and counts of batches are no averages.
-model = nn.Sequential(nn.Linear(1, 1), GlobalBatchNorm2d(1))
+model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm2d(1))
 average = Average(model, 0.9)
 value = average.model[0].weight.item()
 for step in range(200):
@@ -308,37 +323,38 @@ def test_schedules_crops_norm_and_average_are_what_they_are_called() -> None:
     assert all(reported["crops"].values()), reported["crops"]
     assert reported["norm"] < 1e-9
     assert reported["norm far off"] < 1e-3
-    assert reported["frozen"]
+    assert reported["frozen, None virtual ranks"] == [True] * 5
+    assert reported["frozen, 2 virtual ranks"] == [True] * 5
     assert reported["average"] == [True, 199]
 
 
 STEPS = """
-from pathlib import Path
+import itertools
 
 import data
 import train
 from model import build_model
 from options import parse
-from samestep.sharding import GlobalBatches
-from samestep.step_timer import StepTimer
+from samestep.torch import GlobalBatchSampler, exact
 from torch.nn.parallel import DistributedDataParallel
 
 torch.set_num_threads(1)
-device = torch.device("cpu")
-training, _ = data.load("synthetic-cifar10", Path("data"), device)
+
+
+def training_set(options):
+    return data.load(options, torch.device("cpu"))[0]
 
 
 def curve(*arguments, batch=20, steps=3):
     '''The losses of some steps at one rank, in float64.'''
-    options = parse(["--dtype=float64", "--lr=0.02", *arguments])
+    options = parse(["--dataset=synthetic-cifar10", "--dtype=float64", "--lr=0.02", *arguments])
     dtype = getattr(torch, options.dtype)
     model = build_model(options, dtype)
     ddp, optimizer = DistributedDataParallel(model), train.build_optimizer(options, model)
-    ddp.broadcast_buffers = False
-    batches = GlobalBatches(1_024, batch, options.seed, accumulate=options.accumulate)
-    shards = data.batches_of(options, training, batches, range(steps), dtype)
-    timer = StepTimer()
-    losses = [train.train_step(options, ddp, optimizer, shards, batches, step, timer).item() for step in range(steps)]
+    sampler = GlobalBatchSampler(1_024, batch, seed=options.seed, accumulate=options.accumulate)
+    exact(ddp, sampler)
+    batches = itertools.islice(data.make_loader(options, training_set(options), sampler), steps)
+    losses = [train.train_step(options, ddp, optimizer, sampler, *each).item() for each in batches]
     state = [each for entry in optimizer.state.values() for each in entry.values() if torch.is_tensor(each)]
     assert all(each.dtype == dtype for each in [*model.parameters(), *state])
     return losses
@@ -349,11 +365,21 @@ def gap(one, other):
 
 
 # The same shards by both inputs, of one rank of three, from a step in mid-epoch to after its last batch of one sample.
-batches = GlobalBatches(1_024, 341, 1, rank=2, world_size=3, accumulate=2)
-both = [parse(["--accumulate=2", f"--input={way}"]) for way in ("memory", "loader")]
-fed = [list(data.batches_of(options, training, batches, range(2, 5), torch.float32)) for options in both]
+fed = []
+for way in ("memory", "loader"):
+    options = parse(["--dataset=synthetic-cifar10", "--accumulate=2", f"--input={way}"])
+    sampler = GlobalBatchSampler(1_024, 341, rank=2, world_size=3, seed=1, accumulate=2)
+    sampler.seek(2)
+    loader = data.make_loader(options, training_set(options), sampler)
+    parts = []
+    for count in (None, 1):  # the rest of an epoch, and the first batch of the next
+        for batch in itertools.islice(loader, count):
+            parts += sampler.micro_batches(batch)
+    fed.append(parts)
+    del loader  # and its workers
 told["inputs"] = [[len(labels) for _, labels in shards] for shards in fed]
 told["equal"] = all(torch.equal(a, b) for one, other in zip(*fed) for a, b in zip(one, other))
+told["channels last"] = all(a.stride() == b.stride() for (a, _), (b, _) in zip(*fed))
 for norm in ("group", "batch"):
     whole = curve(f"--norm={norm}")
     told[norm] = {k: gap(whole, curve(f"--norm={norm}", f"--accumulate={k}")) for k in (4, 7)}
@@ -377,6 +403,7 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
     reported = told_by("cifar_ddp", ALONE + STEPS)
     assert reported["inputs"] == [[57, 56, 0, 57, 56]] * 2
     assert reported["equal"]
+    assert reported["channels last"]
     assert max(reported["group"].values()) < 1e-9
     assert reported["frozen"] < 1e-9
     assert reported["does nothing"] == []
@@ -388,7 +415,6 @@ def test_micro_batches_make_the_same_step_but_for_batch_normalisation() -> None:
 RESNETS = """
 from model import build_model
 from options import parse
-from samestep.sharding import BatchSlice
 from vision import models
 
 images = torch.randn(2, 3, 64, 64)
@@ -397,12 +423,12 @@ for name in ("resnet18", "resnet50"):
     theirs = getattr(models, name)(num_classes=10)
     theirs.load_state_dict(ours.state_dict())  # strictly: all names and shapes
     with torch.inference_mode():
-        told[name] = (ours(images, BatchSlice(0, 2)) - theirs.eval()(images)).abs().max().item()
+        told[name] = (ours(images) - theirs.eval()(images)).abs().max().item()
 small = build_model(parse([]), torch.float32)
 told["small"] = sum(parameter.numel() for parameter in small.parameters())
 for words in ("--model=resnet18", "--model=resnet18 --norm=group", "--model=resnet18 --freeze-bn --stem=imagenet"):
     model = build_model(parse(words.split()), torch.float64)
-    model(images[:, :, :32, :32].double(), BatchSlice(0, 2)).sum().backward()
+    model(images[:, :, :32, :32].double()).sum().backward()
     told[words] = all(parameter.grad.isfinite().all().item() for parameter in model.parameters())
 print(json.dumps(told))
 """

@@ -14,17 +14,19 @@ from pathlib import Path
 import data
 import numpy as np
 import torch
+from options import parse
 from samestep.data import datasets
 
 folder = Path("{folder}")
 stored = datasets.load("fashion-mnist", folder)
-training, test = data.load("fashion-mnist", folder, torch.device("cpu"))
+options = parse(["--dataset=fashion-mnist", "--dtype=float64", "--no-augment", f"--data-dir={{folder}}"])
+training, test = data.load(options, torch.device("cpu"))
 images = training.images.numpy()
 told = dict(shape=list(images.shape), test=len(test.labels))
 told["inside"] = all((images[:, 2:30, 2:30, k] == stored.train_images).all() for k in range(3))
 told["edge"] = int(images.sum()) == 3 * int(stored.train_images.sum())
 told["labels"] = bool((training.labels.numpy() == stored.train_labels).all())
-batch, _ = training.batch(np.arange(600), torch.float64)
+batch, _ = training.batch(np.arange(600))
 expected = ((images / 255 - 0.286) / 0.353).transpose(0, 3, 1, 2)
 told["normalised"] = float(np.abs(batch.numpy() - expected).max())
 

@@ -31,15 +31,14 @@ import json, sys
 import numpy as np, torch
 from model import CLASSES, build_model
 from options import parse
-from samestep.sharding import BatchSlice
 from safetensors.torch import load_file
 from data import load
-options = parse(["--dtype=float64"])
+options = parse(["--dataset=shapes", "--dtype=float64"])
 model = build_model(options, torch.float64).eval()
 model.load_state_dict(load_file(sys.argv[1]))
-test = load("shapes", options.data_dir, torch.device("cpu"))[1]
-images, labels = test.batch(np.arange(len(test.labels)), torch.float64)
-predicted = model(images, BatchSlice(0, len(labels))).argmax(1).tolist()
+test = load(options, torch.device("cpu"))[1]
+images, labels = test.batch(np.arange(len(test)))
+predicted = model(images).argmax(1).tolist()
 scores = []
 for label in range(CLASSES):
     pairs = [(each == label, true == label) for each, true in zip(predicted, labels.tolist())]
