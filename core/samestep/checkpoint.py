@@ -174,7 +174,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     replaced = _move_folder(temporary, folder)
     sync_folder(folder.parent)
     if replaced:
-        shutil.rmtree(replaced)
+        delete(replaced)
     for old in folders(folder.parents[1])[keep:]:
         if int(old.name[5:]) != protected_step:
             with contextlib.suppress(OSError):
@@ -186,8 +186,8 @@ def _move_folder(source: Path, target: Path) -> Path | None:
 
     The two folders exchange their names if the system can do that, so that a kill never leaves ``target`` missing.
     """
-    if not target.exists():
-        source.rename(target)
+    if not target.is_dir():
+        source.rename(target)  # raises OSError if a file is in the way
         return None
     library = ctypes.CDLL(None)
     if hasattr(library, "renameat2"):
