@@ -173,7 +173,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     write_file(folder, _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
     temporary, name = temporary_name(folder), f"checkpoints/{folder.name}"
     root.sync(temporary)
-    is_exchanged = root.exchange(temporary, name)  # if there is one of the same step
+    is_exchanged = root.exchange_folders(temporary, name)  # if there is one of the same step
     if not is_exchanged:
         root.delete_folder(name)
         root.rename(temporary, name)

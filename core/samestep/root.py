@@ -118,12 +118,17 @@ class Root:
         with self._parent(old) as (source, old_leaf), self._parent(new) as (target, new_leaf):
             os.rename(old_leaf, new_leaf, src_dir_fd=source, dst_dir_fd=target)
 
-    def exchange(self, one: str, other: str) -> bool:
-        """Exchange two names at once, so that a kill leaves both; return False if one is missing or Linux is."""
+    def exchange_folders(self, one: str, other: str) -> bool:
+        """Exchange two folders' names at once, so that a kill leaves both; return False if one is missing or Linux is.
+
+        Raises NotADirectoryError for a file or a link.
+        """
         rename = getattr(ctypes.CDLL(None), "renameat2", None)
         if rename is None:
             return False
         with self._parent(one) as (source, leaf), self._parent(other) as (target, other_leaf):
+            if not _is_folder(leaf, source) or not _is_folder(other_leaf, target):
+                return False
             result: int = rename(source, os.fsencode(leaf), target, os.fsencode(other_leaf), _RENAME_EXCHANGE)
         return result == 0
 
@@ -142,8 +147,7 @@ class Root:
     def delete_folder(self, name: str) -> None:
         """Delete a folder with all that it holds, if there is one. Raises NotADirectoryError for a file or a link."""
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (descriptor, leaf):
-            if not stat.S_ISDIR(os.stat(leaf, dir_fd=descriptor, follow_symlinks=False).st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, "not a folder")
+            _is_folder(leaf, descriptor)
             if sys.version_info >= (3, 11):
                 shutil.rmtree(leaf, dir_fd=descriptor)
             else:
@@ -200,6 +204,17 @@ def _allow_existing(allowed: bool) -> Iterator[None]:
     except FileExistsError:
         if not allowed:
             raise
+
+
+def _is_folder(leaf: str, descriptor: int) -> bool:
+    """Return whether there is a folder of this name. Raises NotADirectoryError for a file or a link."""
+    try:
+        status = os.stat(leaf, dir_fd=descriptor, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder")
+    return True
 
 
 def _is_link(part: str, descriptor: int) -> bool:

@@ -40,9 +40,20 @@ class Tied(Net):
         return self.other(self.last(self.back(self.block(self.embed(x)))))
 
 generator = torch.Generator().manual_seed(3)
-dataset = [(torch.randn(3, generator=generator).double(), torch.randn(3, generator=generator).double()) for _ in range(22)]
+dataset = list(torch.randn(22, 2, 3, generator=generator).double())
 
-def train(model, dtype=torch.float64, compiled=False, autocast=False, scaler=None, clip=0.0, ema=False, two=False, workers=0, **options):
+def train(
+    model,
+    dtype=torch.float64,
+    compiled=False,
+    autocast=False,
+    scaler=None,
+    clip=0.0,
+    ema=False,
+    two=False,
+    workers=0,
+    **options,
+):
     sampler = GlobalBatchSampler(22, 8, drop_last=True)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, **options)
     model = exact(DDP(model.to(dtype)), sampler)
@@ -53,7 +64,8 @@ def train(model, dtype=torch.float64, compiled=False, autocast=False, scaler=Non
     optimizers = [torch.optim.AdamW(each, 0.01) for each in (parameters[:cut], parameters[cut:]) if each]
     losses = []
     for epoch in range(2):
-        for x, y in loader:
+        for batch in loader:
+            x, y = batch[:, 0], batch[:, 1]
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss_sum = (step_model(x.to(dtype)) - y.to(dtype)).square().sum()
             loss = global_mean(loss_sum, len(y))

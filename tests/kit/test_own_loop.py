@@ -113,7 +113,7 @@ def test_losses_are_equal_at_any_number_of_ranks(folder: Path) -> None:
     assert_equal_losses(folder, [(1, 0), (3, 2)], batch_size=37, epochs=1)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # test_losses_are_equal_at_any_number_of_ranks
 @pytest.mark.parametrize("batch_size", [32, 37])
 def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: int) -> None:
     cases = [(world_size, workers) for world_size in (1, 2, 3) for workers in (0, 2)]
@@ -148,7 +148,7 @@ def test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing(
     assert_stopped(folder, undisturbed, [(STEPS, "SIGTERM"), (EPOCHS * STEPS, "SIGUSR1")], workers=2)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
 @pytest.mark.parametrize("seed", range(10))
 def test_stops_at_random_steps_lose_nothing(folder: Path, undisturbed: tuple[bytes, list[str]], seed: int) -> None:
     rng = random.Random(seed)
@@ -233,7 +233,7 @@ def undisturbed_by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, t
     return found
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_at_random_steps_end_with_the_same_weights(
     folder: Path, undisturbed_by_size: dict[int, tuple[bytes, list[str]]], seed: int

@@ -53,7 +53,8 @@ data = Tokens()
 sampler = GlobalBatchSampler(len(data), 256, 1, 8, seed=3)
 sampler.seek(10**6)
 first, ours = loaded(DataLoader(data, batch_sampler=sampler, num_workers=1))
-print(json.dumps({"shape": list(first.shape), "step": sampler.step, "plain": plain, "ours": ours, "sequences": len(data)}))
+found = {"shape": list(first.shape), "step": sampler.step, "sequences": len(data)}
+print(json.dumps({**found, "plain": plain, "ours": ours}))
 """
 
 
