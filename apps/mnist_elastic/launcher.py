@@ -214,7 +214,8 @@ class Job:
         cut = 0, 1, options.virtual_ranks
         batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
         self._metadata = run_metadata(self._device)
-        run.start(batches, len(test_set.labels), options.model, self._device.type, self._metadata)
+        metadata = run_metadata(self._device, model)
+        run.start(batches, len(test_set.labels), options.model, self._device.type, metadata)
         self._step = self._update = self._saved = run.first_step  # of records, ranks and checkpoints
 
     def train(self) -> None:
