@@ -3,9 +3,11 @@
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200] [--virtual-ranks 4 8]
 
+The variant with the kit takes the same step by `samestep.torch`: sampler, DataLoader, `exact`, stop requests.
+
 All variants take turns in one job, ten steps each, with the log line's sum over ranks after the tenth; nothing is kept.
-Times are medians, in milliseconds; ratios to the first are of each round, with their quartiles. The last one is what
-PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
+Times are medians, in milliseconds; differences from the first and ratios are of each round, with their quartiles.
+Lightning's variant has what PyTorch Lightning 2.6 adds to each step for the same purpose: a broadcast of rank 0's flag.
 
 With --virtual-ranks, the first two variants are without it, at one thread and at this job's share of the processors.
 The others are each V at one thread, with the number of gradients that a rank has left to exchange, and the kB that it
@@ -21,20 +23,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
-from data import load  # noqa: E402
+from data import Split, load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
@@ -43,12 +47,80 @@ from samestep.recovery.watchdog import Watchdog  # noqa: E402
 from samestep.run import Parts, Run  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.step_timer import StepTimer  # noqa: E402
-from samestep.torch import distributed, reduction  # noqa: E402
+from samestep.torch import DataLoader, GlobalBatchSampler, StopRequests, distributed, exact, reduction  # noqa: E402
 from samestep.virtual_ranks import nodes_of_ranks  # noqa: E402
 from train import build_optimizer  # noqa: E402
 
 AT_ONCE = 10  # steps that are timed together, and between two log lines
 BATCH = 128  # images over all ranks
+
+
+class KitNet(nn.Module):
+    """The CNN of mnist_ddp with torch's own dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.drop_channels = nn.Dropout2d(0.5)
+        self.fc1 = nn.Linear(320, 50)
+        self.drop = nn.Dropout(0.5)
+        self.fc2 = nn.Linear(50, 10)
+        nn.utils.convert_conv2d_weight_memory_format(self.conv1, torch.channels_last)  # as the app
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(images), 2))
+        x = F.relu(F.max_pool2d(self.drop_channels(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return F.log_softmax(self.fc2(self.drop(x)), dim=1)
+
+
+class Batches(torch.utils.data.Dataset[Any]):
+    """A dataset that reads whole batches."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+
+    def __len__(self) -> int:
+        return len(self._split.labels)
+
+    def __getitems__(self, indices: Any) -> Any:
+        return self._split.batch(np.asarray(indices), torch.float32)
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def kit_variant(training: Split, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], None]:
+    """Return a function that takes ten steps with the kit, and sums the losses over ranks after the tenth."""
+    sampler = GlobalBatchSampler(len(training.labels), BATCH)
+    loader = DataLoader(Batches(training), batch_sampler=sampler, collate_fn=same)
+    torch.manual_seed(1)
+    model = exact(DistributedDataParallel(KitNet()), sampler)
+    optimizer = make_optimizer(model)
+    stops = StopRequests()
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    endless = batches()
+
+    def ten_steps() -> None:
+        distributed.set_threads(None)
+        running_loss = torch.zeros((), dtype=torch.float64)
+        for _ in range(AT_ONCE):
+            images, labels = next(endless)
+            optimizer.zero_grad()
+            loss = sampler.scale(F.nll_loss(model(images), labels, reduction="sum"))
+            loss.backward()
+            optimizer.step()
+            running_loss += loss.detach()
+            stops.step()
+        dist.all_reduce(running_loss)
+
+    return ten_steps
 
 
 def main() -> None:  # noqa: C901
@@ -142,6 +214,7 @@ def main() -> None:  # noqa: C901
             "stop requests": variant(stops=True),
             "stop requests and phases (the app)": variant(stops=True, phases=True),
             "neither, and Lightning's broadcast": variant(lightning=True),
+            "stop requests, by the kit": kit_variant(training, partial(build_optimizer, options)),
         }
     )
     taken: dict[str, list[float]] = {name: [] for name in loops}
@@ -155,11 +228,14 @@ def main() -> None:  # noqa: C901
     if world.rank == 0:
         say = partial(print, file=console, flush=True)
         say(f"{world.world_size} ranks, {torch.get_num_threads()} threads each, torch {torch.__version__}\n")
-        say("| a step with | ms | ratio |\n|---|---|---|")
+        say("| a step with | ms | ms more | ratio |\n|---|---|---|---|")
         reference = next(iter(taken.values()))
         for name, times in taken.items():
             low, median, high = statistics.quantiles([a / b for a, b in zip(times, reference)], n=4)
-            say(f"| {name} | {statistics.median(times):.2f} | {median:.3f} ({low:.3f} to {high:.3f}) |")
+            more = statistics.quantiles([a - b for a, b in zip(times, reference)], n=4)
+            difference = f"{more[1]:.2f} ({more[0]:.2f} to {more[2]:.2f})"
+            ratio = f"{median:.3f} ({low:.3f} to {high:.3f})"
+            say(f"| {name} | {statistics.median(times):.2f} | {difference} | {ratio} |")
     run.monitor.stop()
     dist.barrier()  # no rank leaves a heartbeat any more
     if world.rank == 0:

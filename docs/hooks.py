@@ -34,6 +34,7 @@ CODE_OR_TARGET = re.compile(
     r"(?P<code>^```.*?^```|``.+?``|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)(?=[)\s])", re.M | re.S
 )
 PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # a user's own program may be a copy of one
+KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # of the names that samestep.torch exports
 UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -188,6 +189,8 @@ def modules() -> list[str]:
     imported = {f"samestep.{name}" for name in re.findall(r"^ *from samestep\.([\w.]+) import", text, re.M)}
     for package, names in re.findall(r"^ *from (samestep[\w.]*) import ([\w, ]+)", text, re.M):
         imported |= {f"{package}.{name.split()[0]}" for name in names.split(",")}
+    kit = (PACKAGE / "torch" / "__init__.py").read_text()
+    imported |= {f"samestep.torch.{name}" for name in KIT_MODULE.findall(kit)}
     found = [name for name in imported if (PACKAGE.parent / f"{name.replace('.', '/')}.py").exists()]
     return sorted(found, key=lambda name: (name.count("."), name))
 

@@ -1,6 +1,7 @@
 """Train a small CNN on random images with DistributedDataParallel: torchrun --nproc-per-node 2 ordinary.py."""
 
 import argparse
+import gc
 import os
 import random
 
@@ -68,7 +69,7 @@ def main():
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     os.makedirs(args.out, exist_ok=True)
     dtype = getattr(torch, args.dtype)
@@ -79,10 +80,8 @@ def main():
     model = exact(DDP(Net().to(dtype)), sampler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(loader))
-    checkpoints = Checkpoints(
-        args.out, every=20, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler
-    )
-    checkpoints.restore()
+    checkpoint = Checkpoints(args.out, every=20, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    checkpoint.restore()
 
     for epoch in range(sampler.epoch, args.epochs):
         for i, (x, y) in enumerate(loader, sampler.batch):
@@ -91,15 +90,16 @@ def main():
             loss.backward()
             optimizer.step()
             scheduler.step()
-            checkpoints.step()
+            checkpoint.step()
             if rank == 0:
                 print(f"epoch {epoch} step {i} loss {loss.item():.17g}", flush=True)
         correct, count = evaluate(model, test_loader)
         if rank == 0:
             print(f"epoch {epoch} accuracy {correct / count:.4f} ({correct:.0f} of {count:.0f})", flush=True)
             torch.save(model.module.state_dict(), os.path.join(args.out, "model.pt"))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # frees DDP: a thread of gloo may otherwise abort the exit
+    dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import walk
 from samestep import ConfigError, env
 from samestep.data import datasets
 from samestep.options import Parser, add_common
@@ -93,6 +95,21 @@ def test_the_page_of_options_lists_those_of_the_parsers() -> None:
     command = [sys.executable, "docs/options.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_changes_of_own_loop_lead_to_the_finished_program(tmp_path: Path) -> None:
+    """The page promises at most 12 added lines, and no line of another file."""
+    program = tmp_path / "docs" / "own_loop.py"
+    program.parent.mkdir()
+    shutil.copy(ROOT / "docs" / "own_loop.py", program)
+    walk.git(tmp_path, "init", "--quiet")
+    added = [each[1] for each in walk.apply_patches(tmp_path, ROOT / "docs" / "own_loop.md")]
+    assert len(added) == 5
+    finished = ROOT / "docs" / "own_loop_exact.py"
+    assert program.read_text() == finished.read_text()
+    command = ["git", "diff", "--no-index", "--numstat", "docs/own_loop.py", "docs/own_loop_exact.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert int(done.stdout.split()[0]) <= 12
 
 
 @pytest.mark.parametrize("name", ["own_loop.py", "own_loop_run.py"])

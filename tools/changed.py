@@ -54,6 +54,7 @@ RULES = [
     ("tests/conformance/test_mindspore_and_torch.py", "lint resnet50_mindspore-cpu"),
     ("tests/conformance/*", "lint mnist_horovod-cpu"),
     ("tests/copies/*", "lint copies"),
+    ("tests/kit/*", "lint mnist_ddp-cpu"),
     ("tests/docs/*", "lint docs"),
     ("tests/images/*", "lint"),
     ("tests/mnist_horovod_mpi/*", "lint mnist_horovod-mpi"),

@@ -16,7 +16,7 @@ check() {
 }
 
 check tools . core launch observe check scripts tools docs
-check tests:tools:tests/check:tests/common:tests/core:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
+check tests:tools:tests/check:tests/common:tests/core:tests/kit:tests/observe:tests/slurm:tests/multihost:tests/trackers . \
   --exclude '^tests/(adversarial/|launch/|(core|observe)/conftest)' tests
 check tests:tests/launch:tests/adversarial . --exclude adversarial/conftest tests/launch tests/adversarial
 for app in apps/*/; do

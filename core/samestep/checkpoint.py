@@ -174,7 +174,7 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     replaced = _move_folder(temporary, folder)
     sync_folder(folder.parent)
     if replaced:
-        shutil.rmtree(replaced)
+        delete(replaced)
     for old in folders(folder.parents[1])[keep:]:
         if int(old.name[5:]) != protected_step:
             with contextlib.suppress(OSError):
@@ -186,8 +186,8 @@ def _move_folder(source: Path, target: Path) -> Path | None:
 
     The two folders exchange their names if the system can do that, so that a kill never leaves ``target`` missing.
     """
-    if not target.exists():
-        source.rename(target)
+    if not target.is_dir():
+        source.rename(target)  # raises OSError if a file is in the way
         return None
     library = ctypes.CDLL(None)
     if hasattr(library, "renameat2"):
@@ -280,7 +280,7 @@ def newest(
     verify: bool = True,
     reader: Reader = None,
     groups: GroupNames = (),
-    remedy: str = "start a new run with --no-resume or another --run-dir",
+    remedy: str = "",
 ) -> Checkpoint | None:
     """Return the newest good checkpoint, or None if the run dir has none at all.
 
@@ -291,13 +291,15 @@ def newest(
         reader: takes the place of `read`, such as one that shares the work among ranks.
         groups: names of groups. A checkpoint without one of them counts as corrupt, because a resume would start that
             group from its initial values.
-        remedy: what a message tells the user to do, beside restoring a checkpoint.
+        remedy: the advice of an error, other than to restore a checkpoint.
 
     Raises:
         NonRetryableError: there are checkpoints but none is good. A silent fresh start would throw the run away.
         ConfigError: another version of this package wrote one.
     """
     corrupt = []
+    if not remedy:
+        remedy = "start a new run with --no-resume or another --run-dir"
     for folder in folders(run_dir):
         try:
             candidate = (reader or read)(folder, verify)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 120.0  # seconds that no program needs
+LIMIT = 240.0  # seconds that no program needs
 
 PRELUDE = """
 import os, sys

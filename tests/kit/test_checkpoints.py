@@ -1,4 +1,4 @@
-"""`Checkpoints` and `StopRequests` in one process: files, parts, damage, and what they refuse."""
+"""`Checkpoints` and `StopRequests` in one process: files, parts, damage and refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from kit_programs import LIMIT, environment
 from samestep import ConfigError, NonRetryableError, checkpoint
+from samestep.stop import StopRequest
 from samestep.torch import Checkpoints, GlobalBatchSampler, StopRequests, ranks, stops, weights
 from torch import nn
 
@@ -153,6 +155,7 @@ def test_a_restart_that_shares_the_store_is_warned_about(
 
 STOPPED = """
 import os, signal, sys, time
+from samestep.stop import StopRequest
 from samestep.torch import Checkpoints, StopRequests
 
 numbers = {"steps": 0}
@@ -192,9 +195,9 @@ def test_a_stop_saves_its_step_and_exits_with_the_signals_code(tmp_path: Path) -
 
 def test_ranks_reduce_their_votes_within_a_quarter_of_the_grace_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stops, "_is_installed", False)
-    monkeypatch.setattr(stops.StopRequest, "install", lambda self: None)
+    monkeypatch.setattr(StopRequest, "install", lambda self: None)
     now = 0.0
-    monkeypatch.setattr(stops.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     requests = StopRequests(grace=8.0)
     for seconds, interval in ((0.5, 4), (0.001, 64), (3.0, 1)):
         for _ in range(200):

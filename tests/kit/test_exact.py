@@ -1,4 +1,4 @@
-"""`exact` and the means, on one rank and on several: equal steps at any number of ranks, and what they refuse."""
+"""`exact` and the means, on one rank and on several: equal steps at any number of ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_masks_have_torchs_share_and_scale(kind: Any) -> None:
     assert abs(kept - 0.7) < 0.02
     assert torch.allclose(ours.unique(), theirs.unique())
     if kind not in (nn.Dropout, nn.AlphaDropout):
-        assert torch.equal(ours, ours[:, :, *[slice(1)] * (x.ndim - 2)].expand_as(ours))
+        assert torch.equal(ours, ours.flatten(2)[:, :, :1].view(200, 50, *[1] * (x.ndim - 2)).expand_as(ours))
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
@@ -109,7 +109,7 @@ def test_a_copy_sees_the_same_batches_and_a_saved_model_loads(tmp_path: Path) ->
     fixed = rows(0, 9, 9)
     model = exact(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), fixed)
     average = torch.optim.swa_utils.AveragedModel(model)
-    assert average.module[1].rows is model[1].rows
+    assert average.module.get_submodule("1").rows is model[1].rows
     average.update_parameters(model)
     x = torch.ones(9, 3)
     assert torch.equal(average.eval()(x), model.eval()(x))
@@ -121,7 +121,7 @@ def test_activation_checkpointing_drops_the_same_values_again(use_reentrant: boo
     linear = nn.Linear(50, 50).double()
     net = exact(nn.Sequential(linear, shared, linear, shared), rows(0, 6, 6))
     x = torch.ones(6, 50, dtype=torch.float64, requires_grad=True)
-    gradients = []
+    gradients: list[Any] = []
     for use_checkpoint in (False, True):
         linear.weight.grad = None
         torch.manual_seed(7)
@@ -184,7 +184,7 @@ def test_a_refused_model_stays_as_it_is() -> None:
 
 
 def test_a_dropout_needs_rows() -> None:
-    with pytest.raises(ValueError, match="^drop is a dropout, which needs the rows of the batch: pass the sampler"):
+    with pytest.raises(ValueError, match=r"^drop is a dropout, which needs the rows of the batch: pass the sampler"):
         exact(nn.ModuleDict({"drop": nn.Dropout(0.1)}))
     exact(nn.Sequential(nn.Dropout(0.0), nn.LSTM(2, 2), nn.InstanceNorm1d(2), nn.GroupNorm(1, 2)))
 
@@ -297,7 +297,7 @@ def train(step, dtype=torch.float64, norm=True, drop_last=True, **cut):
 
 
 def trained(tmp_path: Path, world_size: int, calls: dict[str, str]) -> dict[str, Any]:
-    """What rank 0 got from calls of `train`; all ranks must have the same."""
+    """The results of calls of `train`, which must be the same on all ranks."""
     lines = [f"results[{name!r}] = train({arguments})" for name, arguments in calls.items()]
     program = STEPS + "\n".join(["results = {}", *lines, "print(json.dumps(results))", "end()"])
     outputs = run_ranks(program, world_size, tmp_path)
@@ -324,7 +324,7 @@ def difference(one: Any, other: Any) -> float:
     assert len(losses) == len(other_losses)
     values = [abs(a - b) for a, b in zip(losses, other_losses)]
     values += [abs(a - b) for name in state for a, b in zip(state[name], other_state[name])]
-    return max(values)
+    return float(max(values))
 
 
 def test_steps_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def make():
     torch.manual_seed(0)
     return Net()
 
-for limit in (2**22, 3 * 700_000, 0):  # all on rank 0; buckets alone would be; none
+for limit in (2**23, 3 * 700_000, 0):  # all on rank 0; single buckets would be; none
     ranks.GATHER_MAX_BYTES = limit
     whole = train(make(), range(3))
     model = make()
@@ -381,4 +381,4 @@ end()
 def test_gradients_have_the_same_bits_in_a_process_that_started_later(tmp_path: Path) -> None:
     """DDP has other buckets in its first step than after it."""
     outputs = run_ranks(BUCKETS, 3, tmp_path)
-    assert outputs == ["4194304 True\n2100000 True\n0 True\n"] * 3
+    assert outputs == ["8388608 True\n2100000 True\n0 True\n"] * 3

@@ -1,4 +1,4 @@
-"""The kit's DataLoader and `Seeded`: random numbers, empty shards, whole-batch datasets, and what they refuse."""
+"""The kit's DataLoader and `Seeded`: random numbers, empty shards, whole-batch datasets and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Batches:
 
 
 def by_example(dataset: Any, workers: int, world_size: int, epochs: int = 2, **options: Any) -> dict[Any, float]:
-    """What each example drew, by epoch and index, over all ranks."""
+    """The drawn number of each example, by epoch and index, over all ranks."""
     found = {}
     for rank in range(world_size):
         sampler = GlobalBatchSampler(10, 4, rank, world_size, seed=2)
@@ -55,11 +55,12 @@ def test_an_examples_numbers_depend_on_it_and_the_epoch_alone() -> None:
     assert len(set(expected.values())) == 20
     assert by_example(Drawing(), workers=0, world_size=3) == expected
     assert by_example(Drawing(), workers=2, world_size=2, epochs=1) == {k: v for k, v in expected.items() if k[0] == 0}
-    assert by_example(Subset(Drawing(), range(10)), workers=0, world_size=2) == expected
+    subset: Any = Subset(Drawing(), range(10))  # type: ignore[arg-type]
+    assert by_example(subset, workers=0, world_size=2) == expected
 
 
 def test_a_dataset_that_reads_whole_batches_gets_arrays_with_their_epoch() -> None:
-    options = {"collate_fn": lambda batch: batch}
+    options: dict[str, Any] = {"collate_fn": lambda batch: batch}
     expected = by_example(Batches(), 0, 1, **options)
     assert len(set(expected.values())) == 20
     assert by_example(Batches(), 0, 3, **options) == expected
@@ -120,8 +121,8 @@ class DrawingBatches(Batches):
 
 
 def test_whole_batches_that_draw_from_a_global_generator_are_refused() -> None:
-    options = {"batch_sampler": GlobalBatchSampler(10, 4, 0, 1), "collate_fn": lambda batch: batch}
-    with pytest.raises(RuntimeError, match="DrawingBatches.__getitems__ draws from torch, .*sample_bits"):
+    options: dict[str, Any] = {"batch_sampler": GlobalBatchSampler(10, 4, 0, 1), "collate_fn": lambda batch: batch}
+    with pytest.raises(RuntimeError, match=r"DrawingBatches.__getitems__ draws from torch, .*sample_bits"):
         next(iter(DataLoader(DrawingBatches(), **options)))
     next(iter(DataLoader(DrawingBatches(), **options, seeded=False)))
 
@@ -147,4 +148,13 @@ def test_seeded_passes_attributes_on() -> None:
     assert Seeded(dataset).classes == ["a", "b"]
     assert len(Seeded(dataset)) == 10
     with pytest.raises(AttributeError, match="colors"):
-        Seeded(dataset).colors
+        _ = Seeded(dataset).colors
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_program_restored_at_the_end_of_an_epoch_gets_an_iteration_without_batches(workers: int) -> None:
+    sampler = GlobalBatchSampler(10, 4, 0, 1)
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 1, "step": 6})
+    loader = DataLoader(torch.arange(10), batch_sampler=sampler, num_workers=workers)
+    assert [len(list(loader)) for _ in range(2)] == [0, 3]
+    assert sampler.epoch == 3

@@ -98,7 +98,7 @@ def stepped(make: Callable[..., torch.optim.Optimizer], **options: Any) -> torch
     for _ in range(2):
         loss = model(torch.ones(3, 2)).sum()
         loss.backward()
-        optimizer.step(lambda: loss)
+        optimizer.step(lambda loss=loss: loss)  # type: ignore[misc]
     return optimizer
 
 

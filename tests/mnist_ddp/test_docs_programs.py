@@ -52,43 +52,10 @@ def test_a_runs_weights_are_loaded_as_the_page_says(tmp_path: Path) -> None:
     assert len(set(digits.groups())) == 1  # three equal images
 
 
-def torchrun(folder: Path, run_dir: str, steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "docs" / "own_loop.py"), run_dir, str(steps)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environ(folder), stdout=pipe, stderr=pipe, text=True)
-
-
-def last_line(job: subprocess.Popen[str]) -> str:
-    out, errors = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0, errors
-    return out.splitlines()[-1]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     kill_all(tmp_path)
-
-
-@pytest.mark.soak  # in the matrix docs/own_loop.md runs its commands, which resume
-def test_a_loop_of_ones_own_goes_on_to_the_same_weights(folder: Path) -> None:
-    undisturbed = last_line(torchrun(folder, "undisturbed", 80))
-    assert re.fullmatch("80 [0-9a-f]{64}", undisturbed)
-    assert last_line(torchrun(folder, "resumed", 40)).startswith("40 ")
-    assert last_line(torchrun(folder, "resumed", 80)) == undisturbed
-    # Killed after its first checkpoint, and started again.
-    job = torchrun(folder, "killed", 100_000)
-    until = time.monotonic() + LIMIT
-    while not checkpoint.folders(folder / "killed"):
-        assert job.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    kill_all(folder)
-    job.communicate(timeout=LIMIT)
-    step = max(int(kept.name[5:]) for kept in checkpoint.folders(folder / "killed"))
-    whole = last_line(torchrun(folder, "whole", step + 20))
-    assert last_line(torchrun(folder, "killed", step + 20)) == whole
 
 
 # --- the wheel alone -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Parts for PyTorch training loops, each of which works alone, and the code that PyTorch apps share.
+"""Independent parts for PyTorch training loops, and the code that PyTorch apps share.
 
 The parts take plain torch objects, and never wrap a training call:
 

@@ -18,7 +18,7 @@ from samestep import ConfigError, NonRetryableError, checkpoint
 from samestep.checkpoint import Arrays, Checkpoint
 from samestep.torch.ranks import broadcast, place
 from samestep.torch.state_tree import decode, encode
-from samestep.torch.stops import StopRequests
+from samestep.torch.stops import StopRequests, exit_stopped
 from samestep.torch.worker_signals import stop_workers
 
 _PART_NAME = re.compile("[a-z_]+")  # names a file
@@ -64,7 +64,7 @@ class Checkpoints:
         """Load the newest good checkpoint into the parts. Collective.
 
         Returns:
-            The number of steps done; 0 if there is no checkpoint.
+            The number of steps done; 0 without a checkpoint.
 
         Raises:
             NonRetryableError: there are checkpoints, but none is good.
@@ -127,7 +127,7 @@ class Checkpoints:
         if world_size > 1:
             dist.barrier()  # collective: a launcher ends the other ranks as soon as one has ended
             dist.destroy_process_group()
-        raise SystemExit(128 + signal)
+        exit_stopped(128 + signal)
 
     def save(self) -> None:
         """Save the parts now. Rank 0 copies them, and a thread writes the files.

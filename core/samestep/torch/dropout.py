@@ -104,8 +104,8 @@ def mask_shape(x: Tensor, by_channel: bool) -> list[int]:
     return [*x.shape[:2], *[1] * (x.ndim - 2)] if by_channel else list(x.shape)
 
 
-# For a compiler, the mask is one operation: its key comes from the generator in the order of the program, and no number
-# of rows or of the step is part of the compiled code.
+# For a compiler, the mask is one operation: its key comes from the generator in the order of the program. The compiled
+# code has no number of rows or of the step.
 keep_mask = torch.library.custom_op(
     "samestep::keep_mask", draw_mask, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )

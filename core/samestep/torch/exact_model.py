@@ -49,7 +49,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
     check.
 
     Args:
-        model: a module, or one in DDP. The batch must be the first dimension of what its dropouts get.
+        model: a module, or one in DDP. The first dimension of a dropout's input must be the batch.
         rows: the sampler, or a `FixedRows`. It may be None if the model has no dropout.
         timer: counts the time in which this rank waits for others as communication.
 
@@ -148,8 +148,8 @@ class DrawWatch:
             return
         if not all(map(torch.equal, self._model_rows.state, generator_states())):
             raise ValueError(
-                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which differ "
-                "with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which "
+                "differ with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
             )
         if module is self._model:
             self._model_rows.state = None

@@ -106,12 +106,12 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        return one.shape == other.shape and bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
     if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
+        return bool(one.tobytes() == other.tobytes())
     if isinstance(one, (int, float, str, bytes)):
-        is_nan = one != one
-        return is_nan or one == other
+        is_nan = bool(one != one)
+        return is_nan or bool(one == other)
     return True
 
 

@@ -25,7 +25,7 @@ def place() -> Place:
     """Return this process's place in the process group; without a job, rank 0 of 1.
 
     Raises:
-        RuntimeError: a launcher started several ranks, but there is no process group yet.
+        RuntimeError: a launcher started several ranks, but torch has no process group.
     """
     return Place(dist.get_rank(), dist.get_world_size()) if has_group() else _place_without_group()
 

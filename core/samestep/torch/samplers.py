@@ -172,7 +172,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         self._batch = 0  # steps done in this epoch; equal to len(self) at its end
         self._is_drawn = False
         self._is_counted = False
-        self._is_restored = False  # at a position from which no iteration has begun yet
+        self._has_received_last = False  # the loop has received the epoch's last batch, in this process
         self.micro_batch: tuple[int, int] | None = (
             None  # (k, count) while `micro_batches` yields it, for `GradientTree.add`
         )
@@ -208,21 +208,18 @@ class GlobalBatchSampler(Sampler[Indices]):
 
     def seek(self, step: int) -> None:
         """Go to the position after ``step`` steps, for example to the start of an epoch at a multiple of its length."""
-        self._epoch, self._batch = divmod(whole_number("step", step), len(self))
+        self._go_to(*divmod(whole_number("step", step), len(self)))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; stay at a position in it. Frameworks call this method; a loop need not."""
         if epoch != self._epoch:
-            self._epoch = epoch
-            self._batch = 0
+            self._go_to(epoch, 0)
 
     def __iter__(self) -> Iterator[Indices]:
         rank, world_size = self._given or place()
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
-        if self._batch == len(self) and not self._is_restored:  # the loop left its iteration after the last batch
-            self._epoch += 1
-            self._batch = 0
-        self._is_restored = False
+        if self._has_received_last:  # and left its iteration there
+            self._go_to(self._epoch + 1, 0)
         return self._indices(self._epoch, self._batch)
 
     def _indices(self, epoch: int, first: int) -> Iterator[Indices]:
@@ -257,10 +254,15 @@ class GlobalBatchSampler(Sampler[Indices]):
         for batch in batches:
             self._epoch = epoch
             self._batch += 1
+            self._has_received_last = self._batch == len(self)
             self._seed_generators()
             yield batch
-        self._epoch = epoch + 1
-        self._batch = 0
+        self._go_to(epoch + 1, 0)
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch = epoch
+        self._batch = batch
+        self._has_received_last = False
 
     def _seed_generators(self) -> None:
         if self.seed_steps:
@@ -307,7 +309,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         return self.step - 1
 
     def scale(self, loss_sum: Tensor, grad_scale: float | None = None) -> Tensor:
-        """Return a loss whose gradient is that of the mean over the global batch's examples. It does not communicate.
+        """Return a loss with the gradient of the mean over the global batch's examples, without communication.
 
         Args:
             loss_sum: sum of the losses of this rank's batch or micro-batch.
@@ -323,7 +325,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what decides the order. Call it after an optimizer step.
+        """Return the position and the settings of the order. Call it after an optimizer step.
 
         Raises:
             RuntimeError: batches were drawn, but not counted.
@@ -340,9 +342,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         for name, value in self._order().items():
             if state[name] != value:
                 raise ValueError(f"the checkpoint has {name} {state[name]}, not {value}: set it back, or start anew")
-        self._epoch = state["epoch"]
-        self._batch = state["step"] - self._epoch * len(self)
-        self._is_restored = True
+        self._go_to(state["epoch"], state["step"] - state["epoch"] * len(self))
 
     def _order(self) -> dict[str, Any]:
         return {
@@ -359,13 +359,14 @@ class EvalSampler(Sampler[Indices]):
     """Yield this rank's blocks of a dataset, for the argument ``batch_sampler`` of a DataLoader.
 
     Each example is in one block, and each block on one rank. Blocks depend on the number of ranks only if ``blocks``
-    does. Ranks may have different numbers of blocks: an evaluation must not communicate before its end; see ``even``.
+    does. Ranks may have different numbers of blocks, so an evaluation must not communicate before its end, except with
+    ``even``.
 
     Args:
         dataset_len: number of examples.
         batch_size: examples of a block, at most.
         blocks: number of blocks, at least. By default the smallest number that ``batch_size`` allows.
-        even: give every rank the same number of batches, of which the last may be empty. Use it if the model's forward
+        even: give every rank the same number of batches; the last may be empty. Use it if the model's forward
             pass is a collective.
         rank, world_size: this process's place; by default the process group's at the first iteration.
 

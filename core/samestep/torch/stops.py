@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ GRACE_PART = 0.25  # of the grace time, within which the ranks must agree
 MAX_STEPS = 64  # between two all-reduces: more would save nothing, and steps may become slower meanwhile
 
 _is_installed = False  # signal handlers are process state
+_exit_code: int | None = None  # of a stopped program
 
 
 class StopRequests:
@@ -72,6 +74,24 @@ class StopRequests:
         self._interval = max(1, min(MAX_STEPS, int(self._grace * GRACE_PART / max(slowest, 1e-6))))
         self._steps_left = self._interval
         return self.signal
+
+
+def exit_stopped(code: int) -> NoReturn:
+    """End the program by SystemExit, with this exit code."""
+    global _exit_code
+    _exit_code = code
+    raise SystemExit(code)
+
+
+def _skip_shutdown() -> None:
+    """After a stop, skip Python's shutdown, which threads of gloo may abort with another exit code."""
+    if _exit_code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code)
+
+
+atexit.register(_skip_shutdown)  # exit functions that are registered later run before it
 
 
 def _exit_now(stopped: Stopped) -> NoReturn:

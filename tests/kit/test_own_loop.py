@@ -1,0 +1,244 @@
+"""docs/own_loop_exact.py in real processes: equal losses at any number of ranks, kills, and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kit_programs import LIMIT, ROOT, environment
+from processes import free_port, kill_marked, marked
+
+SCRIPT = ROOT / "docs" / "own_loop_exact.py"
+FAULT = Path(__file__).parent / "fault.py"
+EPOCHS, STEPS = 2, 28  # 1,000 examples in batches of 37; the last has one
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose processes must have ended at the end of a test."""
+    yield tmp_path
+    left = marked("SAMESTEP_TEST", str(tmp_path))
+    kill_marked("SAMESTEP_TEST", str(tmp_path), LIMIT)
+    assert left == []
+
+
+def arguments(out: Path, workers: int, batch_size: int = 37, dtype: str = "float32", epochs: int = EPOCHS) -> list[str]:
+    settings = {"epochs": epochs, "batch-size": batch_size, "workers": workers, "dtype": dtype, "out": out}
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+class Group:
+    """Ranks in one process group, as Slurm starts them; their output goes to one file."""
+
+    def __init__(self, folder: Path, world_size: int, command: list[str]) -> None:
+        self.log = folder / f"{world_size}-{os.urandom(4).hex()}.log"
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        port = free_port()
+        with self.log.open("wb") as file:
+            for rank in range(world_size):
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SAMESTEP_TEST": str(folder)}
+                process = subprocess.Popen(
+                    [sys.executable, *command],
+                    env=environment(**variables),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    process_group=self.ranks[0].pid if self.ranks else 0,
+                )
+                self.ranks.append(process)
+
+    def wait(self) -> list[int]:
+        return [process.wait(timeout=LIMIT) for process in self.ranks]
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+def losses(text: str) -> list[tuple[int, int, float]]:
+    return [(int(e), int(s), float(x)) for e, s, x in re.findall(r"epoch (\d+) step (\d+) loss (\S+)", text)]
+
+
+def evaluations(text: str) -> list[str]:
+    return re.findall(r"epoch \d+ accuracy \S+ \(\d+ of \d+\)", text)
+
+
+def weights(out: Path) -> bytes:
+    state = torch.load(out / "model.pt", weights_only=True)
+    return b"".join(name.encode() + tensor.numpy().tobytes() for name, tensor in state.items())
+
+
+def run(folder: Path, world_size: int, *options: str, fault: tuple[object, ...] = ()) -> Group:
+    group = Group(folder, world_size, [*([str(FAULT), *map(str, fault)] if fault else []), str(SCRIPT), *options])
+    group.wait()
+    return group
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[str]]:
+    """The final weights and the evaluations of two ranks that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    group = run(folder, 2, *arguments(folder / "out", workers=0))
+    assert len(losses(group.text())) == EPOCHS * STEPS, group.text()
+    return weights(folder / "out"), evaluations(group.text())
+
+
+def assert_equal_losses(folder: Path, cases: list[tuple[int, int]], batch_size: int, epochs: int) -> None:
+    """Compare losses of runs by their number of ranks and of workers."""
+    found = {}
+    for world_size, workers in cases:
+        out = folder / f"{world_size}-{workers}-{batch_size}"
+        group = run(folder, world_size, *arguments(out, workers, batch_size, "float64", epochs))
+        found[world_size, workers] = losses(group.text())
+        assert len(evaluations(group.text())) == epochs, group.text()
+        assert all(line.endswith("of 999)") for line in evaluations(group.text()))
+    expected = found.pop(cases[0])
+    assert len(expected) == epochs * -(-1000 // batch_size)
+    for case, values in found.items():
+        assert [value[:2] for value in values] == [value[:2] for value in expected]
+        assert max(abs(one[2] - other[2]) for one, other in zip(expected, values)) < 1e-12, case
+
+
+def test_losses_are_equal_at_any_number_of_ranks(folder: Path) -> None:
+    """Augmentation, batch norm, dropout, AdamW and OneCycle, with a last batch of one example."""
+    assert_equal_losses(folder, [(1, 0), (3, 2)], batch_size=37, epochs=1)
+
+
+@pytest.mark.soak  # test_losses_are_equal_at_any_number_of_ranks
+@pytest.mark.parametrize("batch_size", [32, 37])
+def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: int) -> None:
+    cases = [(world_size, workers) for world_size in (1, 2, 3) for workers in (0, 2)]
+    assert_equal_losses(folder, cases, batch_size, epochs=2)
+
+
+def assert_stopped(
+    folder: Path, undisturbed: tuple[bytes, list[str]], stops: list[tuple[int, str]], workers: int
+) -> None:
+    """Stop a run by signals to its process group after exact steps, start it again each time, and compare."""
+    out = folder / "out"
+    text = ""
+    for step, name in stops:
+        group = run(folder, 2, *arguments(out, workers), fault=(-1, step, name))
+        number = getattr(signal, name)
+        assert [process.returncode for process in group.ranks] == [128 + number] * 2, group.text()
+        assert f"stopped by signal {int(number)} at step {step}, which is saved" in group.text()
+        text += group.text()
+    last = run(folder, 2, *arguments(out, workers))
+    assert [process.returncode for process in last.ranks] == [0, 0], last.text()
+    text += last.text()
+    assert "killed by signal" not in text
+    done = [(epoch, step) for epoch, step, _ in losses(text)]
+    stopped = {divmod(step - 1, STEPS) for step, _ in stops}  # a step that ends in a stop is not printed
+    assert sorted(done) == sorted({divmod(step, STEPS) for step in range(EPOCHS * STEPS)} - stopped)
+    assert (weights(out), evaluations(text)) == undisturbed
+
+
+def test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing(
+    folder: Path, undisturbed: tuple[bytes, list[str]]
+) -> None:
+    assert_stopped(folder, undisturbed, [(STEPS, "SIGTERM"), (EPOCHS * STEPS, "SIGUSR1")], workers=2)
+
+
+@pytest.mark.soak  # test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.parametrize("seed", range(10))
+def test_stops_at_random_steps_lose_nothing(folder: Path, undisturbed: tuple[bytes, list[str]], seed: int) -> None:
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(1, EPOCHS * STEPS), 2))
+    stops = [(step, rng.choice(["SIGTERM", "SIGUSR1", "SIGINT"])) for step in steps]
+    assert_stopped(folder, undisturbed, stops, workers=rng.choice([0, 2]))
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Job:
+    """The script under bare torchrun, which restarts it."""
+
+    def __init__(self, folder: Path, world_size: int, options: list[str]) -> None:
+        self.log = folder / "job.log"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=20", "--monitor-interval=0.2"]
+        self._command = [sys.executable, *launcher, f"--nproc-per-node={world_size}", str(SCRIPT), *options]
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SAMESTEP_TEST": str(folder)}
+        self._environment = environment(**variables)
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until the job has done this many more steps, or has ended."""
+        before = len(losses(self.log.read_text()))
+        deadline = time.monotonic() + LIMIT
+        while self.process.poll() is None and len(losses(self.log.read_text())) < before + count:
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+    def kill(self, kind: str, rng: random.Random) -> None:
+        """Kill a rank, all ranks, or the whole job, which then starts again."""
+        ranks = children(self.process.pid)
+        targets = [rng.choice(ranks)] if kind == "rank" and ranks else ranks
+        if kind == "job":
+            targets = [*ranks, self.process.pid]
+        for pid in targets:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if kind == "job":
+            self.process.wait(timeout=LIMIT)
+            self.start()
+
+
+def assert_killed(
+    folder: Path, undisturbed: tuple[bytes, list[str]], kinds: list[str], world_size: int, workers: int, seed: int
+) -> None:
+    """Kill at random steps; compare weights and evaluations with an undisturbed run."""
+    rng = random.Random(seed)
+    job = Job(folder, world_size, arguments(folder / "out", workers))
+    for kind in kinds:
+        job.wait_for_steps(rng.randrange(3, 25))
+        if job.process.poll() is None:
+            time.sleep(rng.random() * 0.05)
+            job.kill(kind, rng)
+    assert job.process.wait(timeout=LIMIT) == 0, job.log.read_text()[-3000:]
+    assert weights(folder / "out") == undisturbed[0]
+    assert set(evaluations(job.log.read_text())) == set(undisturbed[1])
+
+
+def test_a_killed_rank_and_a_killed_job_end_with_the_same_weights(
+    folder: Path, undisturbed: tuple[bytes, list[str]]
+) -> None:
+    assert_killed(folder, undisturbed, ["rank", "job"], world_size=2, workers=2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[bytes, list[str]]]:
+    """As `undisturbed`, by the number of ranks."""
+    found = {}
+    for world_size in (2, 3):
+        folder = tmp_path_factory.mktemp(f"undisturbed-{world_size}")
+        group = run(folder, world_size, *arguments(folder / "out", workers=0))
+        found[world_size] = weights(folder / "out"), evaluations(group.text())
+    return found
+
+
+@pytest.mark.soak  # test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_at_random_steps_end_with_the_same_weights(
+    folder: Path, undisturbed_by_size: dict[int, tuple[bytes, list[str]]], seed: int
+) -> None:
+    rng = random.Random(seed)
+    world_size = 2 + seed % 2
+    kinds = [rng.choice(["rank", "all", "job"]) for _ in range(3)]
+    assert_killed(folder, undisturbed_by_size[world_size], kinds, world_size, seed // 2 % 2 * 2, seed)
