@@ -92,7 +92,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     blocks = options.virtual_ranks or world_size
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
-    run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device))
+    run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device, model))
 
     # Dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective

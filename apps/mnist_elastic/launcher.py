@@ -224,7 +224,8 @@ class Job:
         cut = 0, 1, options.virtual_ranks
         batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
         self._metadata = run_metadata(self._device)
-        run.start(batches, len(test_set.labels), options.model, self._device.type, self._metadata)
+        metadata = run_metadata(self._device, model)
+        run.start(batches, len(test_set.labels), options.model, self._device.type, metadata)
         paths = options.run_dir, options.run_dir / "metrics.jsonl"  # --evaluate-only writes no log of steps
         self._at_start = {path: path.stat() for path in paths if path.exists()}
         self._step = self._update = self._saved = run.first_step  # of records, ranks and checkpoints

@@ -38,7 +38,7 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Groups, Run
 from samestep.torch import distributed, virtual_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torchft.coordination import LighthouseClient
 
@@ -58,12 +58,12 @@ def choose_device(options: Options, world: World) -> torch.device:
     return distributed.choose_device(options.device, world)
 
 
-def run_metadata(device: torch.device) -> dict[str, Any]:
+def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
     """Return `distributed.run_metadata` for ranks that communicate by gloo on any device.
 
     NCCL cannot end a collective whose peer has died without ending the process, except by torchft's own process group.
     """
-    return {**distributed.run_metadata(device), "backend": "gloo"}
+    return {**distributed.run_metadata(device, model), "backend": "gloo"}
 
 
 class Failed(Exception):

@@ -71,7 +71,7 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
     )
-    run.start(batches, len(test_set.labels), options.model, device.type, run_metadata(device))
+    run.start(batches, len(test_set.labels), options.model, device.type, run_metadata(device, model))
 
     rows = FixedRows(options.virtual_ranks)
     exact(model, rows)

@@ -43,9 +43,10 @@ def backend(device: torch.device) -> str:
     return os.environ["HOROVOD_CPU_OPERATIONS"]  # which `rendezvous` chose
 
 
-def run_metadata(device: torch.device) -> dict[str, Any]:
+def run_metadata(device: torch.device, model: nn.Module) -> dict[str, Any]:
     """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
-    return {"horovod": horovod.__version__, **torch_distributed.run_metadata(device), "backend": backend(device)}
+    metadata = torch_distributed.run_metadata(device, model)
+    return {"horovod": horovod.__version__, **metadata, "backend": backend(device)}
 
 
 def rendezvous(world: World, device: torch.device, timeout: float, transport: str) -> None:

@@ -156,7 +156,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     train_set, test_set = load(options.dataset, options.data_dir, device)
     cut = rank, world_size, options.virtual_ranks
     batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
-    metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device)}
+    metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device, model)}
     run.start(batches, len(test_set.labels), options.model, device.type, metadata)
 
     tree = reduction.gradient_tree(model, batches)  # None without --virtual-ranks

@@ -29,7 +29,7 @@ from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, json_value, resume_invariants
-from samestep.sharding import GlobalBatches
+from samestep.sharding import RANDOM_NUMBERS, GlobalBatches
 from samestep.step_timer import INPUT, PHASES, StepTimer
 from samestep.untrusted import shown
 
@@ -232,7 +232,15 @@ class Run:
     def start(
         self, batches: GlobalBatches, test_examples: int, model: str, device: str, metadata: Mapping[str, Any]
     ) -> None:
-        """Log model and dataset, and open metrics.jsonl; ``metadata`` goes into its header."""
+        """Log model and dataset, and open metrics.jsonl.
+
+        Args:
+            batches: the global batches.
+            test_examples: number of examples of the test set.
+            model, device: names for the log.
+            metadata: versions and settings that decide the run's numbers, for the header of metrics.jsonl and for
+                checkpoints. A program with dropout by `samestep.torch.exact` has RANDOM_NUMBERS in it.
+        """
         options, world = self.options, self.world
         total = options.epochs * batches.steps_per_epoch
         self.last_step = max(self.first_step, total if options.max_steps is None else min(total, options.max_steps))
@@ -250,19 +258,7 @@ class Run:
         if world.rank == 0 and not options.evaluate_only:
             from samestep import metrics  # the other ranks do not need it
 
-            before = self._state.get("threads", self._threads)
-            if before != self._threads:
-                now_set = shown(self._threads or "unset")
-                change = f"was {shown(before or 'unset')} before this resume and is {now_set} now"
-                name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
-                log.warning(f"{name} {change}: sums may round differently; set it back for the same bits")
-            was = self._state.get("metadata", metadata) if getattr(options, "virtual_ranks", None) else metadata
-            changed = [name for name in metadata if name not in ("threads", "gpus") and was.get(name) != metadata[name]]
-            if changed:
-                texts = [
-                    f"{name} {shown(was.get(name))} before this resume, {shown(metadata[name])} now" for name in changed
-                ]
-                log.warning(f"{'; '.join(texts)}: the bits may differ from here on")
+            self._warn_of_changes()
             header = metrics.header(self.app, options, world, metadata)
             self._metrics = metrics.Metrics(options.run_dir, header, self.resumed_from)
             self._best = metrics.BestEvaluation(self._state.get("best"))
@@ -283,6 +279,30 @@ class Run:
         self.stop_request.install()
         self.stop_request.in_training = True
         self._bar = log.progress(self.last_step, self.first_step)
+
+    def _warn_of_changes(self) -> None:
+        """Warn if a resumed run has other threads, libraries or random numbers than before."""
+        options, metadata = self.options, self._metadata
+        before = self._state.get("threads", self._threads)
+        if before != self._threads:
+            now = shown(self._threads or "unset")
+            change = f"was {shown(before or 'unset')} before this resume and is {now} now"
+            name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
+            log.warning(f"{name} {change}: sums may round differently; set it back for the same bits")
+        was = self._state.get("metadata", metadata) if getattr(options, "virtual_ranks", None) else metadata
+        ignored = ("threads", "gpus", RANDOM_NUMBERS)
+        changed = [name for name in metadata if name not in ignored and was.get(name) != metadata[name]]
+        if changed:
+            texts = []
+            for name in changed:
+                texts.append(f"{name} {shown(was.get(name))} before this resume, {shown(metadata[name])} now")
+            log.warning(f"{'; '.join(texts)}: the bits may differ from here on")
+        trains_on = self.resumed_from is not None and self.first_step < self.last_step
+        if trains_on and RANDOM_NUMBERS in metadata and RANDOM_NUMBERS not in self._state.get("metadata", {}):
+            log.warning(
+                "random numbers of dropout differ from samestep 0.2's from here on: go on, or start a new run with "
+                "--no-resume"
+            )
 
     # --- after an update -----------------------------------------------------------------------------------------
 

@@ -62,7 +62,10 @@ def main():
 
     groups = {"model": {"w": weights}, "optimizer": {"m": momentum}}
     run.restore(Alone, Parts(load, lambda: groups))
-    run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", {"device": os.environ.get("DEVICE", "one")})
+    metadata = {"device": os.environ.get("DEVICE", "one")}
+    if "DRAWS" in os.environ:
+        metadata["random_numbers"] = os.environ["DRAWS"]
+    run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", metadata)
     for step in range(run.first_step, run.last_step):
         momentum[:] = momentum / 2 + step
         weights[:] -= momentum
@@ -304,6 +307,25 @@ def test_a_resume_on_another_processor_is_a_warning_where_bits_are_promised(
     assert done.returncode == 0
     found = [line for line in errors(done, "warning") if "device one before this resume, two now" in line]
     assert len(found) == len(options), done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--virtual-ranks=2",)])
+def test_other_random_numbers_than_of_samestep_0_2_are_one_warning(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """A program without dropout never records how it draws; a checkpoint of 0.2 has no record either."""
+
+    def warnings(steps: int, draws: bool) -> list[str]:
+        environ = {"DRAWS": "by row"} if draws else {}
+        done = run_toy(tmp_path / "run", f"--max-steps={steps}", *options, **environ)
+        assert done.returncode == 0
+        return [line for line in errors(done, "warning") if "random numbers" in line]
+
+    assert warnings(2, draws=False) == []
+    assert warnings(2, draws=True) == []  # it does not train on
+    assert warnings(4, draws=False) == []
+    (line,) = warnings(6, draws=True)
+    assert "random numbers of dropout differ from samestep 0.2's" in line
+    assert "go on, or start a new run with --no-resume" in line
+    assert warnings(8, draws=True) == []
 
 
 # --- 16: the lock ----------------------------------------------------------------------------------------------------

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from samestep import ConfigError, NonRetryableError, log
 from samestep.env import World, processor
 from samestep.options import SHARED_GPU
+from samestep.sharding import RANDOM_NUMBERS
 from samestep.torch.ranks import broadcast as broadcast
 
 SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
@@ -146,12 +149,17 @@ def backend(device: torch.device, requested: str = "auto") -> str:
     return requested if requested != "auto" else "nccl" if device.type == "cuda" else "gloo"
 
 
-def run_metadata(device: torch.device) -> dict[str, Any]:
+def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
     """Return versions and settings that decide a run's numbers, for the header of metrics.jsonl.
 
-    On a GPU, ``gpus`` is the number and the names of this machine's GPUs, and the versions of CUDA and NCCL.
+    On a GPU, ``gpus`` is the number and the names of this machine's GPUs, and the versions of CUDA and NCCL. If
+    ``model`` has a dropout, which `samestep.torch.exact` makes independent of ranks, ``random_numbers`` names the way in
+    which it draws.
     """
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": processor()}
+    modules = model.modules() if model is not None else ()
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
+        versions[RANDOM_NUMBERS] = "by row"
     if device.type == "cuda":
         names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
         nccl = ".".join(map(str, nccl_version()))

@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ENTER_SECONDS = 0.5  # in which the other ranks enter the all-reduce
@@ -65,24 +66,17 @@ def _skip(fault: dict[str, Any]) -> None:
     dist: Any = sys.modules["torch.distributed"]
     all_reduce = dist.all_reduce
 
-    def skip_once(*arguments: Any, **others: Any) -> None:
+    def skip_once(*arguments: Any, **others: Any) -> Any:
         dist.all_reduce = all_reduce
+        return SimpleNamespace(wait=lambda: None)  # of an asynchronous one
 
     dist.all_reduce = skip_once
 
 
 def _reseed(fault: dict[str, Any]) -> None:
-    distributed: Any = sys.modules["samestep.torch.distributed"]
-    own = distributed.generator
-
-    class Reseeded:
-        def __init__(self, given: Any) -> None:
-            self._given = given
-
-        def manual_seed(self, seed: int) -> Any:
-            return self._given.manual_seed(seed + 1 + _rank)
-
-    distributed.generator = lambda device: Reseeded(own(device))
+    samplers: Any = sys.modules["samestep.torch.samplers"]
+    seed_generators = samplers.seed_generators
+    samplers.seed_generators = lambda seed: seed_generators(seed + 1 + _rank)
 
 
 def _make_graphs() -> None:
