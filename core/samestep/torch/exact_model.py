@@ -153,8 +153,8 @@ class DrawWatch:
             return
         if not all(map(torch.equal, self._model_rows.state, generator_states())):
             raise ValueError(
-                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which differ "
-                "with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
+                f"{self._names[module]} ({type(module).__name__}) draws random numbers in its forward pass, which "
+                "differ with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
             )
         if module is self._model:
             self._is_done = True
