@@ -329,6 +329,7 @@ def test_schedules_crops_norm_and_average_are_what_they_are_called() -> None:
 
 
 STEPS = """
+import dataclasses
 import itertools
 
 import data
@@ -341,19 +342,24 @@ from torch.nn.parallel import DistributedDataParallel
 torch.set_num_threads(1)
 
 
-def training_set(options):
-    return data.load(options, torch.device("cpu"))[0]
+training, _ = data.load(parse(["--dataset=synthetic-cifar10"]), torch.device("cpu"))
+
+
+def loader_of(options, sampler):
+    seed = options.seed if options.augment else None
+    split = dataclasses.replace(training, dtype=getattr(torch, options.dtype), augment_seed=seed)
+    return data.make_loader(options, split, sampler)
 
 
 def curve(*arguments, batch=20, steps=3):
     '''The losses of some steps at one rank, in float64.'''
-    options = parse(["--dataset=synthetic-cifar10", "--dtype=float64", "--lr=0.02", *arguments])
+    options = parse(["--dtype=float64", "--lr=0.02", *arguments])
     dtype = getattr(torch, options.dtype)
     model = build_model(options, dtype)
     ddp, optimizer = DistributedDataParallel(model), train.build_optimizer(options, model)
     sampler = GlobalBatchSampler(1_024, batch, seed=options.seed, accumulate=options.accumulate)
     exact(ddp, sampler)
-    batches = itertools.islice(data.make_loader(options, training_set(options), sampler), steps)
+    batches = itertools.islice(loader_of(options, sampler), steps)
     losses = [train.train_step(options, ddp, optimizer, sampler, *each).item() for each in batches]
     state = [each for entry in optimizer.state.values() for each in entry.values() if torch.is_tensor(each)]
     assert all(each.dtype == dtype for each in [*model.parameters(), *state])
@@ -367,10 +373,10 @@ def gap(one, other):
 # The same shards by both inputs, of one rank of three, from a step in mid-epoch to after its last batch of one sample.
 fed = []
 for way in ("memory", "loader"):
-    options = parse(["--dataset=synthetic-cifar10", "--accumulate=2", f"--input={way}"])
+    options = parse(["--accumulate=2", f"--input={way}"])
     sampler = GlobalBatchSampler(1_024, 341, rank=2, world_size=3, seed=1, accumulate=2)
     sampler.seek(2)
-    loader = data.make_loader(options, training_set(options), sampler)
+    loader = loader_of(options, sampler)
     parts = []
     for count in (None, 1):  # the rest of an epoch, and the first batch of the next
         for batch in itertools.islice(loader, count):

@@ -135,13 +135,17 @@ class DrawWatch:
         self._model = model
         self._model_rows = model_rows
         self._names = {module: name or "the model itself" for name, module in model.named_modules()}
-        self._hooks = [model.register_forward_pre_hook(self.begin)]
-        self._hooks += [module.register_forward_hook(self.end) for module in model.modules()]
+        self._hooks: list[Any] = []
+        self._is_done = False
+        model.register_forward_pre_hook(self.begin)  # it stays: without it, a compiled model is compiled again
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        """Remember the generators before the model's forward pass."""
-        if module.training and not torch.compiler.is_compiling():
-            self._model_rows.state = generator_states()
+        """Remember the generators before the model's forward pass, and watch its modules."""
+        if torch.compiler.is_compiling() or self._is_done or not module.training or module is not self._model:
+            return
+        if not self._hooks:
+            self._hooks = [each.register_forward_hook(self.end) for each in self._model.modules()]
+        self._model_rows.state = generator_states()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Compare the generators after the forward pass of a module, the innermost ones first."""
@@ -153,6 +157,7 @@ class DrawWatch:
                 "differ with the number of ranks: use nn.Dropout modules instead of F.dropout, or set its dropout to 0"
             )
         if module is self._model:
+            self._is_done = True
             self._model_rows.state = None
             for hook in self._hooks:
                 hook.remove()
