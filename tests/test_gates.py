@@ -18,6 +18,7 @@ FUNCTIONS = set(
 METHODS = set("open write_text write_bytes mkdir touch unlink rename rmdir symlink_to hardlink_to".split())
 # Functions that change files which no run dir holds, and the reason.
 OUTSIDE = {
+    "core/samestep/child_signals.py _is_pending": "a file of /proc",
     "core/samestep/data/download.py": "caches of datasets",
     "core/samestep/data/files.py opened": "reads",
     "core/samestep/root.py": "the way itself",

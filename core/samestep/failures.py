@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.untrusted import check, integer, printable, read_object, text, write_json
+from samestep.untrusted import check, integer, read_object, shown, text, write_json
 
 FILE_NAME = "failure"  # in the log folder
 MAX_TEXT = 1000  # characters
@@ -66,5 +66,5 @@ def read(folder: Path, job: str) -> Failure | None:
         check(values, {**_SCHEMA, "job": text(MAX_TEXT)})
     except ValueError:
         return None
-    failure = Failure(values["step"], values["error"], " ".join(printable(values["text"]).split()))
+    failure = Failure(values["step"], values["error"], shown(values["text"], MAX_TEXT))
     return failure if values["job"] == job else None

@@ -297,7 +297,7 @@ def test_options_that_no_checkpoint_can_hold_end_a_run_before_its_first_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(tmp_path, monkeypatch, corpus="\ud83d\ude00")
-    run.restore(OneRank(), lambda groups: None)
+    run.restore(OneRank(), Parts(lambda groups: None, dict))
     with pytest.raises(NonRetryableError, match=r"resume_invariants\.corpus has surrogates, which JSON would change"):
         run.start(GlobalBatches(24, 4, 1), 4, "toy", "cpu", {})
 
