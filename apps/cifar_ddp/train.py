@@ -33,6 +33,7 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction
+from samestep.torch.worker_signals import stop_workers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_ranks import VirtualRanks, check_sub_shards
@@ -186,6 +187,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
             )  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
+
+    stop_workers()  # of --input loader
     metrics = run.eval_metrics or evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
     run.finish(metrics)  # collective: compare replicas; rank 0 writes
 
