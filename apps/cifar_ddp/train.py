@@ -141,7 +141,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     )
     run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
 
-    # The same global batches at any number of ranks, and a test set of which each rank evaluates some blocks.
+    # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
     sampler = GlobalBatchSampler(
         len(train_set),

@@ -29,7 +29,7 @@ class VirtualRanks:
     """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree.
 
     Args:
-        ddp: the model, of which the tree replaces the reduction.
+        ddp: the model; the tree replaces its reduction.
         sampler: has the sub-shards.
         summed_loss: returns the summed loss of ``(options, model, images, labels)``.
     """

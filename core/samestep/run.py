@@ -60,7 +60,7 @@ class Parts:
             an array does not fit. A new run does not call it. With `samestep.sharded.shards.Shards`, it takes
             `StoredGroups`.
         groups: returns the `Groups`; with Shards, `ShardGroups`.
-        names: the names of the groups, of which "model" is one. A checkpoint without one of them counts as corrupt.
+        names: the names of the groups; one is "model". A checkpoint without one of them counts as corrupt.
     """
 
     load: Callable[[Any], None]
@@ -237,7 +237,8 @@ class Run:
         Args:
             batches: the global batches.
             test_examples: number of examples of the test set.
-            model, device: names for the log.
+            model: its name, for the log.
+            device: its name, for the log.
             metadata: versions and settings that decide the run's numbers, for the header of metrics.jsonl and for
                 checkpoints. A program with dropout by `samestep.torch.exact` has RANDOM_NUMBERS in it.
         """
