@@ -40,7 +40,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from samestep import checkpoint  # noqa: E402
 from samestep.recovery import replica_check  # noqa: E402
-from samestep.sharding import BatchSlice  # noqa: E402
 from samestep.torch import weights  # noqa: E402
 
 app = importlib.import_module("model")  # mnist_ddp's
@@ -50,7 +49,7 @@ def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     """mnist_ddp's model, with momentum after one update."""
     model: nn.Module = app.build_model("net", 0.0, torch.float32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.zeros(1, 1, 28, 28), BatchSlice(0, 1)).sum().backward()
+    model(torch.zeros(1, 1, 28, 28)).sum().backward()
     optimizer.step()
     return model, optimizer
 

@@ -37,12 +37,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
 from data import load  # noqa: E402
 from model import build_model  # noqa: E402
-from samestep.sharding import BatchSlice, GlobalBatches  # noqa: E402
+from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.torch.reduction import ordered_all_reduce  # noqa: E402
 
 BATCH, AT_ONCE = 128, 4  # images over all ranks; steps that are timed together
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
-Shards = list[tuple[Tensor, Tensor, BatchSlice]]
+Shards = list[tuple[Tensor, Tensor, int]]  # images, labels, size of the global batch
 
 
 def in_rank_order(rows: Tensor) -> Tensor:
@@ -105,10 +105,10 @@ def variant(
     wrapped, turn = wrap(inner(model)), itertools.cycle(shards)
 
     def step() -> None:
-        images, labels, rows = next(turn)
+        images, labels, size = next(turn)
         optimizer.zero_grad()
-        loss = F.nll_loss(wrapped(images, rows), labels, reduction="sum")
-        (loss * (dist.get_world_size() / rows.global_size)).backward()
+        loss = F.nll_loss(wrapped(images), labels, reduction="sum")
+        (loss * (dist.get_world_size() / size)).backward()
         optimizer.step()
 
     return step
@@ -118,10 +118,10 @@ def gradients(shards: Shards, wrap: Callable[[nn.Module], nn.Module], passes: in
     """All gradients after ``passes`` backward passes from the same weights: after the first DDP orders its buckets."""
     model = build_model("net", 0.0, torch.float32, 1)
     wrapped = wrap(model)
-    for images, labels, rows in shards[:1] * passes:
+    for images, labels, size in shards[:1] * passes:
         model.zero_grad()
-        loss = F.nll_loss(wrapped(images, rows), labels, reduction="sum")
-        (loss * (dist.get_world_size() / rows.global_size)).backward()  # collective
+        loss = F.nll_loss(wrapped(images), labels, reduction="sum")
+        (loss * (dist.get_world_size() / size)).backward()  # collective
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
@@ -162,11 +162,10 @@ def main() -> None:
         parser.error("torchrun must start this (see --help)")
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    training, _ = load("mnist-5k", ROOT / "data", torch.device("cpu"))
+    training, _ = load("mnist-5k", ROOT / "data", torch.device("cpu"), torch.float32)
     batches = GlobalBatches(len(training.labels), BATCH, 1, rank, world_size, drop_last=True)
     shards: Shards = [
-        (*training.batch(batches.indices(step), torch.float32), batches.rows(step))
-        for step in range(batches.steps_per_epoch)
+        (*training.batch(batches.indices(step)), batches.size(step)) for step in range(batches.steps_per_epoch)
     ]
     if options.check:
         said = check(shards)

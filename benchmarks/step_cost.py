@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200] [--virtual-ranks 4 8]
 
-The variant with the kit takes the same step by `samestep.torch`: sampler, DataLoader, `exact`, stop requests.
+All variants take the app's step. A `Run` handles the stop requests, or the kit's `samestep.torch.StopRequests`.
 
 All variants take turns in one job, ten steps each, with the log line's sum over ranks after the tenth; nothing is kept.
 Times are medians, in milliseconds; differences from the first and ratios are of each round, with their quartiles.
@@ -29,16 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
-from data import Split, load  # noqa: E402
+from data import load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
@@ -46,81 +43,19 @@ from samestep.data import datasets  # noqa: E402
 from samestep.recovery.watchdog import Watchdog  # noqa: E402
 from samestep.run import Parts, Run  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
-from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.torch import DataLoader, GlobalBatchSampler, StopRequests, distributed, exact, reduction  # noqa: E402
 from samestep.virtual_ranks import nodes_of_ranks  # noqa: E402
-from train import build_optimizer  # noqa: E402
+from train import build_optimizer, train_step  # noqa: E402
+from virtual_ranks import VirtualRanks  # noqa: E402
 
 AT_ONCE = 10  # steps that are timed together, and between two log lines
 BATCH = 128  # images over all ranks
 
 
-class KitNet(nn.Module):
-    """The CNN of mnist_ddp with torch's own dropouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
-        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
-        self.drop_channels = nn.Dropout2d(0.5)
-        self.fc1 = nn.Linear(320, 50)
-        self.drop = nn.Dropout(0.5)
-        self.fc2 = nn.Linear(50, 10)
-        nn.utils.convert_conv2d_weight_memory_format(self.conv1, torch.channels_last)  # as the app
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(F.max_pool2d(self.conv1(images), 2))
-        x = F.relu(F.max_pool2d(self.drop_channels(self.conv2(x)), 2))
-        x = F.relu(self.fc1(x.flatten(1)))
-        return F.log_softmax(self.fc2(self.drop(x)), dim=1)
-
-
-class Batches(torch.utils.data.Dataset[Any]):
-    """A dataset that reads whole batches."""
-
-    def __init__(self, split: Split) -> None:
-        self._split = split
-
-    def __len__(self) -> int:
-        return len(self._split.labels)
-
-    def __getitems__(self, indices: Any) -> Any:
-        return self._split.batch(np.asarray(indices), torch.float32)
-
-
-def same(batch: Any) -> Any:
-    return batch
-
-
-def kit_variant(training: Split, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], None]:
-    """Return a function that takes ten steps with the kit, and sums the losses over ranks after the tenth."""
-    sampler = GlobalBatchSampler(len(training.labels), BATCH)
-    loader = DataLoader(Batches(training), batch_sampler=sampler, collate_fn=same)
-    torch.manual_seed(1)
-    model = exact(DistributedDataParallel(KitNet()), sampler)
-    optimizer = make_optimizer(model)
-    stops = StopRequests()
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    endless = batches()
-
-    def ten_steps() -> None:
-        distributed.set_threads(None)
-        running_loss = torch.zeros((), dtype=torch.float64)
-        for _ in range(AT_ONCE):
-            images, labels = next(endless)
-            optimizer.zero_grad()
-            loss = sampler.scale(F.nll_loss(model(images), labels, reduction="sum"))
-            loss.backward()
-            optimizer.step()
-            running_loss += loss.detach()
-            stops.step()
-        dist.all_reduce(running_loss)
-
-    return ten_steps
+def endless(loader: DataLoader) -> Iterator[Any]:
+    """Yield the batches of all epochs."""
+    while True:
+        yield from loader
 
 
 def main() -> None:  # noqa: C901
@@ -139,30 +74,31 @@ def main() -> None:  # noqa: C901
     options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-")) if world.rank == 0 else None
     run = Run("mnist_ddp", options, world, Watchdog(), datasets.resolve)
     run.restore(distributed, Parts(load=lambda groups: None, groups=dict))
-    training, test = load(options.dataset, options.data_dir, device)
-    batches = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size)
-    run.start(batches, len(test.labels), "net", "cpu", {})
-    step = 0
+    training, test = load(options.dataset, options.data_dir, device, torch.float32)
+    global_batches = GlobalBatches(len(training), BATCH, options.seed, world.rank, world.world_size)
+    run.start(global_batches, len(test), "net", "cpu", {})
 
     def variant(
         stops: bool = False,
         phases: bool = False,
         lightning: bool = False,
+        kit_stops: bool = False,
         virtual_ranks: int | None = None,
         threads: int | None = None,
     ) -> Callable[[], None]:
-        """Return a function that takes ten steps."""
+        """Return a function that takes ten steps, and sums the losses over ranks after the tenth."""
         model = build_model("net", 0.5, torch.float32, 1)
         optimizer = build_optimizer(options, model)
-        cuts = GlobalBatches(len(training.labels), BATCH, options.seed, world.rank, world.world_size, virtual_ranks)
-        ddp, sample = DistributedDataParallel(model), training.batch(np.arange(1), torch.float32)
-        reduction.fix_reduction_order(ddp, run.timer if phases else StepTimer(), *sample)
-        tree = reduction.gradient_tree(ddp, cuts)
+        sampler = GlobalBatchSampler(len(training), BATCH, seed=options.seed, virtual_ranks=virtual_ranks)
+        batches = endless(DataLoader(training, batch_sampler=sampler, seeded=False))
+        ddp = DistributedDataParallel(model)
+        exact(ddp, sampler, timer=run.timer if phases else None)
+        update = VirtualRanks(ddp, sampler).train_step if virtual_ranks else train_step
         if phases:
             reduction.time_phases(model, optimizer, run.timer)
+        requests = StopRequests() if kit_stops else None
 
         def ten_steps() -> None:
-            nonlocal step
             distributed.set_threads(threads)
             running_loss = torch.zeros((), dtype=torch.float64)
             for _ in range(AT_ONCE):
@@ -170,27 +106,18 @@ def main() -> None:  # noqa: C901
                     flag = torch.tensor([0])
                     dist.broadcast(flag, src=0)
                     flag.item()
-                optimizer.zero_grad()
-                for micro_batch in cuts.micro_batches(step):
-                    with run.timer.phase("input") if phases else nullcontext():
-                        images, labels = training.batch(cuts.indices(step, micro_batch), torch.float32)
-                    rows = cuts.rows(step, micro_batch)
-                    loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-                    (loss * ((1 if tree else world.world_size) / rows.global_size)).backward()
-                    if tree:
-                        tree.add(micro_batch, loss)
-                if tree:
-                    loss = tree.all_reduce(step)
-                optimizer.step()
-                running_loss += loss.detach()
+                with run.timer.phase("input") if phases else nullcontext():
+                    images, labels = next(batches)
+                loss = update(ddp, optimizer, sampler, images, labels)
+                running_loss += loss
                 if stops:
-                    run.after_step(loss.detach())
-                step += 1
+                    run.after_step(loss)
+                if requests:
+                    requests.step()
             if stops:
                 run.sync()
-                return
-            sums = torch.tensor([loss.item(), running_loss.item()], dtype=torch.float64)
-            dist.all_reduce(sums)
+            else:
+                dist.all_reduce(running_loss)
 
         return ten_steps
 
@@ -214,7 +141,7 @@ def main() -> None:  # noqa: C901
             "stop requests": variant(stops=True),
             "stop requests and phases (the app)": variant(stops=True, phases=True),
             "neither, and Lightning's broadcast": variant(lightning=True),
-            "stop requests, by the kit": kit_variant(training, partial(build_optimizer, options)),
+            "stop requests, by the kit": variant(kit_stops=True),
         }
     )
     taken: dict[str, list[float]] = {name: [] for name in loops}

@@ -19,7 +19,7 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, images: Tensor, labels: Tensor, dtype: torch.dtype) -> None:
-        """``dtype`` is that of the images in a batch."""
+        """Keep the arrays; the images of a batch have ``dtype``."""
         self.images = images
         self.labels = labels
         self.dtype = dtype

@@ -83,7 +83,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
     run.restore(distributed, parts)  # collective: rank 0 reads
 
-    # The same global batches at any number of ranks, and a test set of which each rank evaluates some blocks.
+    # The same global batches at any number of ranks, and a test set whose blocks the ranks share out.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
     rank, world_size = run.world.rank, run.world.world_size
     sampler = GlobalBatchSampler(

@@ -32,6 +32,7 @@ class VirtualRanks:
         for sub_images, sub_labels in sampler.micro_batches((images, labels)):
             loss_sum = F.nll_loss(model(sub_images), sub_labels, reduction="sum")
             sampler.scale(loss_sum).backward()
+            assert sampler.micro_batch is not None
             self.tree.add(sampler.micro_batch, loss_sum)
         loss_sum = self.tree.all_reduce(step)  # collective
         optimizer.step()

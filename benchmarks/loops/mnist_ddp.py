@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import common
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -21,37 +19,32 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
 
     ``plain``: with contiguous tensors, and with DDP's own all-reduce.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_ddp"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
     from data import load
     from model import build_model
     from options import parse
     from samestep import env
-    from samestep.sharding import GlobalBatches
-    from samestep.step_timer import StepTimer
+    from samestep.torch import DataLoader, GlobalBatchSampler, exact
     from samestep.torch.distributed import choose_device
-    from samestep.torch.reduction import fix_reduction_order
-    from train import build_optimizer
+    from train import build_optimizer, train_step
 
     its, device = parse([]), choose_device(options.device, env.detect())
-    training, _ = load("mnist", options.data, device)
-    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
-    steps = range(common.RESIDENT)
-    shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
+    training, _ = load("mnist", options.data, device, torch.float32)
+    sampler = GlobalBatchSampler(len(training), options.batch, seed=its.seed, drop_last=True)
+    loader = DataLoader(training, batch_sampler=sampler, seeded=False)
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    shards = list(itertools.islice(epochs, common.RESIDENT))
     model = build_model(its.model, its.dropout, torch.float32, its.seed).to(device)
     if plain:
         torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
     optimizer = build_optimizer(its, model)
     ddp = DistributedDataParallel(model)
     if not plain:
-        fix_reduction_order(ddp, StepTimer(), *training.batch(np.arange(1), torch.float32))
-    clock = common.Clock(options, rank)
-    for images, labels, rows in itertools.cycle(shards):
-        optimizer.zero_grad()
-        loss = F.nll_loss(ddp(images, rows), labels, reduction="sum")
-        (loss * (world_size / rows.global_size)).backward()
-        optimizer.step()
+        exact(ddp, sampler)
+    clock = common.Clock(options, dist.get_rank())
+    for images, labels in itertools.cycle(shards):
+        train_step(ddp, optimizer, sampler, images, labels)
         if clock.step():
             break
 

@@ -45,33 +45,29 @@ def limit(options: argparse.Namespace) -> None:
     "fused-limit" has hvd.DistributedOptimizer in place of the group: Horovod reduces together what gradients are ready
     at one moment (tensor fusion), while the others are computed.
     """
-    rank, world_size = hvd.rank(), hvd.size()
     app = Path(__file__).resolve().parents[2] / "apps" / "mnist_horovod"
     sys.path[:0] = [str(app), str(app.parents[1] / "core")]
-    import distributed
     from data import load
     from model import build_model
     from options import parse
-    from samestep.sharding import GlobalBatches
-    from train import build_optimizer
+    from samestep.torch import DataLoader, GlobalBatchSampler, exact
+    from train import build_optimizer, train_step
 
     its = parse([])
-    training, _ = load("mnist", options.data, torch.device("cpu"))
-    batches = GlobalBatches(len(training.labels), options.batch, its.seed, rank, world_size)
-    steps = range(common.RESIDENT)
-    shards = [(*training.batch(batches.indices(step), torch.float32), batches.rows(step)) for step in steps]
+    its.gradients = "optimizer" if options.kind == "fused-limit" else "group"
+    training, _ = load("mnist", options.data, torch.device("cpu"), torch.float32)
+    sampler = GlobalBatchSampler(len(training), options.batch, hvd.rank(), hvd.size(), its.seed, drop_last=True)
+    loader = DataLoader(training, batch_sampler=sampler, seeded=False)
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    shards = list(itertools.islice(epochs, common.RESIDENT))
     model = build_model(its.model, its.dropout, torch.float32, its.seed)
+    exact(model, sampler)
     optimizer = build_optimizer(its, model)
     if options.kind == "fused-limit":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
-    clock = common.Clock(options, rank)
-    for images, labels, rows in itertools.cycle(shards):
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(images, rows), labels, reduction="sum")
-        (loss / rows.global_size).backward()
-        if options.kind == "limit":
-            distributed.all_reduce_gradients(model, "none")
-        optimizer.step()
+    clock = common.Clock(options, hvd.rank())
+    for images, labels in itertools.cycle(shards):
+        train_step(its, model, optimizer, sampler, images, labels)
         if clock.step():
             break
 

@@ -1,23 +1,21 @@
-"""Keep the arrays of a model of which every rank has a replica: rank 0 reads and writes them."""
+"""Keep the arrays of a model that every rank has a replica of: rank 0 reads and writes them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.numpy
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
-
-if TYPE_CHECKING:
-    from samestep.run import Groups, Run
+from samestep.parts import Groups, StoredRun
 
 
 class Replicas:
     """The `samestep.run.Storage` of replicas, which must agree to the bit."""
 
-    def restore(self, run: Run) -> dict[str, Any]:
+    def restore(self, run: StoredRun) -> dict[str, Any]:
         """Resolve the run on rank 0; load the same bytes on all ranks. Raises as `Run.restore`."""
         message: dict[str, Any] = {}
         contents: dict[str, bytes] = {}
@@ -39,21 +37,21 @@ class Replicas:
             run.parts.load({group: safetensors.numpy.load(content) for group, content in contents.items()})
         return message
 
-    def _open(self, run: Run) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def _open(self, run: StoredRun) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Return rank 0's message, and the files that its parts have loaded."""
         from samestep import rundir  # the other ranks do not need it
 
         is_fresh = not run.world.restart_count
         return rundir.open_run(run.app, run.options, is_fresh, run.parts.load, run.required_groups)
 
-    def save(self, run: Run, groups: Groups) -> None:
+    def save(self, run: StoredRun, groups: Groups) -> None:
         """Compare the replicas, and write a checkpoint on rank 0. Raises as `Run.save`."""
         run.monitor.check_replicas(run.collectives.all_gather, groups, run.step)  # collective
         if run.metrics:
             state = run.checkpoint_state(run.metrics)
             checkpoint.save(run.options.run_dir, run.app, run.step, groups, *state)
 
-    def write_final(self, run: Run, groups: Groups) -> tuple[str, dict[str, Any]]:
+    def write_final(self, run: StoredRun, groups: Groups) -> tuple[str, dict[str, Any]]:
         """Compare the replicas' digests, and write model.safetensors and model-<group>.safetensors on rank 0."""
         folder = run.options.run_dir
         digest = checkpoint.weights_sha256(groups["model"])

@@ -14,19 +14,20 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, SupportsFloat, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from samestep import ConfigError, NonRetryableError, checkpoint, events, log, stop
-from samestep.checkpoint import Arrays
 from samestep.env import World
 from samestep.monitor import Monitor
 from samestep.options import Options, check_virtual_ranks, resume_invariants
+from samestep.parts import Collectives as Collectives
+from samestep.parts import Groups as Groups
+from samestep.parts import Parts as Parts
 from samestep.replicas import Replicas
 from samestep.sharding import RANDOM_NUMBERS, GlobalBatches
 from samestep.step_timer import INPUT, PHASES, StepTimer
@@ -34,36 +35,8 @@ from samestep.step_timer import INPUT, PHASES, StepTimer
 if TYPE_CHECKING:
     from samestep.metrics import BestEvaluation, Metrics
 
-Groups = Mapping[str, Arrays]  # the arrays of a checkpoint, by the name of their part
 Batch = TypeVar("Batch")
 SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
-
-
-class Collectives(Protocol):
-    """The functions by which ranks communicate about the run: an app's ``distributed`` module has them."""
-
-    def broadcast(self, content: bytes) -> bytes:
-        """Return rank 0's ``content`` on every rank."""
-
-    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The model, the optimizer and all else that a checkpoint holds.
-
-    Attributes:
-        load: takes the `Groups` of a checkpoint, or of --init-from, which has "model" alone, and raises ValueError if
-            an array does not fit. A new run does not call it. With `samestep.sharded.shards.Shards`, it takes
-            `StoredGroups`.
-        groups: returns the `Groups`; with Shards, `ShardGroups`.
-        names: the names of the groups, of which "model" is one. A checkpoint without one of them counts as corrupt.
-    """
-
-    load: Callable[[Any], None]
-    groups: Callable[[], Any]
-    names: Sequence[str] = ("model", "optimizer")
 
 
 class Storage(Protocol):
@@ -233,7 +206,8 @@ class Run:
         Args:
             batches: the global batches.
             test_examples: number of examples of the test set.
-            model, device: names for the log.
+            model: its name, for the log.
+            device: its kind, for the log.
             metadata: versions and settings that decide the run's numbers, for the header of metrics.jsonl and for
                 checkpoints. A program with dropout by `samestep.torch.exact` has RANDOM_NUMBERS in it.
         """

@@ -35,7 +35,7 @@ ROUNDS = 8
 ROUNDS_TINY = 32
 TINY = 1024  # datasets with fewer samples use ROUNDS_TINY
 
-RANDOM_NUMBERS = "random_numbers"  # of a run's metadata: how its dropout draws; samestep 0.2 did not record it
+RANDOM_NUMBERS = "random_numbers"  # names, in a run's metadata, how dropout draws; 0.2 did not record it
 PREFETCH_SAMPLES = 2048  # indices that a rank computes ahead: 2048 take hardly longer than 128
 _BLOCK = 8192  # positions per pass, so that the work arrays (64 KiB each) stay in a core's cache
 _MASK = 2**64 - 1

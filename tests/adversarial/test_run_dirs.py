@@ -314,8 +314,8 @@ def test_other_random_numbers_than_of_samestep_0_2_are_one_warning(tmp_path: Pat
     """A program without dropout never records how it draws; a checkpoint of 0.2 has no record either."""
 
     def warnings(steps: int, draws: bool) -> list[str]:
-        environ = {"DRAWS": "by row"} if draws else {}
-        done = run_toy(tmp_path / "run", f"--max-steps={steps}", *options, **environ)
+        words = f"--max-steps={steps}", *options
+        done = run_toy(tmp_path / "run", *words, DRAWS="by row") if draws else run_toy(tmp_path / "run", *words)
         assert done.returncode == 0
         return [line for line in errors(done, "warning") if "random numbers" in line]
 

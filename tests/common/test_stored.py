@@ -8,8 +8,8 @@
 * ``longer/result.json``, from version 0.2 on: its result. On the same processor, a resume of ``run`` on 1 rank with
   OMP_NUM_THREADS=1 ends with the same weights_sha256. Other processors round differently, so no test compares it.
 
-Versions before 0.3 drew other random numbers for dropout. Such a run resumes with a warning, and only its first losses, from
-before the resume, are the stored ones.
+Versions before 0.3 drew other random numbers for dropout. Such a run resumes with a warning, and only its losses before
+the resume are the stored ones.
 
 A run in ``run.tar.xz`` began with weights whose channels repeat, because a file of them is small.
 """

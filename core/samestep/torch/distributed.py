@@ -153,8 +153,7 @@ def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[s
     """Return versions and settings that decide a run's numbers, for the header of metrics.jsonl.
 
     On a GPU, ``gpus`` is the number and the names of this machine's GPUs, and the versions of CUDA and NCCL. If
-    ``model`` has a dropout, which `samestep.torch.exact` makes independent of ranks, ``random_numbers`` names the way in
-    which it draws.
+    ``model`` has a dropout, for `samestep.torch.exact`, ``random_numbers`` names the way in which it draws.
     """
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": processor()}
     modules = model.modules() if model is not None else ()

@@ -183,8 +183,8 @@ class DataLoader(TorchDataLoader[Any]):
     rows, and starts workers that survive a stop signal. Other arguments are torch's.
 
     A dataset with a method ``__getitems__`` is not wrapped. The method gets an int64 array of a batch's indices with an
-    attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of examples, or
-    a whole batch in any other type, such as a tuple of tensors.
+    attribute ``epoch``, and must draw random numbers by `samestep.sharding.sample_bits`. It returns a list of examples,
+    or a whole batch in any other type, such as a tuple of tensors.
 
     Args:
         dataset: has ``__len__``, and ``__getitem__`` or ``__getitems__``.
