@@ -125,7 +125,8 @@ def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str,
     result, run_dir = undisturbed(2), harness.folder / "run"
     shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
-    left = {name: "3" for name in env.launcher_variables() if not name.startswith("PET_")}  # PET_NNODES is for scripts
+    names = [name for name in env.launcher_variables() if not name.startswith("PET_")]  # PET_NNODES is for scripts
+    left: dict[str, Any] = dict.fromkeys(names, "3")
     outcome = harness.run(1, *harness.app.small, "--evaluate-only", **left)
     assert outcome.code == 0, outcome
     assert outcome.result["weights_sha256"] == result["weights_sha256"]

@@ -24,7 +24,7 @@ def loop_with_loader(workers: int, method: str) -> str:
     context = f", multiprocessing_context={method!r}" if workers else ""
     loader = f"iter(torch.utils.data.DataLoader(range(10**8), batch_size=4, num_workers={workers}{context}))"
     changes = {
-        "    running_loss = 0.0  #": f"    loader = {loader}\n    running_loss = 0.0  #",
+        "    for step in range(": f"    loader = {loader}\n    for step in range(",
         "        optimizer.zero_grad()": "        next(loader)\n        optimizer.zero_grad()",
         "log.run(main)": 'if __name__ == "__main__":\n    log.run(main)',
     }
