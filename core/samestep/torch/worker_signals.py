@@ -6,6 +6,7 @@ RuntimeError in the rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -71,7 +72,13 @@ class WorkerInit:
 
 
 def remember_workers(iteration: Any) -> None:
-    """Note an iteration of a DataLoader that has workers, for `stop_workers`."""
+    """Note an iteration of a DataLoader that has workers, for `stop_workers`, which Python's exit calls too.
+
+    At its exit, multiprocessing ends workers by TERM, which they ignore once, and then waits for them without a limit.
+    """
+    if not _iterations:
+        atexit.unregister(stop_workers)
+        atexit.register(stop_workers)  # runs before multiprocessing's own, which was registered earlier
     _iterations.add(iteration)
 
 
