@@ -85,6 +85,7 @@ RULES = [
     ("ruff.toml", "lint"),
     (".pre-commit-config.yaml", "lint"),
     (".dockerignore", "core"),
+    (".gitattributes", "core"),
     (".gitignore", "core"),
     ("LICENSE", "core"),
 ]

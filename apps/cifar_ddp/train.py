@@ -182,9 +182,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            run.log_metrics(
-                evaluate(run, eval_model, eval_loader, eval_sampler) if actions.evaluate else {}
-            )  # collective
+            metrics = evaluate(run, eval_model, eval_loader, eval_sampler) if actions.evaluate else {}  # collective
+            run.log_metrics(metrics)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
 

@@ -609,6 +609,7 @@ def test_a_launch_script_leaves_an_allocation_of_slurm() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 # Files that name variables of launchers, and why `samestep.env` does not do it for them.
 ELSEWHERE = {
+    "core/samestep/torch/checkpoints.py": {"TORCHELASTIC_RESTART_COUNT"},  # of torchrun alone, for a warning
     "core/samestep/options.py": {"LOCAL_RANK"},  # torch.distributed.launch passes it as an option, too
     "launch/samestep_launch/elastic_agent.py": {"RANK"},  # in a rank that it has just forked, for the title
     "launch/samestep_launch/job.py": {"RANK"},  # in a message about machines

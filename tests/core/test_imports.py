@@ -44,7 +44,7 @@ def loaded() -> dict[str, str | None]:
     samestep.torch imports the framework, which this environment lacks: tests/common counts it.
     """
     names = sorted(name for name in imported_modules("mnist_ddp") if not name.startswith("samestep.torch"))
-    assert {"samestep.run", "samestep.options", "samestep.sharding"} <= set(names)
+    assert {"samestep.run", "samestep.options", "samestep.env"} <= set(names)
     done = subprocess.run(
         [sys.executable, "-c", IMPORT, *names],
         env=environment(),

@@ -300,7 +300,7 @@ def test_a_table_or_a_run_dir_that_nobody_named(harness: Harness) -> None:
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").touch()  # the second that is started
     outcome = start(harness, APP, LASTING, 4, RANK_TABLE_FILE=table).finish()
-    refused(outcome, f"{harness.folder}/run/device5: File exists: name a --run-dir")
+    refused(outcome, f"{harness.folder}/run/device5: Not a directory: name a --run-dir")
 
 
 def test_which_addresses_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_not_tried_again(harness: Harne
     (harness.folder / "run").mkdir()
     (harness.folder / "run" / "device5").write_text("a file")
     outcome = launch(harness, project, 4, RANK_TABLE_FILE="rank_table.json")
-    refused(outcome, f"{harness.folder}/run/device5: File exists: name a --run-dir to write in")
+    refused(outcome, f"{harness.folder}/run/device5: Not a directory: name a --run-dir to write in")
     assert (harness.folder / "run" / "log" / "launcher.log").read_text().count("each_device.py") == 1
 
 
