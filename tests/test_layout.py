@@ -23,7 +23,7 @@ FRAMEWORKS = {"jax", "mindspore", "paddle", "tensorflow", "torch"}  # Horovod an
 # Calls of collectives as train.py makes them: the framework's own, and calls of `run` and `distributed`.
 COLLECTIVE = re.compile(
     r"\b(dist|hvd|fleet|distributed)\.(all_reduce|all_gather|allreduce|allgather|broadcast|broadcast_parameters)$"
-    r"|\bdistributed\.(rendezvous|distribute|all_reduce_gradients)$|\breduction\.fix_reduction_order$"
+    r"|\bdistributed\.(rendezvous|distribute|all_reduce_gradients)$"
     r"|\brun\.(restore|sync|save|finish)$|\bDistributedDataParallel$|^(evaluate|train_step|update)$|\btrainer\.fit$"
     r"|\bmembers\.(all_reduce|regroup)$|\btree\.all_reduce$"
 )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from samestep import NonRetryableError
-from samestep.step_timer import StepTimer
 from samestep.torch import weights
-from samestep.torch.reduction import fix_reduction_order
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -128,37 +124,3 @@ def test_a_restored_counter_is_where_the_optimizer_reads_it(setting: str) -> Non
         key: value.device.type for key, value in optimizer.state[dict(model.named_parameters())["0.weight"]].items()
     }
     assert found == {"step": "cpu" if setting == "foreach" else "meta", "exp_avg": "meta"}
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-def test_ordering_the_buckets_leaves_weights_and_buffers_as_they_were(one_process: None) -> None:
-    """Batch normalisation counts the batches that it sees, and its running statistics move with each.
-
-    If DDP rebuilt its buckets later, a resumed run would add a larger model's gradients in another order.
-    """
-
-    class Normalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
-
-        def forward(self, images: torch.Tensor, rows: object) -> torch.Tensor:
-            return torch.log_softmax(self.layers(images), dim=1)
-
-    torch.manual_seed(1)
-    model = Normalised()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    images, labels = torch.randn(1, 1, 8, 8) + 5, torch.tensor([3])
-    ddp = DistributedDataParallel(model)
-    fix_reduction_order(ddp, StepTimer(), images, labels)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
-    ddp(images, None)
-    assert ddp._get_ddp_logging_data()["has_rebuilt_buckets"] == 1  # as of before this pass

@@ -2,7 +2,7 @@
 
 gloo's own all-reduce is a ring. From 3 ranks on, an element's place in its bucket decides the order of its sum, but DDP
 rebuilds its buckets after the first backward pass. Small gradients therefore go to rank 0, which adds them up in the
-order of ranks; for larger ones the buckets are rebuilt before training.
+order of ranks; larger ones are reduced by parameter.
 """
 
 from __future__ import annotations
@@ -11,51 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from samestep.sharding import BatchSlice, GlobalBatches
+from samestep.sharding import GlobalBatches
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
 from samestep.torch.ranks import ordered_all_reduce as ordered_all_reduce
 from samestep.torch.ranks import use_gather as use_gather
 
 if TYPE_CHECKING:
     from samestep.torch.virtual_ranks import GradientTree
-
-
-def fix_reduction_order(ddp: DistributedDataParallel, timer: StepTimer, images: Tensor, labels: Tensor) -> None:
-    """Make DDP reduce gradients in an order that does not depend on when the process started.
-
-    Every rank calls this once, after it built ``ddp`` and before the first step; ``images`` and ``labels`` are one
-    sample. Weights and buffers stay as they are.
-    """
-    if use_gather(sum(parameter.nbytes for parameter in ddp.parameters())):
-        # DDP refuses a hook whose annotations are strings; a lambda has none.
-        ddp.register_comm_hook(timer, lambda timer, bucket: ddp_comm_hook(timer, bucket))
-        return
-    buffers = [buffer.clone() for buffer in ddp.buffers()]  # batch normalization updates its statistics
-    for _ in range(2):  # DDP rebuilds its buckets in the second forward pass
-        F.nll_loss(ddp(images, BatchSlice(0, 1)), labels).backward()  # collective
-    ddp.zero_grad()
-    for buffer, before in zip(ddp.buffers(), buffers):
-        buffer.copy_(before)
-
-
-def ddp_comm_hook(timer: StepTimer, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """Return the mean over ranks of one bucket's gradients, as DDP expects of a communication hook.
-
-    Its seconds count as communication, although the next bucket is computed meanwhile.
-    """
-    timer.mark(COMPUTE)
-    gradients = bucket.buffer()
-    ordered_all_reduce(gradients)  # collective
-    timer.mark(COMMUNICATION)
-    mean: Future[Tensor] = Future()
-    mean.set_result(gradients.div_(dist.get_world_size()))
-    return mean
 
 
 def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None = None) -> None:
@@ -69,32 +36,35 @@ def register_ordered_hook(ddp: DistributedDataParallel, timer: StepTimer | None 
         timer: counts the time as communication, although the next bucket is computed meanwhile.
     """
     gathers = use_gather(sum(parameter.nbytes for parameter in ddp.parameters()))
-    reduce = _mean_on_rank_0 if gathers else _mean_by_parameter
+    reduce = _add_on_rank_0 if gathers else _reduce_by_parameter
     # DDP refuses a hook whose annotations are strings; a lambda has none.
-    ddp.register_comm_hook(timer, lambda timer, bucket: reduce(timer, bucket))
+    ddp.register_comm_hook(timer, lambda timer, bucket: _reduce_bucket(timer, bucket, reduce))
 
 
-def _mean_on_rank_0(
+def _reduce_bucket(
     timer: StepTimer | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
+    reduce: Callable[[dist.GradBucket], None],  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    return ddp_comm_hook(timer or StepTimer(), bucket)
-
-
-def _mean_by_parameter(
-    timer: StepTimer | None,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Future[Tensor]:
+    """Return the mean over ranks of one bucket's gradients, as DDP expects of a communication hook."""
     if timer:
         timer.mark(COMPUTE)
-    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]  # collective
-    for work in works:
-        work.wait()
+    reduce(bucket)  # collective
     if timer:
         timer.mark(COMMUNICATION)
     mean: Future[Tensor] = Future()
     mean.set_result(bucket.buffer().div_(dist.get_world_size()))
     return mean
+
+
+def _add_on_rank_0(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    ordered_all_reduce(bucket.buffer())  # collective
+
+
+def _reduce_by_parameter(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]  # collective
+    for work in works:
+        work.wait()
 
 
 def gradient_tree(
