@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kit_programs import LIMIT, environment
+from processes import marked
 from samestep.sharding import sample_bits
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, Seeded
 from torch.utils.data import IterableDataset, Subset
@@ -97,6 +102,25 @@ def test_persistent_workers_count_over_epochs() -> None:
     expected = np.concatenate([sampler.batches.indices(step) for step in range(6)]).tolist()
     assert torch.cat([batch for _ in range(2) for batch in loader]).tolist() == expected
     assert loader.state_dict()["step"] == 6
+
+
+LEFT_IN_AN_EPOCH = """
+import torch
+from samestep.torch import DataLoader, GlobalBatchSampler
+
+if __name__ == "__main__":
+    sampler = GlobalBatchSampler(200, 8, 0, 1)
+    batches = iter(DataLoader(torch.arange(200), batch_sampler=sampler, num_workers=2, persistent_workers=True))
+    next(batches)
+"""
+
+
+def test_a_program_that_leaves_an_epoch_ends_with_its_workers(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LEFT_IN_AN_EPOCH)
+    mark = {"SAMESTEP_TEST": str(tmp_path)}
+    subprocess.run([sys.executable, str(program)], env=environment(**mark), timeout=LIMIT, check=True)
+    assert marked("SAMESTEP_TEST", str(tmp_path)) == []
 
 
 class OwnGenerator(Drawing):
