@@ -107,7 +107,7 @@ class Launcher:
         return LauncherStore(connection, CONNECT_SECONDS)
 
     def _connect(self) -> Connection:
-        """Connect to the launcher. Each side proves by an HMAC that it knows the job's key."""
+        """Connect to the launcher. Each side proves by an HMAC that it has the job's key."""
         return Client(self._place, authkey=self.key)
 
     def broadcast(self, content: bytes) -> bytes:

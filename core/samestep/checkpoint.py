@@ -312,7 +312,8 @@ def newest(
             warn(f"checkpoint {text} is damaged and skipped; using {candidate.folder.name}")
         return candidate
     if corrupt := [*corrupt, *(entry for entry in _entries(run_dir) if entry.startswith("unequal-"))]:
-        place, listed = run_dir / "checkpoints", shown("; ".join(corrupt), limit=1000)
+        place = run_dir / "checkpoints"
+        listed = shown("; ".join(corrupt), limit=1000)
         raise NonRetryableError(f"no checkpoint in {place} is good: {listed}: restore one, or {remedy}")
     return None
 
@@ -339,7 +340,8 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
         require(body.get("format") == manifest.FORMAT, version, UnsupportedFormat)
         manifest.verify(body)
         require(folder.name == f"step-{body['step']:08d}", f"{_MANIFEST} is of step {body['step']}")
-        files, contents = body["files"], {}
+        files = body["files"]
+        contents = {}
         for name, entry in files.items():
             size = (folder / name).stat().st_size
             require(size == entry["size"], f"{name} has {size} bytes, not {entry['size']}")

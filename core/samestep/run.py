@@ -283,7 +283,8 @@ class Run:
 
     def _warn_of_changes(self) -> None:
         """Warn if a resumed run has other threads, libraries or random numbers than before."""
-        options, metadata = self.options, self._metadata
+        options = self.options
+        metadata = self._metadata
         before = self._state.get("threads", self._threads)
         if before != self._threads:
             now = shown(self._threads or "unset")

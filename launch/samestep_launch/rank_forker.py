@@ -125,7 +125,8 @@ class RankForker:
         return launcher.run(arguments)
 
     def _run_rank(self, request: Mapping[str, Any]) -> int:
-        environ, path = request["environ"], self._program.path
+        environ = request["environ"]
+        path = self._program.path
         process_info.set_title(f"rank {environ['SAMESTEP_RANK']}: {path.parent.name} {path.name}")
         _become(environ)
         return self._program.run(request["arguments"])

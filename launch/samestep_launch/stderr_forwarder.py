@@ -117,7 +117,8 @@ class RankEnds:
 
     def read(self, line: bytes) -> None:
         """Take a line of the launcher's output."""
-        if rank := ENDED_RANK.match(line):
+        rank = ENDED_RANK.match(line)
+        if rank:
             self._rank = int(rank[rank.lastindex or 0])
         end = ENDED_BY.match(line)
         if end and self._rank is not None:

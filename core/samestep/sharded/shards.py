@@ -126,7 +126,8 @@ class Shards:
         return [each.decode(errors="replace") for each in answers]
 
     def _load(self, run: Run, message: Mapping[str, Any]) -> None:
-        folder, init_from = message["folder"], run.options.init_from
+        folder = message["folder"]
+        init_from = run.options.init_from
         groups: StoredGroups = {}
         if folder:
             self._current_checkpoint = Path(folder)
@@ -158,7 +159,8 @@ class Shards:
 
         A block is in memory at a time. Raises as `Run.save`.
         """
-        folder, collectives = self._current_checkpoint, run.collectives
+        folder = self._current_checkpoint
+        collectives = run.collectives
         new_folder = checkpoint.folder_of(run.options.run_dir, run.last_step)
         if folder is None:  # nothing was restored, and nothing trained
             files, pieces = storage.write(collectives, run.world.rank, new_folder, groups)

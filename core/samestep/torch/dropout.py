@@ -12,7 +12,10 @@ from torch.nn.modules import dropout
 
 from samestep.torch.samplers import HasRows, Rows
 
-_GAMMA, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as int64
+# The constants of SplitMix64, as int64.
+_GAMMA = -0x61C8864680B583EB
+_M1 = -0x40A7B892E31B1A47
+_M2 = -0x6B2FB644ECCEEE15
 _models: weakref.WeakValueDictionary[int, ModelRows] = weakref.WeakValueDictionary()
 
 
@@ -105,7 +108,7 @@ def mask_shape(x: Tensor, by_channel: bool) -> list[int]:
 
 
 # For a compiler, the mask is one operation: its key comes from the generator in the order of the program. The compiled
-# code has no number of rows or of the step.
+# code contains neither the number of rows nor the step.
 keep_mask = torch.library.custom_op(
     "samestep::keep_mask", draw_mask, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
