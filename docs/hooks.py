@@ -35,6 +35,9 @@ CODE_OR_TARGET = re.compile(
 )
 PROGRAM = r"apps/.*\.py|docs/own_loop\w*\.py"  # a user's own program may be a copy of one
 KIT_MODULE = re.compile(r'^    "\w+": "(\w+)",$', re.M)  # of the names that samestep.torch exports
+# Apps call these in their own launchers. A program of a user needs neither.
+INTERNAL = {"samestep.root", "samestep.untrusted"}
+KIT = "samestep.torch"
 UNLISTED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -67,7 +70,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/, and the targets of all links."""
     files.append(File.generated(config, "api/index.md", content="# The package samestep\n\n::: samestep\n"))
     for name in modules():
-        files.append(File.generated(config, api_page(name), content=f"# {name}\n\n::: {name}\n"))
+        files.append(File.generated(config, api_page(name), content=api_content(name)))
     seen: set[str] = set()
     waiting = ["README.md", *(f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
     waiting += [path for path in sorted(known()) if re.fullmatch(r"apps/\w+/README\.md|docs/\w+\.ipynb", path)]
@@ -184,15 +187,30 @@ def in_nav(nav: Any) -> set[str]:
 
 
 def modules() -> list[str]:
-    """Return the names of the public modules: those that programs of apps/ and docs/ import."""
+    """Return the names of the public modules: those that programs of apps/ and docs/ import.
+
+    The parts of the kit are imported from one package, and have its page.
+    """
     text = "\n".join((ROOT / name).read_text() for name in sorted(known()) if re.fullmatch(PROGRAM, name))
     imported = {f"samestep.{name}" for name in re.findall(r"^ *from samestep\.([\w.]+) import", text, re.M)}
     for package, names in re.findall(r"^ *from (samestep[\w.]*) import ([\w, ]+)", text, re.M):
         imported |= {f"{package}.{name.split()[0]}" for name in names.split(",")}
-    kit = (PACKAGE / "torch" / "__init__.py").read_text()
-    imported |= {f"samestep.torch.{name}" for name in KIT_MODULE.findall(kit)}
+    imported -= {*kit_modules(), *INTERNAL}
     found = [name for name in imported if (PACKAGE.parent / f"{name.replace('.', '/')}.py").exists()]
-    return sorted(found, key=lambda name: (name.count("."), name))
+    return sorted([KIT, *found], key=lambda name: (name.count("."), name))
+
+
+def kit_modules() -> list[str]:
+    """Return the names of the modules that define the kit's parts."""
+    text = (PACKAGE / "torch" / "__init__.py").read_text()
+    return sorted({f"{KIT}.{name}" for name in KIT_MODULE.findall(text)})
+
+
+def api_content(name: str) -> str:
+    """Return the Markdown of a module's page; that of the kit has all its modules."""
+    shown = [name, *kit_modules()] if name == KIT else [name]
+    directives = "".join(f"::: {module}\n\n" for module in shown)
+    return f"# {name}\n\n{directives}"
 
 
 def api_page(name: str) -> str:

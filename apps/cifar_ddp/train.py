@@ -33,7 +33,7 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, distributed, exact, reduction
-from samestep.torch.worker_signals import stop_workers
+from samestep.torch.loaders import stop_workers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_ranks import VirtualRanks, check_sub_shards

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, 
 from samestep.sharding import sample_bits
 from samestep.torch.samplers import EvalSampler, GlobalBatchSampler, index_array, seed_generators
 from samestep.torch.worker_signals import WorkerInit, blocked_stop_signals, remember_workers
+from samestep.torch.worker_signals import stop_workers as stop_workers
 
 
 class Seeded(Dataset[Any]):
