@@ -207,7 +207,7 @@ def kit_modules() -> list[str]:
 
 
 def api_content(name: str) -> str:
-    """Return the Markdown of a module's page; that of the kit has all its modules."""
+    """Return the Markdown of a module's page. The page of the kit has all modules of its parts."""
     shown = [name, *kit_modules()] if name == KIT else [name]
     directives = "".join(f"::: {module}\n\n" for module in shown)
     return f"# {name}\n\n{directives}"
