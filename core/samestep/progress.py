@@ -32,8 +32,18 @@ class Progress:
         last_step: int,
         state: Mapping[str, Any],
         seconds: float = 0.0,
+        keep_best: bool | str = False,
     ) -> None:
-        """Begin at ``first_step`` with the ``state`` of its checkpoint; earlier starts took ``seconds``."""
+        """Begin at ``first_step``.
+
+        Args:
+            batches: the global batches.
+            first_step: updates done before this start.
+            last_step: updates of the whole run.
+            state: the state of the checkpoint; {} for a new run.
+            seconds: the duration of earlier starts.
+            keep_best: the value of --keep-best.
+        """
         self.batches = batches
         self.first_step = first_step
         self.last_step = last_step
@@ -41,7 +51,7 @@ class Progress:
         self.train_loss: float | None = state.get("train_loss")
         self.train_accuracy: float | None = None
         self.evaluation: dict[str, Any] = {}
-        self.best = BestEvaluation(state.get("best"))
+        self.best = BestEvaluation(state.get("best"), keep_best)
         self._epoch_loss: float = state.get("epoch_loss_sum", 0.0)  # over the samples of the epoch so far
         self._epoch_correct: float = state.get("epoch_correct", 0.0)
         self._log_time = time.monotonic()

@@ -211,7 +211,7 @@ class Run:
             checkpoint_every=options.checkpoint_every,
             steps_per_epoch=self.progress.batches.steps_per_epoch,
             last_step=self.last_step,
-            keep_best=options.keep_best,
+            keep_best=bool(options.keep_best),
         )
 
     # --- where to start ------------------------------------------------------------------------------------------
@@ -269,7 +269,14 @@ class Run:
         last_step = last_step_of(self.options, batches.steps_per_epoch, first_step=self.first_step)
         seconds = 0.0 if self.options.evaluate_only else state.get("seconds", 0.0)
         self.arithmetic = Arithmetic.of_process(metadata)
-        self.progress = Progress(batches, self.first_step, last_step=last_step, state=state, seconds=seconds)
+        self.progress = Progress(
+            batches,
+            self.first_step,
+            last_step=last_step,
+            state=state,
+            seconds=seconds,
+            keep_best=self.options.keep_best,
+        )
         metrics = None
         if is_writer:
             self._warn_of_changes()
@@ -393,8 +400,7 @@ class Run:
         evaluation = self.guard.check_evaluation(evaluation, self.step, is_of_update=True)
         line = progress.add(totals)
         progress.evaluation = evaluation
-        if self.options.keep_best:
-            progress.best.update(self.step, evaluation)
+        progress.best.update(self.step, evaluation)
         if evaluation:
             log.info(self._describe_evaluation(line))
         line.update(evaluation)

@@ -201,3 +201,24 @@ def test_best_evaluation_keeps_the_first_of_equals_and_ignores_null() -> None:
         best.update(step, {"test_loss": 1.0 / step, "test_accuracy": value} if value else {})
     assert best.state == {"step": 3, "test_accuracy": 0.75}
     assert BestEvaluation(best.state).step == 3
+
+
+def test_best_evaluation_of_a_metric_that_the_user_names() -> None:
+    """A new metric starts anew, without --keep-best the state stays, and an unknown name is the user's mistake."""
+    best = BestEvaluation({"step": 1, "test_accuracy": 0.75}, "min:bits_per_byte")
+    for step, value in ((2, 3.0), (3, 2.5), (4, 2.5), (5, None), (6, 2.75)):
+        best.update(step, {"test_accuracy": 1.0, "bits_per_byte": value})
+    assert best.state == {"step": 3, "bits_per_byte": 2.5}
+    unused = BestEvaluation(best.state, False)
+    unused.update(7, {"bits_per_byte": 0.0})
+    assert unused.state == best.state
+    message = "--keep-best max:f1: the evaluation has no such metric: use one of test_accuracy, test_loss"
+    with pytest.raises(NonRetryableError, match=message):
+        BestEvaluation(None, "max:f1").update(8, {"test_accuracy": 0.5, "test_loss": 1.0})
+
+
+def test_best_evaluation_falls_back_to_the_loss() -> None:
+    best = BestEvaluation(None)
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
+        best.update(step, {"test_loss": loss, "test_examples": 6})
+    assert best.state == {"step": 2, "test_loss": 1.0}
