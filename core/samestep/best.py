@@ -16,7 +16,7 @@ class BestEvaluation:
     """Keep the best evaluation so far, the first of equals.
 
     ``state`` goes into checkpoints: the step and its evaluation, by the metric's name. A resumed run starts with the
-    state of its checkpoint and finds later evaluations again. With another metric it starts anew.
+    state of its checkpoint and finds later evaluations again. With another metric, it compares only later evaluations.
     """
 
     def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:

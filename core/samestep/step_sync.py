@@ -139,7 +139,7 @@ class StepSync:
 
 
 def _totals(table: NDArray[Any], names: list[str]) -> Totals:
-    """Return the totals of all ranks' rows: [world_size, numbers]; the last columns are the counts ``names``."""
+    """Add up the rows of all ranks, [world_size, numbers], whose last columns are the counts ``names``."""
     first_phase = 3 + len(stop.STOP_SIGNALS) + 1
     first_count = first_phase + len(PHASES)
     total = table.sum(axis=0).tolist()

@@ -120,7 +120,7 @@ def test_progress_goes_on_from_its_own_state() -> None:
     resumed.add(Totals(loss=24.0, running_loss=24.0, counts={"correct": 4}))
     assert (resumed.train_loss, resumed.train_accuracy) == (42.0 / 20, 7 / 20)
     resumed.step = 5
-    resumed.add(Totals(loss=6.0, running_loss=6.0, counts={"correct": 5}))  # another epoch: the sums begin anew
+    resumed.add(Totals(loss=6.0, running_loss=6.0, counts={"correct": 5}))  # another epoch has its own sums
     assert (resumed.train_loss, resumed.train_accuracy) == (1.0, 5 / 6) == (whole.train_loss, whole.train_accuracy)
     assert resumed.seconds > 100.0
 
@@ -204,7 +204,7 @@ def test_best_evaluation_keeps_the_first_of_equals_and_ignores_null() -> None:
 
 
 def test_best_evaluation_of_a_metric_that_the_user_names() -> None:
-    """A new metric starts anew, without --keep-best the state stays, and an unknown name is the user's mistake."""
+    """A new metric has no best value yet. Without --keep-best the state stays. An unknown name is the user's mistake."""
     best = BestEvaluation({"step": 1, "test_accuracy": 0.75}, "min:bits_per_byte")
     for step, value in ((2, 3.0), (3, 2.5), (4, 2.5), (5, None), (6, 2.75)):
         best.update(step, {"test_accuracy": 1.0, "bits_per_byte": value})
