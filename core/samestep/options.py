@@ -24,6 +24,8 @@ GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Loggin
 HELP_WIDTH = 80  # columns
 SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
 FORK, EXEC = START_METHODS = "fork", "exec"
+# The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
+BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
@@ -145,6 +147,22 @@ def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> C
     return convert
 
 
+def best_metric(metrics: Sequence[str]) -> Callable[[str], str]:
+    """Return the argparse type of --keep-best, which converts [min:|max:]NAME to min:NAME or max:NAME."""
+
+    def convert(text: str) -> str:
+        direction, _, name = text.rpartition(":")
+        if name not in metrics:
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} names no metric: choose one of {', '.join(metrics)}")
+        if not direction:
+            direction = BEST_DIRECTIONS.get(name, "")
+        if direction not in ("min", "max"):
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} has no direction: use min:{name} or max:{name}")
+        return f"{direction}:{name}"
+
+    return convert
+
+
 seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; larger values overflow clocks
 
 
@@ -158,6 +176,7 @@ def add_common(
     devices: Sequence[str],
     resume_mutable: Sequence[str] = (),
     resolve: Callable[..., Any] | None = None,
+    metrics: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
     """Add the options that every app has.
 
@@ -170,6 +189,7 @@ def add_common(
         devices: names that --device accepts.
         resume_mutable: the app's own options that may change at a resume.
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
+        metrics: names of numbers that the app's evaluation returns, for --keep-best.
     """
     parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
     default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_int(1)
@@ -204,8 +224,13 @@ def add_common(
     every = f"steps between checkpoints within an epoch; 0 saves only after each epoch and the last step {default}"
     checkpoint("--checkpoint-every", type=count, default=500, metavar="S", help=every)
     checkpoint("--keep-checkpoints", type=positive, default=3, metavar="K", help=f"newest ones to keep {default}")
-    best = "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors"
-    checkpoint("--keep-best", action="store_true", help=best)
+    best = (
+        "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
+        "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
+    )
+    checkpoint(
+        "--keep-best", nargs="?", type=best_metric(metrics), const=True, default=False, metavar="METRIC", help=best
+    )
 
     restarts = f"maximum number of restarts after failures {default}"
     recovery("--max-restarts", type=count, default=3, metavar="R", help=restarts)
