@@ -271,7 +271,8 @@ class Run:
         if world.rank == 0:  # before the line of the log: readers leave out the log's lines from this event on
             self.monitor.record_event(events.START, last_step=self.last_step, ranks=world.world_size)
         data = f"{options.dataset} from {self._dataset_folder}"
-        log.info(f"{model} on {data}: {examples}, {world.world_size} ranks on {where}, {steps}")
+        ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+        log.info(f"{model} on {data}: {examples}, {ranks} on {where}, {steps}")
         now = time.monotonic()
         self._begun = now - (0.0 if options.evaluate_only else self._state.get("seconds", 0.0))
         manifest.seal({"app": self.app, "step": self._step, **self._state_to_save()})  # or fail before the first update
