@@ -29,9 +29,7 @@ Seconds = NDArray[np.float64]
 class StragglerDetector:
     """Report each straggler once, with the phase in which it loses the most time."""
 
-    def __init__(
-        self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = ""
-    ) -> None:
+    def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = "") -> None:
         """Start after ``step`` updates.
 
         A rank may have one sample of a global batch more than another. That much more time is allowed: ``factor`` is
