@@ -25,7 +25,7 @@ HEADS = {
     "zh": "| 程序 | 杀掉一个 rank | 向作业发送 TERM | 检查点损坏 | 与单个 rank 样本相同 | 评估 |",
 }
 ROWS = ("resume-position", "term", "checkpoint-damaged", "one-rank", "evaluation")
-# What the check reported, as a pattern, and its short form in each language. The first that is found counts.
+# A report of the check as a pattern, and its short form in each language. The first pattern that is found counts.
 SHORT = (
     (r"resumes at step \d+ of \d+, sample for sample", "resumes exactly", "精确恢复"),
     (r"resumes at step (\d+): (\d+) samples repeated, 0 lost", "repeats {2} samples", "重复 {2} 个样本"),
@@ -60,7 +60,7 @@ def table(language: str) -> str:
 
 
 def short(seen: str, language: str) -> str:
-    """Return the short form of what the check reported. Exits with one line if SHORT lacks it."""
+    """Return the short form of a report of the check. Exits with one line if SHORT lacks it."""
     for pattern, english, chinese in SHORT:
         found = re.search(pattern, seen)
         if found:

@@ -69,7 +69,7 @@ def diff_of_the_page(page: str) -> list[str]:
 
 
 def changed(program: str, diff: Sequence[str]) -> str:
-    """Apply a diff without line numbers. ``@@`` stands for lines that the diff leaves out.
+    """Apply a diff without line numbers, in which ``@@`` marks lines that it leaves out.
 
     Args:
         program: text of the program.
@@ -227,7 +227,7 @@ def draw(usual: Runs, same: Runs) -> str:
     bad = f"the mean loss of the last epoch differs by up to {difference:.0%}"
     rounding = largest_difference(same["1"], [*same.values()])
     is_equal = rounding < EQUAL and same["killed"] == same[str(COUNTS[-1])]
-    good = f"no step's loss differs by more than {rounding:.0e}, also after a kill"
+    good = f"steps differ by at most {rounding:.0e}, also after a kill"
     shown = panel(LEFT, "A usual DDP loop", bad, "bad", usual)
     shown += panel(RIGHT, "The same loop with Samestep", good if is_equal else "NOT EQUAL", "good", same)
     body = "\n".join(shown)
