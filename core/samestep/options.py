@@ -74,6 +74,20 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
+    def format_help(self) -> str:
+        """Return the text of --help. If the program can resume, it ends with the options that a resume may change."""
+        text = super().format_help()
+        names = [action.option_strings[0] for action in self._actions if self._may_change(action)]
+        if "--resume" not in names:
+            return text
+        sentence = f"A resume may change {', '.join(names)}. It must repeat all other options."
+        return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
+
+    def _may_change(self, action: argparse.Action) -> bool:
+        """Return whether --help shows an option of which a resume may have another value."""
+        is_shown = action.help != argparse.SUPPRESS
+        return is_shown and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
+
     def commands(self) -> dict[str, argparse.ArgumentParser]:
         """Return the parsers of the app's commands (``add_subparsers``) by name."""
         actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))

@@ -301,10 +301,12 @@ class Run:
         metadata = self.arithmetic.metadata
         processor = shown(metadata.get("gpus", metadata.get("device", device)), limit=200)
         place = device if processor == device else f"{device}: {processor}"
+        world_size = self.world.world_size
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         return (
             f"{model} on {self.options.dataset} from {self.restored.dataset_folder}: "
             f"{self.progress.batches.n:,} training and {test_examples:,} test examples, "
-            f"{self.world.world_size} ranks on {place}, "
+            f"{ranks} on {place}, "
             f"steps {self.first_step} to {self.last_step}, run dir {self.options.run_dir}"
         )
 
@@ -413,7 +415,8 @@ class Run:
         """Return the line of the log for the evaluation of a line of metrics.jsonl."""
         progress = self.progress
         values = {"train_loss": progress.train_loss, "train_accuracy": progress.train_accuracy, **progress.evaluation}
-        texts = [f"epoch {line['epoch'] + 1}/{self.options.epochs}", f"step {self.step}"]
+        epoch = line["epoch"] + 1
+        texts = [f"epoch {epoch}/{self.options.epochs}", f"step {self.step}", f"{progress.seconds:.1f} s"]
         for name, value in values.items():
             if value is not None and name != "test_examples":
                 texts.append(f"{name.replace('_', ' ')} {value:.4f}")

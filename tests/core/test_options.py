@@ -286,3 +286,15 @@ def test_a_schedule_makes_a_resume_keep_its_horizon() -> None:
     options.resume_pinned = ("epochs",)
     assert resume_invariants(options)["epochs"] == 5
     assert "resume_pinned" not in as_json(options)
+
+
+def test_the_help_ends_with_the_options_that_a_resume_may_change() -> None:
+    parser = Parser(prog="toy")
+    settings: dict[str, Any] = {"lr": "1", "datasets": ("mnist",), "devices": ("auto",)}
+    add_common(parser, epochs=1, global_batch_size=1, resume_mutable=("workers",), **settings)
+    parser.add_argument("--workers")
+    parser.add_argument("--width")
+    last = " ".join(parser.format_help().partition("A resume may change ")[2].split())
+    names = last.removesuffix(". It must repeat all other options.").split(", ")
+    assert {"--epochs", "--data-dir", "--workers"} <= {*names}
+    assert not {"--lr", "--seed", "--width", "--requested-dataset"} & {*names}

@@ -233,7 +233,7 @@ def test_the_start_is_recorded_before_its_line_in_the_log(run_dir: Path, monkeyp
     """The report ignores the log from that event on: with the line a second earlier, it showed a restart at step 0."""
     recorded: list[bool] = []
     monkeypatch.setattr(
-        log, "info", lambda text: recorded.append("ranks on" in text and (run_dir / "log/events.jsonl").exists())
+        log, "info", lambda text: recorded.append("1 rank on" in text and (run_dir / "log/events.jsonl").exists())
     )
     all_done(job(1, options_for(run_dir, "--max-steps=0")))
     assert any(recorded)
