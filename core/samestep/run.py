@@ -412,18 +412,23 @@ class Run:
         restart becomes None.
         """
         step, batches, stats = self._step - 1, self._batches, self._stats
-        loss, epoch, samples = stats.loss / batches.size(step), batches.epoch(step), batches.samples_seen(self._step)
+        loss, epoch, samples = (
+            stats.loss / batches.num_losses(step),
+            batches.epoch(step),
+            batches.samples_seen(self._step),
+        )
+        losses_before_epoch = batches.num_losses_before(epoch * batches.steps_per_epoch)
+        losses_in_epoch = batches.num_losses_before(self._step) - losses_before_epoch
         self.monitor.check_losses({"loss": loss, "loss before it": stats.running_loss}, self._step)
         evaluation = self._check_evaluation(evaluation, is_of_update=True)
-        samples_in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
         now, new_samples = time.monotonic(), samples - self._last_log[1]
         self._epoch_loss += stats.running_loss
         self._epoch_correct += stats.counts.get("correct", 0.0)
-        self._train_loss, self.eval_metrics = self._epoch_loss / samples_in_epoch, evaluation
+        self._train_loss, self.eval_metrics = self._epoch_loss / losses_in_epoch, evaluation
         if self._best and self.options.keep_best:
             self._best.update(self._step, evaluation)
         if evaluation:
-            accuracy = self._epoch_correct / samples_in_epoch if "correct" in stats.counts else None
+            accuracy = self._epoch_correct / losses_in_epoch if "correct" in stats.counts else None
             shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **evaluation, "test_examples": None}
             words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items() if value is not None]
             log.info("  ".join([f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", *words]))
