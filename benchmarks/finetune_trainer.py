@@ -4,8 +4,8 @@
     .venvs/llm_finetune/bin/python benchmarks/finetune_trainer.py --quick    # two cases, few steps
 
 Every case trains the tiny model of apps/llm_finetune in float64, on 16 samples per step. The reference is one
-rank with 16 samples. The table has the largest relative difference of the loss over the global batch's target
-tokens, of the gradient's norm, and of eval_loss from the true mean over all target tokens. The Trainer's loss
+rank with 16 samples. The table has the largest relative differences of the loss over the target tokens of a
+global batch, and of the gradient's norm. It also has the relative error of eval_loss. The Trainer's loss
 and norms round to float32; the program replaces both, because otherwise everything differs by 1e-7.
 """
 

@@ -51,7 +51,7 @@ class TokenLoss(nn.Module):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
             hidden = causal.model(input_ids=tokens, use_cache=False).last_hidden_state
             scores = causal.lm_head(hidden[is_target])
-        # The model's own loss rounds scores to float32, also those of a float64 model.
+        # The model's own loss rounds the scores of a float64 model to float32.
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
 
 

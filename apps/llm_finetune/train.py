@@ -154,17 +154,17 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
             due = actions.evaluate
             run.log_metrics(evaluate(run, loss_model, test_set, options.micro_tokens) if due else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save()  # collective: compare replicas; rank 0 writes
+            run.save()  # collective: compare replicas, and rank 0 writes
 
     metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
-    run.finish(metrics)  # collective: compare replicas; rank 0 writes
+    run.finish(metrics)  # collective: compare replicas, and rank 0 writes
     if run.world.rank == 0 and not is_tiny(options) and not options.quiet:
         show_samples(model, tokenizer)
     return sampler.batches
 
 
 def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Log two texts of the trained model; with LoRA, also those of the model without its matrices."""
+    """Log two texts of the trained model; with LoRA, also texts of the model without its matrices."""
     for prompt in SAMPLE_PROMPTS:
         if isinstance(model, PeftModel):
             with model.disable_adapter():

@@ -61,7 +61,7 @@ class Training:
     def backward(self, plan: Sequence[Part], way: str) -> float:
         """Add up the gradients of some micro-batches of a step, and return their summed loss.
 
-        The gradient is that of the whole step if ``plan`` is the whole step.
+        If ``plan`` has all micro-batches of the step, the gradient is the step's.
         """
         total = 0.0
         targets = sum(int(self.train_set.targets[part].sum()) for part in plan)

@@ -1,4 +1,4 @@
-"""What this app alone has: losses over target tokens, batches by tokens, and LoRA."""
+"""The app's own features: losses over target tokens, batches by tokens, and LoRA."""
 
 from __future__ import annotations
 

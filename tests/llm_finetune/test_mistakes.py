@@ -64,7 +64,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def folder_with(path: Path, **files: Any) -> Path:
-    """Make a folder with files in JSON; ``_`` in a name stands for a dot."""
+    """Make a folder with files in JSON; a suffix ``_json`` or ``_bin`` becomes ``.json`` or ``.bin``."""
     path.mkdir()
     for name, content in files.items():
         (path / name.replace("_json", ".json").replace("_bin", ".bin")).write_text(json.dumps(content))

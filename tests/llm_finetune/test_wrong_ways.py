@@ -1,4 +1,4 @@
-"""The README's figures of what the usual ways of a step change, and no mention of this app's packages in the core."""
+"""The README's differences of the usual ways, and a core that does not mention this app's packages."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class TokenBatches(GlobalBatches):
         return np.concatenate([np.empty(0, np.int64), *self.plan(step)])[first:stop]
 
     def _shard(self, step: int, k: int, count: int) -> tuple[int, int]:
-        """Return [first, stop): the rows of the k-th of ``count`` micro-batches; of (0, 1), this rank's rows."""
+        """Return the rows [first, stop) of the k-th of ``count`` micro-batches, or for (0, 1) of this rank."""
         parts = self.plan(step)
         begin, end = (k, k + 1) if count > 1 else shard(len(parts), self.rank, self.world_size)
         rows = [0, *np.cumsum([len(part) for part in parts]).tolist()]
