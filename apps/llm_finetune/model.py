@@ -92,7 +92,7 @@ def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
     if dtype == torch.float64:
         compute_norms_in_float64(model)
     if not options.lora:
-        return model.train()
+        return cast(nn.Module, model.train())
     lora = LoraConfig(
         r=options.lora,
         lora_alpha=options.lora_alpha,

@@ -46,7 +46,7 @@ class Options(argparse.Namespace):
         resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
     """
 
-    RESULT_FIELDS = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
+    RESULT_FIELDS: tuple[str, ...] = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -42,8 +43,8 @@ class GlobalTokenBatchSampler(GlobalBatchSampler):
 
     def __init__(
         self,
-        lengths: Sequence[int],
-        targets: Sequence[int],
+        lengths: Sequence[int] | NDArray[np.int64],
+        targets: Sequence[int] | NDArray[np.int64],
         step_tokens: int,
         micro_tokens: int,
         rank: int | None = None,
