@@ -48,13 +48,14 @@ class Options(argparse.Namespace):
         resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
     """
 
-    RESULT_FIELDS = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
+    RESULT_FIELDS: tuple[str, ...] = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
 
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
+    options_class: type[Options] = Options  # an app whose result repeats other options has its own
     default_dataset: str | None = None
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
@@ -99,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
-        options, unknown = self.parse_known_args(argv, Options())
+        options, unknown = self.parse_known_args(argv, self.options_class())
         options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
         options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
         for name, value in vars(options).items():
@@ -184,7 +185,7 @@ def add_common(
     parser: Parser,
     *,
     epochs: int,
-    global_batch_size: int,
+    global_batch_size: int | None,
     lr: str,
     datasets: Sequence[str],
     devices: Sequence[str],
@@ -197,7 +198,7 @@ def add_common(
     Args:
         parser: the parser to extend.
         epochs: default of --epochs.
-        global_batch_size: default of --global-batch-size, in samples.
+        global_batch_size: default of --global-batch-size, in samples; None for an app that has another option for it.
         lr: text that describes the default learning rate, such as "0.1 with sgd".
         datasets: names that --dataset accepts; the first is the default.
         devices: names that --device accepts.
@@ -212,7 +213,8 @@ def add_common(
     training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
     training("--max-steps", type=count, metavar="S", help="last step since the start of training (default: none)")
     size = f"samples per step, over all ranks {default}"
-    training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
+    if global_batch_size is not None:
+        training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
     training("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
     seed = f"seed of initial weights, sample order and dropout {default}"
     training("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)

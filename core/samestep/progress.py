@@ -19,7 +19,7 @@ class Progress:
         first_step: updates done before this start.
         last_step: updates of the whole run.
         step: updates done.
-        train_loss: the mean loss over the samples of the epoch so far, at the last log line; None before the first.
+        train_loss: the mean loss over the epoch so far, at the last log line; None before the first.
         train_accuracy: likewise; None if the app does not count correct answers.
         evaluation: the evaluation of the last log line, or {}.
         best: the best evaluation.
@@ -64,26 +64,27 @@ class Progress:
         return time.monotonic() - self._begin
 
     @property
-    def batch_size(self) -> int:
-        """The number of samples of the last update's global batch."""
-        return self.batches.size(self.step - 1)
+    def num_losses(self) -> int:
+        """The number of losses in the last update's mean: of samples, or of target tokens."""
+        return self.batches.num_losses(self.step - 1)
 
     def add(self, totals: Totals) -> dict[str, Any]:
         """Add the totals since the last log line; return the numbers of this line, in the order of metrics.jsonl."""
         batches = self.batches
         epoch = batches.epoch(self.step - 1)
         samples = batches.samples_seen(self.step)
-        samples_in_epoch = samples - batches.samples_seen(epoch * batches.steps_per_epoch)
+        losses_before = batches.num_losses_before(epoch * batches.steps_per_epoch)
+        losses_in_epoch = batches.num_losses_before(self.step) - losses_before
         self._epoch_loss += totals.running_loss
         self._epoch_correct += totals.counts.get("correct", 0.0)
-        self.train_loss = self._epoch_loss / samples_in_epoch
+        self.train_loss = self._epoch_loss / losses_in_epoch
         self.train_accuracy = None
         if "correct" in totals.counts:
-            self.train_accuracy = self._epoch_correct / samples_in_epoch
+            self.train_accuracy = self._epoch_correct / losses_in_epoch
         if self.step % batches.steps_per_epoch == 0:
             self._epoch_loss = 0.0
             self._epoch_correct = 0.0
-        loss = totals.loss / self.batch_size
+        loss = totals.loss / self.num_losses
         line = {"step": self.step, "epoch": epoch, "samples_seen": samples, "loss": loss}
         new_samples = samples - self._log_samples
         for name, count in totals.counts.items():

@@ -397,7 +397,7 @@ class Run:
         """
         progress = self.progress
         totals = self.step_sync.totals
-        losses = {"loss": totals.loss / progress.batch_size, "loss before it": totals.running_loss}
+        losses = {"loss": totals.loss / progress.num_losses, "loss before it": totals.running_loss}
         self.guard.check_losses(losses, self.step)
         evaluation = self.guard.check_evaluation(evaluation, self.step, is_of_update=True)
         line = progress.add(totals)
