@@ -158,8 +158,8 @@ def _leaving_returns() -> Iterator[None]:
 def importing() -> Iterator[None]:
     """Set variables under which imports leave this process fit to fork ranks; restore them at the end.
 
-    Garbage is not collected meanwhile, which takes a fifth of the seconds. Imported objects are never collected, because
-    a collection in a rank would copy their memory.
+    Garbage is not collected meanwhile, which takes a fifth of the seconds. Imported objects are never collected: a
+    collection in a rank would copy their memory.
     """
     before = {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
     os.environ.update(IMPORT_VARIABLES)
