@@ -62,7 +62,10 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
     global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
         return
-    _rank, _quiet, _folder, _monitor = rank, quiet, run_dir.resolve() / "log", monitor or _monitor
+    _rank = rank
+    _quiet = quiet
+    _folder = run_dir.resolve() / "log"
+    _monitor = monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
     _console = _open_launch_script_file(1, 1)
@@ -203,7 +206,8 @@ def no_restart(code: int) -> None:
 
 def _record_failure(problem: Exception, line: str) -> None:
     """Note the failure for the launch script, if the monitor knows the step."""
-    folder, job = _job_folder(), os.environ.get("SAMESTEP_JOB")
+    folder = _job_folder()
+    job = os.environ.get("SAMESTEP_JOB")
     if folder and job and _monitor.step is not None:
         failures.record(folder, job, _rank, _monitor.step, problem, line)
 
@@ -232,7 +236,8 @@ def result(text: str) -> None:
 
 def _to_file(text: str) -> None:
     if _file:
-        head, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # outside of this module
+        head = time.strftime("%Y-%m-%dT%H:%M:%S")
+        caller = sys._getframe(2)  # outside of this module
         if places:
             level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
             head = f"{level}|{head}|{caller.f_code.co_filename}|{caller.f_lineno}|"

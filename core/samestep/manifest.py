@@ -21,7 +21,8 @@ MAX_BITS = 14_000  # of an integer: Python refuses to read more than 4,300 digit
 STEP = untrusted.integer(0, 2**62)
 STEP_FOLDER = re.compile(r"step-(\d{8,19})")
 _FILE_NAME = re.compile(r"[a-z_]{1,200}(-[0-9]{5,9})?\.safetensors")
-_NUMBER, _TEXT = untrusted.number(), untrusted.text(1000)
+_NUMBER = untrusted.number()
+_TEXT = untrusted.text(1000)
 MAPPING = untrusted.mapping(lambda value: True, 10**6)
 _BODY = {"app": _TEXT, "step": STEP, "state": MAPPING, "arithmetic": MAPPING, "files": MAPPING, "pieces": MAPPING}
 # The values of the state that a run relies on.

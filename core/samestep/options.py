@@ -86,8 +86,10 @@ class Parser(argparse.ArgumentParser):
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
         options, unknown = self.parse_known_args(argv, Options())
-        options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
-        options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
+        options.default_dataset = self.default_dataset
+        options.resolve_dataset = self.resolve_dataset
+        options.resume_mutable = self.resume_mutable
+        options.resume_pinned = ()
         for name, value in vars(options).items():
             if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
                 raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
@@ -191,8 +193,12 @@ def add_common(
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
         metrics: names of numbers that the app's evaluation returns, for --keep-best.
     """
-    parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
-    default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_int(1)
+    parser.default_dataset = datasets[0]
+    parser.resolve_dataset = resolve
+    parser.resume_mutable = resume_mutable
+    default = "(default: %(default)s)"
+    count = bounded_int(0)
+    positive = bounded_int(1)
     training, data, checkpoint, recovery, log, _ = (parser.group(title).add_argument for title in GROUPS)
 
     training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
@@ -273,7 +279,8 @@ def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
 
 def check_virtual_ranks(options: argparse.Namespace, ranks: int) -> None:
     """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
-    if (virtual_ranks := getattr(options, "virtual_ranks", None) or ranks) < ranks:
+    virtual_ranks = getattr(options, "virtual_ranks", None) or ranks
+    if virtual_ranks < ranks:
         raise ConfigError(f"--virtual-ranks {virtual_ranks} is below {ranks} ranks: start fewer")
 
 

@@ -139,7 +139,8 @@ class Run:
             self._open_logs()
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
-        if threads := getattr(options, "threads", None):
+        threads = getattr(options, "threads", None)
+        if threads:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
         check_launch(world)
 

@@ -28,7 +28,8 @@ from samestep.untrusted import shown
 
 # A run dir's .lock has two bytes to lock. The launch script holds the first, rank 0 the second: so a new launch script
 # also waits for a rank 0 that outlived its launch script. A rank 0 without a launch script holds both.
-LAUNCHER_BYTE, WRITER_BYTE = 0, 1
+LAUNCHER_BYTE = 0
+WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
 
 
@@ -90,7 +91,8 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
         if dataset.notice:
             log.warning(dataset.notice)
         return dataset, requested or str(options.default_dataset)
-    recorded, requested_before = str(saved.resume_invariants.get("dataset")), saved.state.get("requested_dataset")
+    recorded = str(saved.resume_invariants.get("dataset"))
+    requested_before = saved.state.get("requested_dataset")
     same = requested in (None, recorded, requested_before)
     check_same_run(saved, app, {**resume_invariants(options), "dataset": recorded if same else requested})
     dataset = resolve_dataset(recorded, options.data_dir, fallback=False)
@@ -108,7 +110,8 @@ def open_run(
     Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
     """
     resolved = resolve(app, options, fresh, groups=required)
-    saved, init_from = resolved.checkpoint, options.init_from
+    saved = resolved.checkpoint
+    init_from = options.init_from
     contents: dict[str, bytes] = {}
     groups: Mapping[str, Arrays] = {}
     if saved:
@@ -136,7 +139,8 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
     """Return rank 0's broadcast of the resolved run."""
-    saved, dataset = resolved.checkpoint, resolved.dataset
+    saved = resolved.checkpoint
+    dataset = resolved.dataset
     state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
     message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
     message["dataset_folder"] = shown(os.path.realpath(dataset.folder), limit=4096)
@@ -145,12 +149,14 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
 
 def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
     """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before."""
-    run_dir, recorded = saved.folder.parents[1], saved.resume_invariants
+    run_dir = saved.folder.parents[1]
+    recorded = saved.resume_invariants
     if saved.app != app:
         raise ConfigError(f"{run_dir} holds a run of {shown(saved.app)}, not of {app}: choose another --run-dir")
     differences = []
     for name in sorted({*recorded, *invariants}):
-        before, now = recorded.get(name), invariants.get(name)
+        before = recorded.get(name)
+        now = invariants.get(name)
         if not _is_same(before, now):
             option = f"--{shown(name).replace('_', '-')}"
             differences.append(f"{option} {shown(before)} in the checkpoint, {shown(now)} now")
@@ -178,7 +184,8 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
     if recorded is None and warn:
         log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")
     if recorded not in (None, dataset.fingerprint):
-        before, now = shown(str(recorded)[:12]), str(dataset.fingerprint)[:12]
+        before = shown(str(recorded)[:12])
+        now = str(dataset.fingerprint)[:12]
         digests = f"SHA-256 {before} in the checkpoint, {now} now"
         changed = f"{dataset.folder.resolve()} has changed since ({digests})"
         remedy = "put the former files back, or choose another --run-dir"
@@ -245,7 +252,8 @@ def make_folder(path: Path, unique: bool = False) -> Path:
 
     Raises ConfigError if that is impossible.
     """
-    candidate, count = path, 1
+    candidate = path
+    count = 1
     while True:
         try:
             candidate.mkdir(parents=True, exist_ok=not unique)
@@ -270,7 +278,8 @@ class Lock:
 
     def __init__(self, run_dir: Path, who: str) -> None:
         """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
-        self._run_dir, self._who = run_dir, who
+        self._run_dir = run_dir
+        self._who = who
         self._warned = "SAMESTEP_LAUNCHER" in os.environ  # the launch script has warned
         try:
             # A user who can read a file can lock it, too.

@@ -17,7 +17,8 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self._seconds, self._mark = dict.fromkeys(PHASES, 0.0), 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._mark = 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,5 +35,6 @@ class StepTimer:
 
     def pop(self) -> list[float]:
         """Return the seconds in the order of PHASES and reset them."""
-        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         return list(seconds.values())

@@ -85,7 +85,8 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
 
     ``writer`` is the rank that writes it.
     """
-    root, temporary = Root(folder.parent), f"{folder.name}/.{name}.{writer}.tmp"
+    root = Root(folder.parent)
+    temporary = f"{folder.name}/.{name}.{writer}.tmp"
     try:
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
