@@ -137,13 +137,14 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             main()
         finally:
             checkpoint.finish()  # also after a failure
-        for stream in (sys.stdout, sys.stderr, _console, _console_errors):
-            with contextlib.suppress(OSError):
-                stream.flush()
+        _flush(sys.stdout, sys.stderr, _console, _console_errors)
         os._exit(0)
-    except (ConfigError, NonRetryableError) as problem:
+    except ConfigError as problem:
         error(str(problem))
-        code = 2 if isinstance(problem, ConfigError) else 1
+        code = 2
+    except NonRetryableError as problem:
+        error(str(problem))
+        code = 1
     except RetryableError as problem:
         _record_failure(problem, problem.repeated)
         error(str(problem), events.ROLLBACK)
@@ -156,18 +157,28 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)
     except Exception as problem:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        where = f"; more in {_file}" if _file else ""
-        summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
-        summary += "".join(remedy(str(problem)) for remedy in remedies)
-        _record_failure(problem, f"rank {_rank}: {summary}")
-        error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
+        _report_unknown(problem, summarize_error)
         os._exit(1)
     no_restart(code)
     os._exit(code)
+
+
+def _report_unknown(problem: Exception, summarize_error: Callable[[str], str]) -> None:
+    """Write the traceback to the log file, and report the exception in one line."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+    where = f"; more in {_file}" if _file else ""
+    summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
+    summary += "".join(remedy(str(problem)) for remedy in remedies)
+    _record_failure(problem, f"rank {_rank}: {summary}")
+    error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
+    _flush(sys.stderr)
+
+
+def _flush(*streams: IO[str]) -> None:
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:

@@ -214,7 +214,9 @@ class GlobalBatches:
     @property
     def steps_per_epoch(self) -> int:
         """Number of updates in an epoch: ceil(n / global_batch_size), or the floor of it with ``drop_last``."""
-        return self.n // self.global_batch_size if self.drop_last else -(-self.n // self.global_batch_size)
+        if self.drop_last:
+            return self.n // self.global_batch_size
+        return -(-self.n // self.global_batch_size)
 
     def _locate(self, step: int) -> tuple[int, int, int]:
         """Return the epoch of this step, and [start, stop) of its global batch in that epoch's order."""
