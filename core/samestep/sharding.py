@@ -92,9 +92,9 @@ def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) 
         mixed = mixed ^ (mixed >> _SHIFT)
         mixed = (mixed * _MULTIPLIER) >> _SHIFT
         moved = half + ((mixed * size) >> _SHIFT)
+        half = other
         # moved - size wraps to a huge value if moved < size: the minimum is moved modulo size.
-        moved = np.minimum(moved, moved - size)
-        half, other = other, moved
+        other = np.minimum(moved, moved - size)
         size, other_size = other_size, size
     return half * np.uint64(b) + other  # the number of rounds is even
 

@@ -6,8 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-# The values are names in metrics.jsonl. COMPUTE ends with the last gradient.
-PHASES = INPUT, COMPUTE, COMMUNICATION, OPTIMIZER = "input", "computing", "waiting", "optimizer"
+# The values are names in metrics.jsonl.
+INPUT = "input"
+COMPUTE = "computing"  # it ends with the last gradient
+COMMUNICATION = "waiting"
+OPTIMIZER = "optimizer"
+PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:

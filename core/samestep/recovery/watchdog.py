@@ -65,7 +65,7 @@ class Watchdog(Monitor):
         self._world = world
         self._options = options
         self.world_size = world.world_size
-        self._compile_timeout: float | None = getattr(options, "first_step_timeout", None)
+        self._compile_timeout = options.first_step_timeout
         self.expect_compilation()
         self.last_progress = time.monotonic()
         self._launcher = _launcher(world)
