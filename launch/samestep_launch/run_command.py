@@ -52,12 +52,14 @@ def _main(arguments: Sequence[str]) -> int:
     check_arguments(arguments)
     options = build_parser().parse(arguments)
     check_run_dir(options.run_dir)
-    status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
+    status = look_up("PROGRAM", Path(options.program))
+    program = Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"PROGRAM {options.program}: the file is missing: name a Python program")
     if options.start_method == FORK:
         _check_fork(options.launcher, program)
-    launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
+    launcher = _find_launcher(options.launcher, options.nproc)
+    nodes = read_nodes(os.environ)
     check_interface(os.environ)
     check_imports()
     warn_of_other_ranks(os.environ, nodes)
