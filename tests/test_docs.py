@@ -126,12 +126,6 @@ def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
     assert len(shown) == 3
 
 
-def test_the_readme_shows_the_loop_of_the_smallest_app_as_it_is() -> None:
-    source = (ROOT / "apps" / "mnist_ddp" / "train.py").read_text()
-    (lines,) = re.findall(r"^    for images, labels in .*? run\.save\(\)[^\n]*\n", source, re.MULTILINE | re.DOTALL)
-    assert f"```python\n{lines}```" in (ROOT / "README.md").read_text()
-
-
 # --- messages --------------------------------------------------------------------------------------------------------
 
 

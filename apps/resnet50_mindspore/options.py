@@ -25,8 +25,8 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     parser = Parser(
         prog=prog,
         usage=usage,
-        description="Train ResNet on CIFAR-10 with MindSpore: every step is the same at any number of ranks, and a "
-        "killed run resumes.",
+        description="Train ResNet on CIFAR-10 with MindSpore: with --freeze-bn, every step is the same at any number "
+        "of ranks. A killed run resumes.",
     )
     add_common(
         parser,

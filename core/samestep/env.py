@@ -418,6 +418,8 @@ def _plain(env: dict[str, str], spec: LauncherSpec) -> World:
         shown = _show(env, f"{spec.rank} NPROC_PER_NODE {_PET}")
         raise EnvError(f"{shown} count nodes, not processes: run scripts/run_<app>.sh on each node, which reads them")
     world = _read(env, spec)
+    if re.fullmatch(r"localhost|127\.[\d.]+|::1", world.master_addr or ""):  # no other machine reaches it
+        return replace(world, local_rank=world.rank, local_world_size=world.world_size, node_rank=0, node_count=1)
     return replace(world, local_rank=0, local_world_size=1, node_rank=world.rank, node_count=world.world_size)
 
 

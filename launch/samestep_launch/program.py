@@ -161,8 +161,8 @@ def _leaving_returns() -> Iterator[None]:
 def importing() -> Iterator[None]:
     """Set variables under which imports leave this process fit to fork ranks; restore them at the end.
 
-    Garbage is not collected meanwhile, which takes a fifth of the seconds, and what was imported is never collected: a
-    collection in a rank would copy the memory of all objects.
+    Garbage is not collected meanwhile, which takes a fifth of the seconds. Imported objects are never collected: a
+    collection in a rank would copy their memory.
     """
     before = {name: os.environ[name] for name in IMPORT_VARIABLES if name in os.environ}
     os.environ.update(IMPORT_VARIABLES)

@@ -29,12 +29,20 @@ Seconds = NDArray[np.float64]
 class StragglerDetector:
     """Report each straggler once, with the phase in which it loses the most time."""
 
-    def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int) -> None:
+    def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = "") -> None:
         """Start after ``step`` updates.
 
         A rank may have one sample of a global batch more than another. That much more time is allowed: ``factor`` is
         multiplied by it. Each rank must have at least one sample.
+
+        Args:
+            factor: how many times as long as the others' median a straggler takes.
+            world_size: number of ranks.
+            global_batch_size: samples of a step, over all ranks.
+            step: number of updates done.
+            condition: a fact of the job that the warnings add, such as "3 ranks share 2 processors".
         """
+        self._condition = f"{condition}, " if condition else ""
         self._factor = factor * -(-global_batch_size // world_size) / (global_batch_size // world_size)
         self._is_warm = False
         self._window, self._window_start = np.zeros((world_size, len(PHASES))), step
@@ -89,7 +97,7 @@ class StragglerDetector:
         phase, others_median = PHASES[worst], others[worst]
         log.warning(
             f"rank {rank} is a straggler: {own[worst]:.3f} s per step in {phase}, the others {others_median:.3f} "
-            f"(over {steps} steps to step {step}); reported once"
+            f"({self._condition}over {steps} steps to step {step}); reported once"
         )
         return {"rank": rank, "phase": phase, "seconds": round(own[worst], 6), "others": round(others_median, 6)}
 

@@ -113,10 +113,18 @@ class Watchdog(Monitor):
             self._collective = outer
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        ranks, samples, factor = self.world_size, self._options.global_batch_size, self._options.straggler
+        ranks, factor = self.world_size, self._options.straggler
+        samples = getattr(self._options, "global_batch_size", 0)  # an app with batches of tokens has other options
         if self._stragglers is None and self._world.rank == 0 and factor > 0 and 1 < ranks <= samples:
-            self._stragglers = StragglerDetector(factor, ranks, samples, self._first_step)
+            condition = self._shared_processors()
+            self._stragglers = StragglerDetector(factor, ranks, samples, self._first_step, condition)
         return self._stragglers.update(step, phase_seconds) if self._stragglers else []
+
+    def _shared_processors(self) -> str:
+        """Return in words how many ranks share this machine's processors; "" if each rank has one of its own."""
+        ranks = self._world.local_world_size or 0
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or ranks
+        return f"{ranks} ranks share {count} processors" if ranks > count else ""
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
         for name, value in losses.items():
