@@ -427,7 +427,8 @@ class Run:
             accuracy = self._epoch_correct / samples_in_epoch if "correct" in stats.counts else None
             shown = {"train_loss": self._train_loss, "train_accuracy": accuracy, **evaluation, "test_examples": None}
             words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items() if value is not None]
-            log.info("  ".join([f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", *words]))
+            place = [f"epoch {epoch + 1}/{self.options.epochs}", f"step {self._step}", f"{now - self._begun:.1f} s"]
+            log.info("  ".join([*place, *words]))
         if self._step % batches.steps_per_epoch == 0:
             self._epoch_loss = self._epoch_correct = 0.0
         line = {"step": self._step, "epoch": epoch, "samples_seen": samples, "loss": loss}
