@@ -173,8 +173,9 @@ class View:
 
     def frame(self, columns: int, lines: int) -> list[str]:
         """Return at most ``lines`` lines of at most ``columns`` characters."""
-        app = run_reader.app_of(self._metrics.header, self._result) or "a run"
-        head = [self._state.text, f"{app}  {self.run_dir}", *self._progress(columns), *self._curves(columns)]
+        app = run_reader.app_of(self._metrics.header, self._result)
+        name = f"{app}  {self.run_dir}" if app else str(self.run_dir)  # before the first step, no file has the app
+        head = [self._state.text, name, *self._progress(columns), *self._curves(columns)]
         head += [*self._checkpoints(), *self._events(), ""]
         tail = [f"  {line.rstrip()}" for line in self._log.tail]
         shown = [*head, *self._ranks(max(3, lines - len(head) - 2 - min(TAIL_LINES, len(tail))))]
@@ -205,11 +206,18 @@ class View:
             if name != "samples_per_second":
                 yield f"{name.replace('_', ' '):<14} {curve.values[-1]:<10.5g} {sparkline(curve, width)}"
         if not self._metrics.curves:
-            yield "nothing is measured yet"
+            yield self._waiting_for()
         if self._state.name == "finished":
             result = {name: finite_number(self._result.get(name)) for name in RESULT_FIELDS}
             texts = [f"{name.replace('_', ' ')} {value:.5g}" for name, value in result.items() if value]
             yield from [f"result         {', '.join(texts)}"] if texts else []
+
+    def _waiting_for(self) -> str:
+        """Return in words what comes before the first measurement."""
+        if not self._heartbeats:
+            return "no rank has started yet"
+        has_stepped = any(beat.step > 0 for beat in self._heartbeats.values())
+        return "waiting for the first log line" if has_stepped else "waiting for the first step"
 
     def _seconds_per_step(self) -> float | None:
         """Return the mean over the last lines, with evaluations and checkpoints, from the lines' own numbers."""
