@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
 
     def _may_change(self, action: argparse.Action) -> bool:
-        """Return whether --help shows an option of which a resume may have another value."""
+        """Return whether --help shows an option whose value may differ at a resume."""
         is_shown = action.help != argparse.SUPPRESS
         return is_shown and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
 
