@@ -72,6 +72,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         datasets=(*SIZES, "file"),
         devices=("auto", "cpu", "cuda"),
         resume_mutable=("mesh", "data_file", "checkpoint_activations"),
+        metrics=("test_loss", "bits_per_byte"),
     )
     add_start_method(parser)
     add_virtual_ranks(parser, "FSDP reduces gradients in its own order")

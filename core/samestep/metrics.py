@@ -1,4 +1,4 @@
-"""Write metrics.jsonl and the result, and keep the best evaluation. Rank 0 alone imports this."""
+"""Write metrics.jsonl and the result. Rank 0 alone imports this."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ from samestep import checkpoint, log, untrusted
 from samestep.env import World
 from samestep.options import Options, as_json
 from samestep.root import Root
-
-# The first of these that an evaluation has decides which evaluation is best; the sign shows whether more is better.
-BEST_MEASURES = {"test_accuracy": 1, "test_loss": -1}
 
 
 class Metrics:
@@ -82,44 +79,3 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
     with checkpoint.writing(options.run_dir / name):
         checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
     log.result(text)
-
-
-class BestEvaluation:
-    """Keep the best evaluation so far, the first of equals, for --keep-best.
-
-    ``state`` goes into checkpoints: the step and its evaluation. A resumed run starts with the state of its
-    checkpoint and finds later evaluations again.
-    """
-
-    def __init__(self, state: Mapping[str, Any] | None) -> None:
-        self.state: dict[str, Any] = dict(state or {})
-
-    @property
-    def step(self) -> int | None:
-        """The number of updates done at the best evaluation."""
-        return self.state.get("step")
-
-    def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Compare the evaluation after ``step`` updates; {} means none."""
-        name = next((name for name in BEST_MEASURES if evaluation.get(name) is not None), None)
-        if name and (name not in self.state or BEST_MEASURES[name] * (evaluation[name] - self.state[name]) > 0):
-            self.state = {"step": step, name: evaluation[name]}
-
-    def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write ``model-best.safetensors`` from the best evaluation's checkpoint; return the fields of the result.
-
-        ``copy`` takes the checkpoint's folder and the file's path. A corrupt checkpoint costs the file, not the run.
-        Raises NonRetryableError if the disk is full.
-        """
-        path = run_dir / "model-best.safetensors"
-        with checkpoint.writing(path):
-            Root(run_dir).unlink(path.name)  # from an earlier end of this run
-        if self.step is None:
-            log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
-            return {}
-        checkpoint.finish()
-        try:
-            copy(checkpoint.folder_of(run_dir, self.step), path)
-        except checkpoint.CorruptCheckpoint as error:
-            log.warning(f"no model-best.safetensors: the checkpoint of the best, step {self.step}, is damaged: {error}")
-        return {f"best_{name}": value for name, value in self.state.items()}

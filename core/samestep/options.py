@@ -24,6 +24,8 @@ GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Loggin
 HELP_WIDTH = 80  # columns
 SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
 FORK, EXEC = START_METHODS = "fork", "exec"
+# The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
+BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
 # compared with the checkpoint, so an app's own options are protected without being listed anywhere.
 RESUME_MUTABLE = frozenset(
@@ -46,13 +48,14 @@ class Options(argparse.Namespace):
         resume_pinned: options of RESUME_MUTABLE that must not change in this run, such as a schedule's epochs.
     """
 
-    RESULT_FIELDS = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
+    RESULT_FIELDS: tuple[str, ...] = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
 
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
+    options_class: type[Options] = Options  # an app whose result repeats other options has its own
     default_dataset: str | None = None
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
@@ -82,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
 
     def _may_change(self, action: argparse.Action) -> bool:
-        """Return whether --help shows an option whose value may differ at a resume."""
+        """Return whether --help shows an option, and a resume may change it."""
         is_shown = action.help != argparse.SUPPRESS
         return is_shown and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
 
@@ -97,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
-        options, unknown = self.parse_known_args(argv, Options())
+        options, unknown = self.parse_known_args(argv, self.options_class())
         options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
         options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
         for name, value in vars(options).items():
@@ -159,6 +162,22 @@ def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> C
     return convert
 
 
+def best_metric(metrics: Sequence[str]) -> Callable[[str], str]:
+    """Return the argparse type of --keep-best, which converts [min:|max:]NAME to min:NAME or max:NAME."""
+
+    def convert(text: str) -> str:
+        direction, _, name = text.rpartition(":")
+        if name not in metrics:
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} names no metric: choose one of {', '.join(metrics)}")
+        if not direction:
+            direction = BEST_DIRECTIONS.get(name, "")
+        if direction not in ("min", "max"):
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} has no direction: use min:{name} or max:{name}")
+        return f"{direction}:{name}"
+
+    return convert
+
+
 seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; larger values overflow clocks
 
 
@@ -166,24 +185,26 @@ def add_common(
     parser: Parser,
     *,
     epochs: int,
-    global_batch_size: int,
+    global_batch_size: int | None,
     lr: str,
     datasets: Sequence[str],
     devices: Sequence[str],
     resume_mutable: Sequence[str] = (),
     resolve: Callable[..., Any] | None = None,
+    metrics: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
     """Add the options that every app has.
 
     Args:
         parser: the parser to extend.
         epochs: default of --epochs.
-        global_batch_size: default of --global-batch-size, in samples.
+        global_batch_size: default of --global-batch-size, in samples; None for an app that has another option for it.
         lr: text that describes the default learning rate, such as "0.1 with sgd".
         datasets: names that --dataset accepts; the first is the default.
         devices: names that --device accepts.
         resume_mutable: the app's own options that may change at a resume.
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
+        metrics: names of numbers that the app's evaluation returns, for --keep-best.
     """
     parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
     default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_int(1)
@@ -192,7 +213,8 @@ def add_common(
     training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
     training("--max-steps", type=count, metavar="S", help="last step since the start of training (default: none)")
     size = f"samples per step, over all ranks {default}"
-    training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
+    if global_batch_size is not None:
+        training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
     training("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
     seed = f"seed of initial weights, sample order and dropout {default}"
     training("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)
@@ -218,8 +240,13 @@ def add_common(
     every = f"steps between checkpoints within an epoch; 0 saves only after each epoch and the last step {default}"
     checkpoint("--checkpoint-every", type=count, default=500, metavar="S", help=every)
     checkpoint("--keep-checkpoints", type=positive, default=3, metavar="K", help=f"newest ones to keep {default}")
-    best = "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors"
-    checkpoint("--keep-best", action="store_true", help=best)
+    best = (
+        "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
+        "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
+    )
+    checkpoint(
+        "--keep-best", nargs="?", type=best_metric(metrics), const=True, default=False, metavar="METRIC", help=best
+    )
 
     restarts = f"maximum number of restarts after failures {default}"
     recovery("--max-restarts", type=count, default=3, metavar="R", help=restarts)

@@ -224,6 +224,14 @@ class GlobalBatches:
         epoch, start, _ = self._locate(step)
         return epoch * min(self.n, self.steps_per_epoch * self.global_batch_size) + start
 
+    def num_losses(self, step: int) -> int:
+        """Return the number of losses that this step's loss is the mean of: one for each sample."""
+        return self.size(step)
+
+    def num_losses_before(self, step: int) -> int:
+        """Return the number of losses of the steps 0 to step - 1, over all ranks."""
+        return self.samples_seen(step)
+
     def num_micro_batches(self, step: int) -> int:
         """Return the number of this step's micro-batches, over all ranks. None of them is empty on all ranks."""
         return min(self.accumulate * (self.virtual_ranks or 1), self.size(step))

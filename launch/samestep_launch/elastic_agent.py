@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import os
 import signal
@@ -96,7 +95,6 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
     if reason:
         text = f"{program.path.name} {reason} at its import: the ranks start as programs (--start-method exec)"
         print(f"warning: {text}", file=sys.stderr, flush=True)
-    gc.freeze()  # a collection in a rank would copy the memory of all objects
     return not reason
 
 

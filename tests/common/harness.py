@@ -42,6 +42,7 @@ class App:
     small: Sequence[str]
     exact: Sequence[str]  # Options under which losses are comparable to ``tolerance``.
     variants: Sequence[Sequence[str]]  # The models and optimizers that ``exact`` applies to.
+    batch_option: str = "--global-batch-size"  # The option that sets the size of a global batch.
     accuracy: float | None = None  # The minimum for its defaults on its embedded dataset, if it has one.
     tolerance: float = 1e-9
     resume_invariants: Sequence[str] = ()  # Changes of a small run's options. A resume must refuse each.
@@ -69,7 +70,7 @@ class App:
 class Shape:
     """The sizes that decide when a run acts, from its own records."""
 
-    examples: int  # in the training set
+    examples: int  # in the training set; or tokens, if a batch has tokens
     batch: int
     every: int  # steps between checkpoints
 
@@ -77,7 +78,10 @@ class Shape:
     def of(cls, result: Mapping[str, Any]) -> Shape:
         """Return the shape of the run with this result."""
         header = json.loads((Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()[0])
-        return cls(result["train_examples"], result["global_batch_size"], header["options"]["checkpoint_every"])
+        every = header["options"]["checkpoint_every"]
+        if "step_tokens" in result:  # tokens in place of examples
+            return cls(result["train_tokens"], result["step_tokens"], every)
+        return cls(result["train_examples"], result["global_batch_size"], every)
 
     @property
     def epoch(self) -> int:

@@ -33,21 +33,24 @@ def module(harness: Harness) -> Any:
     return options_of(harness.app.name)
 
 
-def test_it_has_the_common_options_and_what_a_result_repeats(module: Any) -> None:
+def test_it_has_the_common_options_and_what_a_result_repeats(harness: Harness, module: Any) -> None:
     common = Parser()
     add_common(common, epochs=1, global_batch_size=1, lr="", datasets=("mnist-5k",), devices=("auto",))
     parsed = module.parse([])
-    assert vars(common.parse([])).keys() <= vars(parsed).keys()
+    batch_size = harness.app.batch_option.removeprefix("--").replace("-", "_")
+    expected = vars(common.parse([])).keys() - {"global_batch_size"} | {batch_size}
+    assert expected <= vars(parsed).keys()
     assert set(parsed.RESULT_FIELDS) <= vars(parsed).keys()
     assert parsed.lr is not None  # what the app chooses is in the record and in the checkpoint
     assert json.loads(json.dumps(resume_invariants(parsed))) == resume_invariants(parsed)
 
 
-def test_it_explains_itself(module: Any) -> None:
+def test_it_explains_itself(harness: Harness, module: Any) -> None:
     text = module.build_parser(usage="the usage").format_help()
     assert "the usage" in text
-    for option in "epochs max-steps global-batch-size seed lr no-resume init-from run-dir timeout max-restarts".split():
+    for option in "epochs max-steps seed lr no-resume init-from run-dir timeout max-restarts".split():
         assert f"--{option}" in text
+    assert harness.app.batch_option in text
 
 
 @pytest.mark.parametrize("bad", [["--epochs=x"], ["--lr=0"], ["--no-such-option"], ["5"]], ids=str)

@@ -109,7 +109,7 @@ def test_help_teaches(harness: Harness) -> None:
     script = str(ROOT / "scripts" / f"run_{harness.app.name}.sh")
     outcome = harness.start_command(["bash", script, "--help"], harness.folder).finish(limit=20)
     assert outcome.code == 0
-    options = "--epochs --max-steps --global-batch-size --lr --seed --init-from --dataset --data-dir --run-dir "
+    options = f"{harness.app.batch_option} --epochs --max-steps --lr --seed --init-from --dataset --data-dir --run-dir "
     options += (
         "--resume --checkpoint-every --keep-checkpoints --log-every --device --max-restarts --timeout --quiet --dry-run"
     )

@@ -152,7 +152,7 @@ def test_losses_are_the_same_at_any_number_of_ranks(
         counts = (1, 2, 3, 4) if soak else (1, 2 if "slow" in harness.app.skipped_marks else 3)
         for n in counts:
             run_dir = harness.folder / f"{i}-{n}"
-            options = [*harness.app.exact, *variant, f"--global-batch-size={batch}", f"--max-steps={steps}"]
+            options = [*harness.app.exact, *variant, f"{harness.app.batch_option}={batch}", f"--max-steps={steps}"]
             harness.train(n, *options, run_dir=run_dir)
             curves[n] = losses(run_dir)
             assert len(curves[n]) == steps

@@ -157,6 +157,34 @@ def test_a_good_value_is_taken(arguments: list[str], name: str, value: Any) -> N
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--keep-best"], True),
+        (["--keep-best", "--quiet"], True),
+        (["--keep-best", "test_loss"], "min:test_loss"),
+        (["--keep-best=test_accuracy"], "max:test_accuracy"),
+        (["--keep-best=min:test_accuracy"], "min:test_accuracy"),
+    ],
+)
+def test_keep_best_takes_a_metric_and_its_direction(arguments: list[str], expected: object) -> None:
+    assert parse(*arguments).keep_best == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("max:f1", "'max:f1' names no metric: choose one of test_accuracy, test_loss"),
+        ("", "'' names no metric: choose one of test_accuracy, test_loss"),
+        ("top:test_loss", "'top:test_loss' has no direction: use min:test_loss or max:test_loss"),
+    ],
+)
+def test_keep_best_refuses_an_unknown_metric_before_training(value: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--keep-best={value}")
+    assert str(caught.value) == f"--keep-best: {problem} (see --help)"
+
+
+@pytest.mark.parametrize(
     ("text", "good"), [("0", True), ("0.999", True), ("1", False), ("1.5", False), ("-0.1", False), ("nan", False)]
 )
 def test_a_real_number_below_a_limit(text: str, good: bool) -> None:

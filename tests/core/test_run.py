@@ -29,8 +29,9 @@ from samestep.env import World, processor
 from samestep.monitor import Monitor
 from samestep.options import resume_invariants
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Run
 from samestep.sharding import GlobalBatches
+from samestep.step_sync import Totals
 from samestep.step_timer import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, StepTimer
 from samestep.stop import Stopped
 from threads import COUNTING, CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
@@ -510,7 +511,7 @@ def test_what_is_due_after_each_update(
 def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
     """Steps of half a second and a grace of 30 s: the ranks ask for stop requests each 10 steps, and at log lines."""
     ((run,), step) = all_done(job(1, options_for(run_dir, "--grace=30", "--log-every=1000"))), STEPS
-    run.apply_global_stats(StepStats(0.0, 0.0, {}, (0.0,) * 4, 0.5, (0.0,) * 4))
+    run.step_sync.apply(step, Totals(seconds_per_step=0.5))
     due = [run.actions(step + k - 1) for k in range(1, 31)]
     assert [actions.sync for actions in due] == [actions.log or k >= 10 for k, actions in enumerate(due, start=1)]
     assert not all(actions.log for actions in due[9:])
@@ -537,7 +538,7 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
     assert checkpoints(run_dir)[-1] == f"step-{at:08d}"
     done = all_done(job(3, [f"--run-dir={run_dir}", "--log-every=5"]))
     assert {run.resumed_from for run in done} == {at}
-    assert done[0]._result["weights_sha256"] == reference[0]._result["weights_sha256"]
+    assert done[0].recorder.result["weights_sha256"] == reference[0].recorder.result["weights_sha256"]
     steps = [line["step"] for line in steps_of(run_dir)]
     assert steps == sorted(set(steps))
 

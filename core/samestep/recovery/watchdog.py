@@ -113,7 +113,8 @@ class Watchdog(Monitor):
             self._collective = outer
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        ranks, samples, factor = self.world_size, self._options.global_batch_size, self._options.straggler
+        ranks, factor = self.world_size, self._options.straggler
+        samples = getattr(self._options, "global_batch_size", 0)  # an app with batches of tokens has other options
         if self._stragglers is None and self._world.rank == 0 and factor > 0 and 1 < ranks <= samples:
             condition = self._shared_processors()
             self._stragglers = StragglerDetector(factor, ranks, samples, self._first_step, condition)

@@ -2,7 +2,8 @@
 
 The parts take plain torch objects, and never wrap a training call:
 
-* `GlobalBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: the same global batches at any number of ranks.
+* `GlobalBatchSampler`, `GlobalTokenBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: the same global batches at any
+  number of ranks.
 * `exact`, with `Rows` and `FixedRows`: batch norm and dropout over the global batch.
 * `global_mean`, `global_sum`: means and sums over all ranks.
 * `Checkpoints`, `StopRequests`: a killed or stopped program that ends with the same weights.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from samestep.torch.losses import global_mean, global_sum
     from samestep.torch.samplers import EvalSampler, FixedRows, GlobalBatchSampler, Rows
     from samestep.torch.stops import StopRequests
+    from samestep.torch.token_sampler import GlobalTokenBatchSampler
 
 __all__ = [
     "Checkpoints",
@@ -31,6 +33,7 @@ __all__ = [
     "EvalSampler",
     "FixedRows",
     "GlobalBatchSampler",
+    "GlobalTokenBatchSampler",
     "Rows",
     "Seeded",
     "StopRequests",
@@ -45,6 +48,7 @@ _MODULES = {
     "EvalSampler": "samplers",
     "FixedRows": "samplers",
     "GlobalBatchSampler": "samplers",
+    "GlobalTokenBatchSampler": "token_sampler",
     "Rows": "samplers",
     "Seeded": "loaders",
     "StopRequests": "stops",

@@ -319,7 +319,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         Returns:
             This rank's part of the mean: the parts of all ranks and micro-batches add up to it.
         """
-        size = self.batches.size(self._current_step())
+        size = self.batches.num_losses(self._current_step())
         if grad_scale is None:
             grad_scale = 1 if self.virtual_ranks else self.batches.world_size
         return with_gradient(loss_sum, loss_sum.detach() / size, slope=grad_scale / size)

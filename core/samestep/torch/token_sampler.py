@@ -1,0 +1,119 @@
+"""Cut a dataset of texts into global batches by tokens, the same at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from samestep.data.token_batches import TokenBatches
+from samestep.sharding import step_seed
+from samestep.torch.samplers import Batch, GlobalBatchSampler, seed_generators, whole_number
+
+
+class GlobalTokenBatchSampler(GlobalBatchSampler):
+    """Yield this rank's samples of each global batch, which has about ``step_tokens`` tokens.
+
+    Use it as a `GlobalBatchSampler`: iterate over `micro_batches` in each step, and call `scale` with the loss
+    summed over the target tokens. The loss is then the mean over the target tokens of the global batch, without
+    communication.
+
+    The dataset must pad on the right: `micro_batches` cuts off columns that only longer micro-batches need.
+    Padding then changes no loss of a causal model.
+
+    Args:
+        lengths: number of tokens of each example.
+        targets: number of tokens of each example that have a loss.
+        step_tokens: tokens of a step, over all ranks.
+        micro_tokens: tokens of a micro-batch with its padding, at most. It bounds the memory.
+        rank, world_size, seed, seed_steps: as in `GlobalBatchSampler`. Each micro-batch has a seed of its own.
+        virtual_ranks: the most ranks, or None. With it, sums over micro-batches have the same bits at any number of
+            ranks; see `samestep.torch.reduction.gradient_tree`.
+
+    Raises:
+        TypeError: an argument is not a whole number.
+        ValueError: an argument is out of range, or the longest example exceeds a micro-batch or a step.
+    """
+
+    batches: TokenBatches
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[np.int64],
+        targets: Sequence[int] | NDArray[np.int64],
+        step_tokens: int,
+        micro_tokens: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int = 0,
+        seed_steps: bool = True,
+        virtual_ranks: int | None = None,
+    ) -> None:
+        super().__init__(
+            len(lengths),
+            step_tokens,
+            rank,
+            world_size,
+            seed=seed,
+            seed_steps=seed_steps,
+            virtual_ranks=virtual_ranks,
+        )
+        self.batches = TokenBatches(
+            lengths=np.asarray(lengths, np.int64),
+            targets=np.asarray(targets, np.int64),
+            step_tokens=self.batches.global_batch_size,
+            micro_tokens=whole_number("micro_tokens", micro_tokens),
+            seed=self.batches.seed,
+            rank=self.batches.rank,
+            world_size=self.batches.world_size,
+            virtual_ranks=virtual_ranks,
+        )
+
+    @property
+    def _is_cut(self) -> bool:
+        return True
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """Cut the batch that the loop has received last into this rank's micro-batches.
+
+        Without ``virtual_ranks``, a rank without micro-batches gets one without rows, because DDP needs a backward pass
+        on each rank.
+
+        Args:
+            batch: tensors, or lists, tuples and dicts of tensors. Their first dimension is the rank's rows, and the
+                second, if there is one, the tokens.
+        """
+        step = self._current_step()
+        micro_batches = self.batches.micro_batches(step)
+        if not micro_batches and self.virtual_ranks is None:
+            yield batch
+        for rows, micro_batch in zip(super().micro_batches(batch), micro_batches):
+            yield tree_map(_column_slicer(self.batches.longest(step, micro_batch)), rows)
+
+    def _seed_generators(self) -> None:
+        if self.seed_steps:
+            k, _ = self.micro_batch or (0, 1)
+            seed_generators(step_seed(self.seed, self.step - 1) ^ k)
+
+    def _order(self) -> dict[str, Any]:
+        return {
+            "dataset_len": self.batches.n,
+            "num_tokens": self.batches.num_tokens,
+            "step_tokens": self.batches.step_tokens,
+            "micro_tokens": self.batches.micro_tokens,
+            "seed": self.batches.seed,
+        }
+
+
+def _column_slicer(stop: int) -> Any:
+    """Return a function that takes the first ``stop`` columns of a tensor, and returns other values as they are."""
+
+    def columns_of(value: Any) -> Any:
+        has_columns = isinstance(value, Tensor) and value.ndim > 1
+        return value[:, :stop] if has_columns else value
+
+    return columns_of

@@ -1,0 +1,186 @@
+"""transformers and peft load what a run leaves, and a model's folder with a chat template can be trained."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT, Harness, python_path, told_by
+
+APP = ROOT / "apps" / "llm_finetune"
+SHORT = ("--max-steps=4", "--epochs=1")
+
+
+def run_program(*words: str) -> str:
+    """Run a program of the app; return what it prints."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(APP)}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOADED = """
+import json
+from pathlib import Path
+import torch
+from finished import load_base, load_trained
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+run_dir, adapter, merged = (Path(path) for path in {paths!r})
+torch.manual_seed(1)
+tokens = torch.randint(0, 256, (2, 30))
+_, _, model = load_base(run_dir)
+with torch.no_grad():
+    base = model.eval()(input_ids=tokens).logits
+    load_trained(run_dir, model)
+    trained = model.eval()(input_ids=tokens).logits
+    found = PeftModel.from_pretrained(load_base(run_dir)[2].unload(), adapter)
+    adapted = found.eval()(input_ids=tokens).logits
+    in_memory = model.merge_and_unload().eval()(input_ids=tokens).logits
+    reloaded = AutoModelForCausalLM.from_pretrained(merged).eval()(input_ids=tokens).logits
+values = [torch.equal(adapted, trained), torch.equal(reloaded, in_memory)]
+print(json.dumps([*values, float((reloaded - trained).abs().max()), float((trained - base).abs().max())]))
+"""
+
+
+def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
+    """The adapter and the merged model, which adds a rounding of the product of LoRA's matrices."""
+    run_dir = harness.folder / "run"
+    result = harness.train(1, *harness.app.small, *SHORT, run_dir=run_dir)
+    adapter, merged = harness.folder / "adapter", harness.folder / "merged"
+    assert f"wrote {adapter}" in run_program(str(APP / "export.py"), str(run_dir), str(adapter))
+    run_program(str(APP / "export.py"), str(run_dir), str(merged), "--merge")
+    again = harness.folder / "again"
+    run_program(str(APP / "export.py"), str(run_dir), str(again))
+    for path in adapter.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+        assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044, path.name
+        assert str(harness.folder).encode() not in path.read_bytes()
+    assert (adapter / "adapter_model.safetensors").read_bytes() == (run_dir / "model.safetensors").read_bytes()
+    assert f"{result['test_loss']:.4f}" in (adapter / "README.md").read_text()
+
+    paths = [str(run_dir), str(adapter), str(merged)]
+    adapter_is_equal, merged_is_equal, merge_error, change = told_by("llm_finetune", LOADED.format(paths=paths))
+    assert adapter_is_equal
+    assert merged_is_equal
+    assert merge_error < 1e-4 < change
+
+    text = run_program(str(APP / "generate.py"), str(run_dir), "--prompt", "Define skylight.", "--tokens", "3")
+    assert [line.partition(":")[0] for line in text.splitlines()[:2]] != []
+    done = subprocess.run(
+        [sys.executable, str(APP / "export.py"), str(run_dir), str(adapter)],
+        env={**os.environ, "PYTHONPATH": python_path(APP)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, f"error: {adapter} exists: name a new folder\n")
+
+
+FOLDER = """
+import json
+from pathlib import Path
+from model import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers, decoders
+from transformers import PreTrainedTokenizerFast
+
+folder = Path({folder!r})
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+words = {{letter: i for i, letter in enumerate(letters)}}
+inner = Tokenizer(models.BPE(vocab=words, merges=[]))
+inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+inner.decoder = decoders.ByteLevel()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+tokenizer.chat_template = (
+    "{{% for m in messages %}}#{{{{ m['role'] }}}}:{{{{ m['content'] }}}}<|im_end|>{{% endfor %}}"
+    "{{% if add_generation_prompt %}}#assistant:{{% endif %}}"
+)
+tokenizer.save_pretrained(folder)
+tiny_model().save_pretrained(folder)
+"""
+TOKENS = """
+import json
+from data import tokenize
+from model import load_tokenizer
+from options import parse
+
+tokenizer = load_tokenizer(parse(["--model={folder}"]))
+turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
+sample = tokenize(tokenizer, [dict(role=role, content=content) for role, content in turns])
+end = tokenizer.encode(tokenizer.end)
+found = []
+for is_target in (False, True):
+    tokens = [int(t) for t, target in zip(sample.tokens, sample.is_target) if target == is_target]
+    found.append("".join("|" if [t] == end else tokenizer.decode([t]) for t in tokens))
+try:
+    tokenize(tokenizer, [dict(role="user", content="x<|im_end|>y"), dict(role="assistant", content="z")])
+except ValueError as error:
+    found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_folder_with_a_chat_template_is_trained(harness: Harness) -> None:
+    """Every turn of the assistant is a target, with its end. The run's model.safetensors is the model's own file."""
+    folder = harness.folder / "base"
+    run_program("-c", FOLDER.format(folder=str(folder)))
+    given, targets, refusal = told_by("llm_finetune", TOKENS.format(folder=folder))
+    assert given == "#user:a|#assistant:#user:d|#assistant:"
+    assert targets == "bc|e|"
+    assert "'<|im_end|>'" in refusal
+
+    rows = harness.folder / "rows.jsonl"
+    turns = '{"role": "user", "content": "a%d"}, {"role": "assistant", "content": "b%d"}'
+    rows.write_text("".join(f'{{"messages": [{turns % (i, i)}]}}\n' for i in range(40)))
+    options = (f"--model={folder}", f"--data-file={rows}", "--lora=0", "--step-tokens=300", "--max-length=99")
+    run_dir = harness.folder / "run"
+    outcome = harness.run(2, *options, "--max-steps=3", run_dir=run_dir)
+    assert outcome.code == 0, outcome
+    assert outcome.stdout.count("after: ") == 2
+
+    exported = harness.folder / "exported"
+    run_program(str(APP / "export.py"), str(run_dir), str(exported))
+    published = harness.folder / "published"
+    published.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (published / name).write_bytes((folder / name).read_bytes())
+    (published / "model.safetensors").write_bytes((run_dir / "model.safetensors").read_bytes())
+    program = """
+import json, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+models = [AutoModelForCausalLM.from_pretrained(path) for path in {paths!r}]
+tokens = torch.arange(40)[None]
+one, other, before = (model.eval()(input_ids=tokens).logits for model in models)
+print(json.dumps([torch.equal(one, other), torch.equal(one, before)]))
+"""
+    paths = [str(published), str(exported), str(folder)]
+    assert told_by("llm_finetune", program.format(paths=paths)) == [True, False]
+
+    # A resume with another base is refused.
+    (folder / "generation_config.json").write_text('{"changed": true}')
+    outcome = harness.run(2, *options, "--max-steps=4", run_dir=run_dir)
+    assert outcome.code == 2
+    assert "--model-sha256" in outcome.stderr
+
+
+@pytest.mark.soak  # downloads 93 MB once, and takes minutes
+def test_smollm2_learns_and_keeps_its_bits(harness: Harness) -> None:
+    """The default run; in float32, 2 ranks that stop end with the bits of 1."""
+    outcome = harness.run(2)
+    assert outcome.code == 0, outcome
+    lines = outcome.stdout.splitlines()
+    before = next(float(line.split()[2]) for line in lines if "before training" in line)
+    assert outcome.result["model"] == "smollm2-135m"
+    assert before - outcome.result["test_loss"] >= 0.8
+    assert sum("after: " in line for line in lines) == 2
+    options = ("--virtual-ranks=2", "--lora-dropout=0.1", "--max-steps=4")
+    one = harness.run(1, *options, run_dir=harness.folder / "one").result
+    harness.run(2, *options[:2], "--max-steps=2", run_dir=harness.folder / "two")
+    two = harness.run(2, *options, run_dir=harness.folder / "two").result
+    assert (one["weights_sha256"], one["test_loss"]) == (two["weights_sha256"], two["test_loss"])
