@@ -62,7 +62,14 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl; ``metadata`` adds facts that decide the numbers, such as versions."""
+    """Return the first line of metrics.jsonl; ``metadata`` adds facts that decide the numbers, such as versions.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        metadata: facts that decide the numbers, such as versions.
+    """
     start = {"app": app, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     machine = {"machine": f"{platform.system()} {platform.machine()}", "host": socket.gethostname()}
     settings = {"world": asdict(world), "options": as_json(options)}
@@ -70,7 +77,14 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays."""
+    """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        values: the app's part of the result.
+    """
     job = {"app": app, "launcher": world.launcher, "world_size": world.world_size, "node_count": world.node_count}
     restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
     fields = {name: getattr(options, name) for name in options.RESULT_FIELDS}
