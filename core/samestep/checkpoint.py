@@ -170,6 +170,12 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
     A kill at any moment leaves complete checkpoints, with or without the newest. Raises OSError.
+
+    Args:
+        folder: final name of the checkpoint.
+        body: content of the manifest.
+        keep: number of checkpoints to keep.
+        protected_step: step of a checkpoint that is never deleted, or None.
     """
     root = Root(folder.parents[1])
     content = manifest.encode(body)
@@ -210,6 +216,11 @@ def write_file(folder: Path, name: str, content: bytes) -> dict[str, Any]:
     """Write and sync a file of the checkpoint ``folder``, under the folder's temporary name.
 
     Returns its entry in a manifest: size and SHA-256. Raises OSError.
+
+    Args:
+        folder: final name of the checkpoint.
+        name: name of the file.
+        content: its bytes.
     """
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)

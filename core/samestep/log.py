@@ -58,6 +58,12 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
 
     Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
     errors as events, and describes crashes of other ranks.
+
+    Args:
+        run_dir: folder of the run.
+        rank: rank of this process.
+        quiet: whether the console shows results and errors only.
+        monitor: records errors as events, and describes crashes of other ranks.
     """
     global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
@@ -111,7 +117,13 @@ def warning(text: str, kind: str = "") -> None:
 
 
 def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
-    """Report a failure in one line on the console's standard error, in the file, and as an event of this kind."""
+    """Report a failure in one line on the console's standard error, in the file, and as an event of this kind.
+
+    Args:
+        text: one line.
+        kind: one of `events.KINDS`.
+        **fields: JSON values of the event.
+    """
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
     _to_file(f"error: {line}")
@@ -195,7 +207,13 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
 
 
 def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of ``call``, or None if it takes longer or raises, so that a rank can always exit."""
+    """Return the result of ``call``, or None if it takes longer or raises, so that a rank can always exit.
+
+    Args:
+        seconds: limit.
+        call: called in a thread.
+        *arguments: of the call.
+    """
     results: list[Any] = []
 
     def target() -> None:

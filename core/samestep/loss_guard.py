@@ -31,6 +31,11 @@ class LossGuard:
         Batch normalization hides from the training loss that weights have grown too large; with its running statistics
         the activations then overflow. A flipped bit has the same effect, but not again at the same step: so after an
         update, the first such evaluation raises RetryableError.
+
+        Args:
+            evaluation: numbers by name.
+            step: number of updates done.
+            is_of_update: whether the evaluation follows an update of this start.
         """
         values = dict(evaluation)
         for name, value in evaluation.items():

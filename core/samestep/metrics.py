@@ -71,7 +71,14 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl; ``metadata`` adds facts that decide the numbers, such as versions."""
+    """Return the first line of metrics.jsonl.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        metadata: facts that decide the numbers, such as versions.
+    """
     return {
         "app": app,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -85,7 +92,14 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays."""
+    """Write and print the result. With --evaluate-only the run's own result stays.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        values: the app's part of the result.
+    """
     restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
     fields = {
         "app": app,

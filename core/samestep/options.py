@@ -181,6 +181,11 @@ def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> C
     """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above``.
 
     Larger numbers than the default limit do not fit into float32.
+
+    Args:
+        minimum: least value.
+        below: limit that a value must not reach.
+        above: whether ``minimum`` itself is refused.
     """
     least = f"{'above' if above else 'of at least'} {minimum:g}"
 

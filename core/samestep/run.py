@@ -494,7 +494,15 @@ class Run:
         return self.progress.best.write(self.options.run_dir, copy)
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
-        """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0."""
+        """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0.
+
+        Args:
+            framework: name of the framework.
+            framework_version: its version.
+            backend: backend of the collectives.
+            device: kind of device.
+            **fields: further fields of the result.
+        """
         self.monitor.stop()
         if self.world.rank != 0:
             return
@@ -528,7 +536,13 @@ def check_launch(world: World) -> None:
 
 
 def last_step_of(options: Options, steps_per_epoch: int, first_step: int) -> int:
-    """Return the number of updates of the whole run, at least those that are done."""
+    """Return the number of updates of the whole run, at least those that are done.
+
+    Args:
+        options: options of the run.
+        steps_per_epoch: number of global batches of an epoch.
+        first_step: number of updates done.
+    """
     if options.evaluate_only:
         return first_step
     last_step: int = options.epochs * steps_per_epoch

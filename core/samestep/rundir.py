@@ -34,7 +34,13 @@ LOCK_SECONDS = 30.0
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
-    """Take a dataset as it is; the result is like `samestep.data.datasets.resolve`'s."""
+    """Take a dataset as it is; the result is like `samestep.data.datasets.resolve`'s.
+
+    Args:
+        name: name of the dataset.
+        data_dir: folder of data.
+        fallback: ignored.
+    """
     return SimpleNamespace(name=name, folder=data_dir, notice=None, fingerprint=None)
 
 
@@ -125,6 +131,13 @@ def open_run(
     A checkpoint without the ``required`` groups counts as corrupt.
 
     Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        fresh: whether the run dir is new.
+        load: loads the arrays by group and name into the model.
+        required: groups that a checkpoint must have.
     """
     resolved = resolve(app, options, fresh, groups=required)
     saved = resolved.checkpoint
@@ -149,7 +162,13 @@ def open_run(
 
 
 def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -> ConfigError | NonRetryableError:
-    """Return the error for arrays of the checkpoint ``folder``, or else of --init-from, that do not fit the model."""
+    """Return the error for arrays of the checkpoint ``folder``, or else of --init-from, that do not fit the model.
+
+    Args:
+        folder: the checkpoint, or None.
+        init_from: value of --init-from.
+        error: the error of the load.
+    """
     if folder:
         return NonRetryableError(f"checkpoint {folder} does not fit the model: {error}")
     return ConfigError(f"--init-from {init_from} does not fit the model: {error}")
@@ -172,7 +191,13 @@ def restore_message(resolved: Resolved) -> dict[str, Any]:
 
 
 def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before."""
+    """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before.
+
+    Args:
+        saved: the checkpoint.
+        app: name of the app.
+        invariants: options that must be equal.
+    """
     run_dir = saved.folder.parents[1]
     recorded = saved.resume_invariants
     if saved.app != app:

@@ -32,6 +32,11 @@ def linear(step: int, steps: int, final: float = 0.0) -> float:
     """Return a factor that falls on a straight line from 1 at step 0 to ``final`` at ``steps``.
 
     Source: Devlin et al., "BERT", NAACL 2019, appendix A.2, after a warm-up.
+
+    Args:
+        step: number of the update, from 0.
+        steps: number of updates of the whole run.
+        final: factor at ``steps``.
     """
     return 1.0 + (final - 1.0) * _progress(step, steps)
 
@@ -41,6 +46,11 @@ def cosine(step: int, steps: int, final: float = 0.0) -> float:
 
     Source: Loshchilov & Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR 2017, equation 5, with
     one period.
+
+    Args:
+        step: number of the update, from 0.
+        steps: number of updates of the whole run.
+        final: factor at ``steps``.
     """
     return final + (1.0 - final) * _fall(_progress(step, steps))
 
@@ -49,6 +59,11 @@ def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> floa
     """Return ``gamma`` to the power of the number of ``milestones`` (steps) reached so far.
 
     Source: He et al., "Deep residual learning for image recognition", CVPR 2016, section 4.2 (1/10 at two milestones).
+
+    Args:
+        step: number of the update, from 0.
+        milestones: updates from which the factor is multiplied once more.
+        gamma: factor of each milestone.
     """
     reached = [milestone for milestone in milestones if step >= milestone]
     return float(gamma ** len(reached))
@@ -59,6 +74,13 @@ def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25,
 
     It rises during the fraction ``rising`` of the steps. Source: Smith & Topin, "Super-convergence", 2018, in the form
     and with the numbers of fast.ai and of torch's OneCycleLR, which uses ``final`` for its last update, steps - 1.
+
+    Args:
+        step: number of the update, from 0.
+        steps: number of updates of the whole run.
+        rising: fraction of the updates in which the factor rises.
+        start: factor at update 0.
+        final: factor at the last update.
     """
     top = rising * steps - 1
     if step < top:

@@ -143,6 +143,11 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
     The sizes of shards differ by at most one: the first length % world_size ranks take one more item, as
     `numpy.array_split` does. A shard may be empty.
 
+    Args:
+        length: number of items.
+        rank: in [0, world_size).
+        world_size: number of shards.
+
     Raises:
         ValueError: length < 0, world_size < 1, or rank outside [0, world_size).
     """
@@ -158,7 +163,13 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def eval_batches(length: int, batch_size: int, parts: int) -> list[NDArray[np.int64]]:
-    """Cut ``length`` examples into at least ``parts`` batches, of at most ``batch_size`` examples."""
+    """Cut ``length`` examples into at least ``parts`` batches, of at most ``batch_size`` examples.
+
+    Args:
+        length: number of examples.
+        batch_size: most examples of a batch.
+        parts: least number of batches.
+    """
     return np.array_split(np.arange(length), max(parts, -(-length // batch_size)))
 
 
@@ -343,6 +354,11 @@ def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
     """Return 64 random bits, uint64 [m], for each of the samples ``indices`` [m] in an epoch.
 
     The bits of a sample do not depend on its rank or batch.
+
+    Args:
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
+        indices: int64 [m], the samples' indices.
     """
     counters = indices.astype(np.uint64) + np.uint64(1)
     states = counters * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))

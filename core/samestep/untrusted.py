@@ -52,7 +52,13 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open or make a file to write, in a folder that is trusted; return its descriptor. Raises as `Root.open`."""
+    """Open or make a file to write, in a folder that is trusted; return its descriptor. Raises as `Root.open`.
+
+    Args:
+        path: path of the file.
+        flags: of `os.open`.
+        mode: permissions of a new file.
+    """
     path = Path(path)
     return Root(path.parent).open(path.name, flags, mode)
 
@@ -85,6 +91,12 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
     """Write a file of ``folder``, a folder of a run dir, atomically. Errors are ignored.
 
     ``writer`` is the rank that writes it.
+
+    Args:
+        folder: a folder of a run dir.
+        name: name of the file.
+        values: content.
+        writer: rank that writes the file.
     """
     root = Root(folder.parent)
     temporary = f"{folder.name}/.{name}.{writer}.tmp"

@@ -146,9 +146,7 @@ class Environment:
         try:
             with _lock(venv):  # of two first starts the second waits and finds it made
                 if _stamp(venv) is None:
-                    print_stderr(
-                        f"first start: making .venvs/{self.name} with Python {version}; pip's own progress follows"
-                    )
+                    print_stderr(f"first start: making .venvs/{self.name} with Python {version}, which takes minutes")
                     self._make(venv, base, settings=settings, locks=locks)
                     (venv / STAMP).write_text(version)
                 _link(self.link, venv)
@@ -222,7 +220,7 @@ class Environment:
         """Make all but the stamp, with the Python ``base``. Raises NonRetryableError, and then leaves nothing."""
         shutil.rmtree(venv, ignore_errors=True)  # left by a start that was killed
         python = str(venv / "bin" / "python")
-        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         wheel = find_wheel(self.root)
         try:
             self._run([base, "-m", "venv", str(venv)], settings)

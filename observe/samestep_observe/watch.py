@@ -193,8 +193,9 @@ class View:
 
     def frame(self, columns: int, lines: int) -> list[str]:
         """Return at most ``lines`` lines of at most ``columns`` characters."""
-        app = run_reader.app_of(self._metrics.header, self._result) or "a run"
-        shown = [self._state.text, f"{app}  {self.run_dir}"]
+        app = run_reader.app_of(self._metrics.header, self._result)
+        name = f"{app}  {self.run_dir}" if app else str(self.run_dir)  # before the first step, no file has the app
+        shown = [self._state.text, name]
         shown += self._progress(columns)
         shown += self._curves(columns)
         shown += self._checkpoints()
@@ -242,7 +243,7 @@ class View:
             if name != "samples_per_second":
                 yield f"{name.replace('_', ' '):<14} {curve.values[-1]:<10.5g} {sparkline(curve, width)}"
         if not self._metrics.curves:
-            yield "nothing is measured yet"
+            yield self._waiting_for()
         if self._state.name == "finished":
             yield from self._result_line()
 
@@ -254,6 +255,13 @@ class View:
                 texts.append(f"{name.replace('_', ' ')} {value:.5g}")
         if texts:
             yield f"result         {', '.join(texts)}"
+
+    def _waiting_for(self) -> str:
+        """Return in words what comes before the first measurement."""
+        if not self._heartbeats:
+            return "no rank has started yet"
+        has_stepped = any(beat.step > 0 for beat in self._heartbeats.values())
+        return "waiting for the first log line" if has_stepped else "waiting for the first step"
 
     def _seconds_per_step(self) -> float | None:
         """Return the mean over the last lines, with evaluations and checkpoints, from the lines' own numbers."""

@@ -70,6 +70,12 @@ def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError)
     """Return the embedded or generated dataset that replaces ``name`` without a network, and a notice for the user.
 
     Raises ConfigError without ``fallback``, or if there is none.
+
+    Args:
+        name: name of the dataset.
+        data_dir: folder that was searched.
+        fallback: whether another dataset may replace it.
+        error: the failed download.
     """
     if name == "mnist" and fallback:
         sample = "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST"

@@ -149,6 +149,12 @@ def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearra
     """Return the ``size`` bytes that are left in a file of ``path``, and read at most one byte more.
 
     Raises ConfigError, with ``expected``, which describes them, if there are fewer or more.
+
+    Args:
+        file: open file, at the first byte to read.
+        path: its path, for the error.
+        size: number of bytes.
+        expected: description of the bytes, for the error.
     """
     content = bytearray()
     while len(content) <= size:

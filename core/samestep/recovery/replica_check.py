@@ -82,6 +82,13 @@ def not_finite(name: str, value: float, step: int, options: Options, world: Worl
 
     It is a RetryableError, or a NonRetryableError if an earlier start had such a loss at the same step. Each rank notes
     the step for its machine, because any rank may be ended before another has done so. The notes of a start are equal.
+
+    Args:
+        name: name of the loss, for the error.
+        value: NaN or infinite.
+        step: number of updates done.
+        options: options of the run.
+        world: place of this process.
     """
     start = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
     text = f"at step {step} the {name} is {value}: lower --lr, now {options.lr}"
