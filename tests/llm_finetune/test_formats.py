@@ -71,7 +71,8 @@ def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
     assert merge_error < 1e-4 < change
 
     text = run_program(str(APP / "generate.py"), str(run_dir), "--prompt", "Define skylight.", "--tokens", "3")
-    assert [line.partition(":")[0] for line in text.splitlines()[:2]] != []
+    assert text.startswith("before: ")
+    assert "\nafter:  " in text
     done = subprocess.run(
         [sys.executable, str(APP / "export.py"), str(run_dir), str(adapter)],
         env={**os.environ, "PYTHONPATH": python_path(APP)},

@@ -2,7 +2,8 @@
 
 The parts take plain torch objects, and never wrap a training call:
 
-* `GlobalBatchSampler`, `GlobalTokenBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: the same global batches at any number of ranks.
+* `GlobalBatchSampler`, `GlobalTokenBatchSampler`, `EvalSampler`, `DataLoader`, `Seeded`: the same global batches at any
+  number of ranks.
 * `exact`, with `Rows` and `FixedRows`: batch norm and dropout over the global batch.
 * `global_mean`, `global_sum`: means and sums over all ranks.
 * `Checkpoints`, `StopRequests`: a killed or stopped program that ends with the same weights.
