@@ -2,8 +2,8 @@
 
     .venvs/mnist_ddp/bin/python docs/causes.py FOLDER
 
-FOLDER gets the output of 18 runs of docs/causes_loop.py. A run that it already has does not start again. Four minutes
-on 2 cores.
+FOLDER gets the output of docs/causes_loop.py at 1 and 2 ranks. A run that it already has does not start again.
+One minute on 2 cores.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ LEFT, RIGHT, TOP, BOTTOM = 60, 660, 20, 310
 LOWEST, HIGHEST = -17, 0  # powers of ten
 
 
-def train(cause: str, count: int, folder: Path) -> list[float]:
-    """Return the loss of each step of a run at ``count`` ranks."""
-    log = folder / f"{cause}-{count}.txt"
+def train(count: int, folder: Path) -> dict[str, list[float]]:
+    """Return by cause the loss of each step at ``count`` ranks."""
+    log = folder / f"{count}.txt"
     if not log.exists():
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         paths = os.pathsep.join([str(ROOT / "core"), os.environ.get("PYTHONPATH", "")])
         environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        print(log.stem, flush=True)
-        command += [str(PROGRAM), "--cause", cause]
+        command.append(str(PROGRAM))
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT)
         if done.returncode != 0:
-            raise SystemExit(f"error: {log.stem} ended with code {done.returncode}: {done.stderr[-2000:]}")
+            raise SystemExit(f"error: {PROGRAM.name} at {count} ranks ended: {done.stderr[-2000:]}")
         log.write_text(done.stdout)
-    return [float(text) for text in re.findall(r"^loss (\S+)$", log.read_text(), re.MULTILINE)]
+    losses: dict[str, list[float]] = {}
+    for cause, text in re.findall(r"^(\w+) loss (\S+)$", log.read_text(), re.MULTILINE):
+        losses.setdefault(cause, []).append(float(text))
+    return losses
 
 
 def differences(folder: Path) -> dict[str, list[float]]:
     """Return by cause the decimal logarithm of each step's relative difference from 1 rank."""
     folder.mkdir(parents=True, exist_ok=True)
+    alone, both = train(1, folder), train(2, folder)
     found: dict[str, list[float]] = {}
     for cause in CAUSES:
-        alone, both = train(cause, 1, folder), train(cause, 2, folder)
-        relative = [abs(a - b) / a for a, b in zip(alone, both)]
+        relative = [abs(a - b) / a for a, b in zip(alone[cause], both[cause])]
         found[cause] = [math.log10(max(value, 10.0**LOWEST)) for value in relative]
     return found
 
@@ -113,7 +115,7 @@ def style() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="draw docs/causes.svg from 18 runs")
+    parser = argparse.ArgumentParser(description="draw docs/causes.svg from two runs")
     parser.add_argument("folder", type=Path, help="folder for the output of the runs")
     PICTURE.write_text(draw(differences(parser.parse_args().folder.resolve())))
 

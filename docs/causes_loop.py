@@ -1,9 +1,8 @@
-"""Train with one cause of a loss that depends on the number of ranks.
+"""Train with one cause at a time of a loss that depends on the number of ranks.
 
-docs/causes.py starts this program for each cause, at 1 and 2 ranks, and draws docs/causes.svg.
+docs/causes.py starts this program at 1 and 2 ranks, and draws docs/causes.svg.
 """
 
-import argparse
 import gc
 import math
 from pathlib import Path
@@ -56,13 +55,7 @@ def make_loader(cause, train_set, rank, size):
     return DataLoader(train_set, batch_sampler=sampler), sampler
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cause", choices=CAUSES, default="none")
-    cause = parser.parse_args().cause
-
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+def train(cause, rank, size):
     torch.manual_seed(1)
     train_set = read_digits(torch.float32 if cause == "float32" else torch.float64)
     dtype = train_set.tensors[0].dtype
@@ -87,7 +80,14 @@ def main():
             optimizer.step()
             scheduler.step()
             if rank == 0:
-                print(f"loss {loss.item():.17g}", flush=True)
+                print(f"{cause} loss {loss.item():.17g}", flush=True)
+
+
+def main():
+    dist.init_process_group("gloo")
+    for cause in CAUSES:
+        train(cause, dist.get_rank(), dist.get_world_size())
+        gc.collect()
 
 
 if __name__ == "__main__":

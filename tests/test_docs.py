@@ -248,3 +248,12 @@ def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
     found = [pattern for pattern in patterns if re.fullmatch(pattern, str(raised.value))]
     # One option's message follows its name: "--epochs: '-1' is not a whole number ... (see --help)".
     assert [pattern for pattern in found if len(pattern) > 15], raised.value
+
+
+def test_the_diffs_for_other_tools_use_names_of_the_kit() -> None:
+    kit = (ROOT / "core" / "samestep" / "torch" / "__init__.py").read_text()
+    diffs = "\n".join(re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "migrating_loops.md").read_text(), re.DOTALL))
+    added = re.findall(r"^\+.*", diffs, re.MULTILINE)
+    names = set(re.findall(r"\b(GlobalBatchSampler|DataLoader|exact|global_mean|Checkpoints)\(", "\n".join(added)))
+    assert len(names) >= 4
+    assert not [name for name in names if f'"{name}"' not in kit]

@@ -123,3 +123,11 @@ def test_pages_name_the_versions_of_python_that_the_first_app_has_wheels_for() -
         ("docs/first_run.md", "Python {} to {}"),
     ):
         assert words.format(versions[0], versions[-1]) in one_line(read(page))
+
+
+def test_the_pages_of_horovod_label_it_as_legacy() -> None:
+    readme = read("apps/mnist_horovod/README.md").splitlines()
+    assert readme[2].startswith("**Horovod is legacy:**")
+    row = re.search(r"^\| \[mnist_horovod\].*$", read("README.md"), re.MULTILINE)
+    assert row
+    assert "no release since 2023" in row[0]

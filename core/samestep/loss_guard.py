@@ -31,10 +31,16 @@ class LossGuard:
         Batch normalization hides from the training loss that weights have grown too large; with its running statistics
         the activations then overflow. A flipped bit has the same effect, but not again at the same step: so after an
         update, the first such evaluation raises RetryableError.
+
+        Args:
+            evaluation: numbers by name.
+            step: number of updates done.
+            is_of_update: whether the evaluation follows an update of this start.
         """
-        values = {}
+        values = dict(evaluation)
         for name, value in evaluation.items():
-            values[name] = value if _is_finite(value) else None
+            if value is not None and not math.isfinite(value):
+                values[name] = None
         is_new = values != evaluation and not self._is_overflowed
         if is_new and is_of_update:
             with contextlib.suppress(NonRetryableError):
@@ -61,7 +67,3 @@ class LossGuard:
             array = np.asarray(getattr(weight, "values", weight))
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonRetryableError(f"at step {step} weights are NaN or infinite: lower --lr")
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

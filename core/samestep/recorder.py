@@ -50,7 +50,15 @@ class Recorder:
 def open_metrics(
     app: str, options: Options, world: World, metadata: Mapping[str, Any], resumed_from: int | None
 ) -> Metrics:
-    """Open metrics.jsonl on rank 0, and cut it back to ``resumed_from`` updates."""
+    """Open metrics.jsonl on rank 0, and cut it back to ``resumed_from`` updates.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        metadata: facts that decide the numbers, such as versions.
+        resumed_from: number of updates to keep; None for a new run.
+    """
     from samestep import metrics  # the other ranks do not need it
 
     header = metrics.header(app, options, world, metadata)

@@ -139,13 +139,13 @@ class Run:
             self._open_logs()
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
-        if threads := getattr(options, "threads", None):
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
+        if options.threads:
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for frameworks that read it later than this
         check_launch(world)
 
     def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
-        log.places = getattr(self.options, "log_format", "") == "full"
+        log.places = self.options.log_format == "full"
         log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor)
         self.monitor.write_to(self.options.run_dir / "log")
 
@@ -314,9 +314,9 @@ class Run:
         """Warn if a resumed run has other threads, libraries or random numbers than before."""
         state = self.restored.state
         options = self.options
-        name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
+        name = "--threads" if options.threads else "OMP_NUM_THREADS"
         changes = [self.arithmetic.threads_change(state, name)]
-        if getattr(options, "virtual_ranks", None):
+        if options.virtual_ranks:
             changes.append(self.arithmetic.metadata_change(state))
         if self.resumed_from is not None and self.first_step < self.last_step:
             changes.append(self.arithmetic.random_numbers_change(state))
@@ -494,7 +494,15 @@ class Run:
         return self.progress.best.write(self.options.run_dir, copy)
 
     def report(self, framework: str, framework_version: str, backend: str, device: str, **fields: Any) -> None:
-        """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0."""
+        """Write result.json and, as the last line on stdout, ``RESULT {json}``, on rank 0.
+
+        Args:
+            framework: name of the framework.
+            framework_version: its version.
+            backend: backend of the collectives.
+            device: kind of device.
+            **fields: further fields of the result.
+        """
         self.monitor.stop()
         if self.world.rank != 0:
             return
@@ -528,7 +536,13 @@ def check_launch(world: World) -> None:
 
 
 def last_step_of(options: Options, steps_per_epoch: int, first_step: int) -> int:
-    """Return the number of updates of the whole run, at least those that are done."""
+    """Return the number of updates of the whole run, at least those that are done.
+
+    Args:
+        options: options of the run.
+        steps_per_epoch: number of global batches of an epoch.
+        first_step: number of updates done.
+    """
     if options.evaluate_only:
         return first_step
     last_step: int = options.epochs * steps_per_epoch

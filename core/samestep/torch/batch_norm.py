@@ -89,7 +89,13 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return scale * x + shift in one pass: x [m, c, ...], the others [c]."""
+    """Return scale * x + shift in one pass: x [m, c, ...], the others [c].
+
+    Args:
+        x: [m, c, ...], float.
+        scale: [c], float.
+        shift: [c], float.
+    """
     return torch.addcmul(per_channel(shift, x), x, per_channel(scale, x))
 
 

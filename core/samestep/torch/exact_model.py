@@ -84,7 +84,13 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
 
 def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
-    """Raise ValueError with the module's name if it cannot be made exact."""
+    """Raise ValueError with the module's name if it cannot be made exact.
+
+    Args:
+        name: name of the module in its model, for the error.
+        module: the module.
+        rows: source of the rows; None if none is given.
+    """
     kind = type(module)
     if kind in _REPLACED.values():
         raise ValueError(f"{name} is exact already: call exact() once")

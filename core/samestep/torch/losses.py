@@ -24,7 +24,13 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(loss: Tensor, value: Tensor, slope: Tensor | float) -> Tensor:
-    """Return ``value``, with ``slope`` as its gradient with respect to ``loss``."""
+    """Return ``value``, with ``slope`` as its gradient with respect to ``loss``.
+
+    Args:
+        loss: scalar tensor that has a gradient.
+        value: scalar tensor, the value of the result.
+        slope: derivative of the result by ``loss``.
+    """
     result: Tensor = _WithGradient.apply(loss, value, slope)  # type: ignore[no-untyped-call]
     return result
 

@@ -95,7 +95,14 @@ class FixedRows:
         self._rows: Rows | None = None
 
     def set(self, step: int, first: int, local: int, size: int) -> None:
-        """Set the rows of the next forward pass; see `Rows`. Raises ValueError if they do not fit."""
+        """Set the rows of the next forward pass; see `Rows`. Raises ValueError if they do not fit.
+
+        Args:
+            step: number of the update, from 0.
+            first: index of this rank's first row in the global batch.
+            local: number of this rank's rows.
+            size: rows of the global batch, over all ranks.
+        """
         if first < 0 or local < 0 or first + local > size:
             raise ValueError(f"rows {first} to {first + local} are not part of a global batch of {size} rows")
         self._rows = Rows(step, first, local, size)
