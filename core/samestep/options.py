@@ -100,8 +100,10 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
-        parsed, unknown = self.parse_known_args(argv)  # argparse gives an Options with neutral values no defaults
-        options = self.kind(**vars(parsed))
+        parsed, unknown = self.parse_known_args(argv)
+        options = self.kind()  # argparse would not set the defaults of an object that has neutral values
+        for name, value in vars(parsed).items():
+            setattr(options, name, value)
         options.default_dataset = self.default_dataset
         options.resolve_dataset = self.resolve_dataset
         options.resume_mutable = self.resume_mutable
@@ -202,7 +204,7 @@ seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts
 
 @dataclass(frozen=True)
 class Option:
-    """What `argparse` needs to know about a field. `option` makes it.
+    """Describe a field to `argparse`. `option` makes it.
 
     Attributes:
         help: a noun phrase or an imperative, with its unit. A default is added unless it has one.
@@ -232,9 +234,9 @@ def option(default: Any, help: str, *, group: str = TRAINING, may_change: bool =
     return field(default=default, metadata={"option": Option(help, group, may_change=may_change, argument=argument)})
 
 
-def lr_option(default: str) -> Any:
-    """Declare the learning rate; ``default`` describes the default, such as "0.1 with sgd"."""
-    return option(None, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
+def lr_option(default: str, value: float | None = None) -> Any:
+    """Declare the learning rate; ``default`` describes its default ``value``, such as "0.1 with sgd"."""
+    return option(value, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
 
 
 def device_option(*names: str) -> Any:
@@ -420,15 +422,25 @@ def options_of(kind: type[CommonOptions]) -> dict[str, Option]:
     return found
 
 
-def make_parser(kind: type[CommonOptions], prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of an app's options, with the docstring of ``kind`` as its description."""
-    parser = Parser(prog=prog, usage=usage, description=" ".join(str(kind.__doc__).split()))
+def make_parser(
+    kind: type[CommonOptions], description: str, prog: str | None = None, usage: str | None = None
+) -> Parser:
+    """Return the parser of an app's options.
+
+    Args:
+        kind: the class of the options; each field becomes an option.
+        description: what the app does, for --help.
+        prog: the name of the program, for --help.
+        usage: the line of usage, for --help.
+    """
+    parser = Parser(description, prog=prog, usage=usage)
     parser.kind = kind
     for title in GROUPS:
         parser.group(title)
     options = options_of(kind)
     for each in fields(kind):
-        options[each.name].add_to(parser, each.name, default=each.default)
+        if each.name in options:  # other fields are constants of the app
+            options[each.name].add_to(parser, each.name, default=each.default)
     _set_defaults_of_launcher(parser)
     parser.default_dataset = options["dataset"].argument["choices"][0]
     parser.resume_mutable = [name for name, each in options.items() if each.may_change]
