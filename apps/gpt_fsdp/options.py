@@ -83,6 +83,12 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     add("--width", type=bounded_int(2), default=128, metavar="W", help=f"features per byte {default}")
     add("--heads", type=count, default=4, metavar="H", help=f"attention heads per block {default}")
     add("--context", type=count, default=128, metavar="T", help=f"bytes per window; a sample is one window {default}")
+    add(
+        "--dropout",
+        type=bounded_float(0.0, below=1.0),
+        metavar="P",
+        help="dropout probability of the embedding, and of what attention and feed-forward add (default: 0)",
+    )
     add = parser.group("Training").add_argument
     add(
         "--mesh",
@@ -142,6 +148,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = build_parser(prog, usage).parse(argv)
     if options.lr is None:
         options.lr = 0.001
+    options.dropout = options.dropout or None  # as in checkpoints that are older than the option
     if options.width % (2 * options.heads):
         raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")
     if options.autocast != "none" and options.dtype == "float64":

@@ -107,6 +107,8 @@ def main() -> None:
             write_adapter(options, arguments.run_dir, model, made)
         else:
             write_model(options, model, made)
+        for path in made.iterdir():  # safetensors makes files that only their owner can read
+            path.chmod((made / "README.md").stat().st_mode)
         made.rename(out)
     print(f"wrote {out}", flush=True)
 

@@ -65,6 +65,11 @@ def load_tokenizer(options: Options) -> Tokenizer:
     folder = model_folder(options.model)
     if folder is None:
         return ByteTokenizer()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--model {options.model} is not in {folder}: start the app by scripts/run_llm_finetune.sh, which "
+            "downloads it"
+        )
     try:
         inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -114,11 +119,6 @@ def load_base(options: Options, dtype: torch.dtype) -> Any:
     folder = model_folder(options.model)
     if folder is None:
         return tiny_model().to(dtype)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"--model {options.model} is not in {folder}: start the app by scripts/run_llm_finetune.sh, which "
-            "downloads it"
-        )
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, RuntimeError) as error:

@@ -6,14 +6,16 @@ The launch script imports this module on the system's Python, so it uses the sta
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from samestep import ConfigError
+from samestep import ConfigError, untrusted
 
 Messages = list[dict[str, str]]  # each has a role ("system", "user" or "assistant") and a content
 
 ROLES = ("system", "user", "assistant")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # a part of a character, which JSON can name and UTF-8 cannot hold
 
 
 def read_rows(path: Path) -> dict[int, Messages]:
@@ -25,7 +27,7 @@ def read_rows(path: Path) -> dict[int, Messages]:
         ConfigError: the file cannot be read, or a row is not such an object; the message names its line.
     """
     try:
-        content = path.read_bytes()
+        content = untrusted.read_bytes(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}: name another --data-file") from None
     rows = {}
@@ -33,7 +35,7 @@ def read_rows(path: Path) -> dict[int, Messages]:
         if not line.strip():
             continue
         try:
-            rows[number] = conversation(json.loads(line.decode()))
+            rows[number] = conversation(json.loads(line.decode("utf-8-sig")))
         except UnicodeDecodeError:
             raise ConfigError(f"{path}:{number} is not UTF-8: save the file as UTF-8") from None
         except (json.JSONDecodeError, RecursionError):
@@ -69,6 +71,8 @@ def checked_messages(messages: Any) -> Messages:
             raise ValueError(f"a message has no known role: choose from {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise ValueError("a message has no content: give a text")
+        if LONE_SURROGATE.search(message["content"]):
+            raise ValueError("a text has half of a character: write the whole character")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ValueError("a completion is empty: leave the row out")
     if not messages or messages[-1]["role"] != "assistant":

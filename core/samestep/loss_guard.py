@@ -37,9 +37,10 @@ class LossGuard:
             step: number of updates done.
             is_of_update: whether the evaluation follows an update of this start.
         """
-        values = {}
+        values = dict(evaluation)
         for name, value in evaluation.items():
-            values[name] = value if _is_finite(value) else None
+            if value is not None and not math.isfinite(value):
+                values[name] = None
         is_new = values != evaluation and not self._is_overflowed
         if is_new and is_of_update:
             with contextlib.suppress(NonRetryableError):
@@ -66,7 +67,3 @@ class LossGuard:
             array = np.asarray(getattr(weight, "values", weight))
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonRetryableError(f"at step {step} weights are NaN or infinite: lower --lr")
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

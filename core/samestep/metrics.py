@@ -29,8 +29,13 @@ class Metrics:
     def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
         with checkpoint.writing(self._path):
-            lines = self._lines_before(resumed_from) if resumed_from is not None else []
-            lines.append(json.dumps({"resumed": {"step": resumed_from, **header}} if lines else dict(header)).encode())
+            first_line = dict(header)
+            lines = []
+            if resumed_from is not None:
+                lines = self._lines_before(resumed_from)
+            if lines:
+                first_line = {"resumed": {"step": resumed_from, **header}}
+            lines.append(json.dumps(first_line).encode())
             checkpoint.write_atomic(self._path, b"\n".join(lines) + b"\n")
             file = Root(run_dir).open(self._path.name, os.O_WRONLY | os.O_APPEND)
             self._file = os.fdopen(file, "a", buffering=1)
@@ -41,13 +46,17 @@ class Metrics:
 
     def _lines_before(self, resumed_from: int) -> list[bytes]:
         """Return the header and the lines of at most ``resumed_from`` updates, without lines that are not a run's."""
-        lines = []
-        is_before = untrusted.integer(0, resumed_from)
-        content = untrusted.read_bytes(self._path) if self._path.exists() else b""
-        for line in content.splitlines():
+        lines: list[bytes] = []
+        if not self._path.exists():
+            return lines
+        schema = {"step": untrusted.integer(0, resumed_from)}
+        for line in untrusted.read_bytes(self._path).splitlines():
+            if len(line) > untrusted.MAX_BYTES:
+                continue
             with contextlib.suppress(ValueError, TypeError, AttributeError):  # cut off, or of no run
-                values = untrusted.parse_object(line if len(line) <= untrusted.MAX_BYTES else "")
-                untrusted.check(values.get("resumed", {"step": 0, **values}), {"step": is_before})
+                values = untrusted.parse_object(line)
+                header = {"step": 0, **values}
+                untrusted.check(values.get("resumed", header), schema)
                 lines.append(line)
         return lines
 
@@ -62,7 +71,7 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl; ``metadata`` adds facts that decide the numbers, such as versions.
+    """Return the first line of metrics.jsonl.
 
     Args:
         app: name of the app.
@@ -70,14 +79,20 @@ def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]
         world: place of this process.
         metadata: facts that decide the numbers, such as versions.
     """
-    start = {"app": app, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    machine = {"machine": f"{platform.system()} {platform.machine()}", "host": socket.gethostname()}
-    settings = {"world": asdict(world), "options": as_json(options)}
-    return {**start, "python": platform.python_version(), **machine, **metadata, **settings}
+    return {
+        "app": app,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "host": socket.gethostname(),
+        **metadata,
+        "world": asdict(world),
+        "options": as_json(options),
+    }
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays.
+    """Write and print the result. With --evaluate-only the run's own result stays.
 
     Args:
         app: name of the app.
@@ -85,10 +100,19 @@ def report(app: str, options: Options, world: World, values: Mapping[str, Any]) 
         world: place of this process.
         values: the app's part of the result.
     """
-    job = {"app": app, "launcher": world.launcher, "world_size": world.world_size, "node_count": world.node_count}
     restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
-    fields = {name: getattr(options, name) for name in options.RESULT_FIELDS}
-    text = json.dumps({**job, "restarts": restarts, **fields, **values, "run_dir": str(options.run_dir)})
+    fields = {
+        "app": app,
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "node_count": world.node_count,
+        "restarts": restarts,
+    }
+    for name in options.RESULT_FIELDS:
+        fields[name] = vars(options)[name]
+    fields.update(values)
+    fields["run_dir"] = str(options.run_dir)
+    text = json.dumps(fields)
     name = "evaluation.json" if options.evaluate_only else "result.json"
     with checkpoint.writing(options.run_dir / name):
         checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())

@@ -23,7 +23,9 @@ from samestep.untrusted import shown
 GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
 HELP_WIDTH = 80  # columns
 SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
-FORK, EXEC = START_METHODS = "fork", "exec"
+FORK = "fork"
+EXEC = "exec"
+START_METHODS = (FORK, EXEC)
 # The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
 BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
 # Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
@@ -38,7 +40,7 @@ RESUME_MUTABLE = frozenset(
 class Options(argparse.Namespace):
     """Hold the parsed options, and settings of the parser as slots.
 
-    ``vars(options)`` omits the slots.
+    ``vars(options)`` omits the slots, and options that the app does not offer. Those have a neutral value here.
 
     Attributes:
         RESULT_FIELDS: options that every result repeats.
@@ -51,6 +53,14 @@ class Options(argparse.Namespace):
     RESULT_FIELDS: tuple[str, ...] = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
+    evaluate_only: bool = False
+    first_step_timeout: float | None = None
+    global_batch_size: int = 0  # of programs whose batches have a number of tokens
+    log_format: str = "plain"
+    share_gpu: bool = False
+    threads: int | None = None
+    virtual_ranks: int | None = None
+
 
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
@@ -62,14 +72,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         """Wrap a description that is one line."""
-        text = textwrap.fill(description, HELP_WIDTH - 2) if description and "\n" not in description else description
+        if description and "\n" not in description:
+            description = textwrap.fill(description, HELP_WIDTH - 2)
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=HELP_WIDTH)
-        super().__init__(description=text, allow_abbrev=False, formatter_class=formatter, **settings)
+        super().__init__(description=description, allow_abbrev=False, formatter_class=formatter, **settings)
 
     def group(self, title: str) -> Any:
         """Return the option group ``title``, such as one of GROUPS; add it if the parser lacks it."""
-        group = next((group for group in self._action_groups if group.title == title), None)
-        return group or self.add_argument_group(title)
+        for group in self._action_groups:
+            if group.title == title:
+                return group
+        return self.add_argument_group(title)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
@@ -91,8 +104,10 @@ class Parser(argparse.ArgumentParser):
 
     def commands(self) -> dict[str, argparse.ArgumentParser]:
         """Return the parsers of the app's commands (``add_subparsers``) by name."""
-        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return dict(next((action.choices for action in actions), {}))
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
 
     def parse(self, argv: Sequence[str]) -> Options:
         """Return the options of a command line.
@@ -100,38 +115,54 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
-        options, unknown = self.parse_known_args(argv, self.options_class())
-        options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
-        options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
-        for name, value in vars(options).items():
-            if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
-                raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
+        parsed, unknown = self.parse_known_args(argv)  # argparse gives an Options with neutral values no defaults
+        options = self.options_class(**vars(parsed))
+        options.default_dataset = self.default_dataset
+        options.resolve_dataset = self.resolve_dataset
+        options.resume_mutable = self.resume_mutable
+        options.resume_pinned = ()
+        _check_paths(options)
         as_json(options)  # a value that no checkpoint can hold is refused here
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}: {self._hint(unknown[0].split('=')[0])}")
-        if getattr(options, "virtual_ranks", None):
+        if options.virtual_ranks:
             options.threads = options.threads or 1  # a kernel's threads decide how its sums round
-        if getattr(options, "share_gpu", False):
+        if options.share_gpu:
             if options.device == "cpu":
                 raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
             options.device = SHARED_GPU
-        if getattr(options, "evaluate_only", False):
-            if not (options.run_dir or options.init_from):
-                raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
-            if not options.resume:
-                raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
+        if options.evaluate_only:
+            _check_evaluate_only(options)
         return options
 
     def _hint(self, name: str) -> str:
         """Return the remedy for an unknown argument, by the nearest option."""
-        parsers = [self, *self.commands().values()]
-        known = [option for parser in parsers for action in parser._actions for option in action.option_strings]
+        known: list[str] = []
+        for parser in (self, *self.commands().values()):
+            known += parser._option_string_actions
         if self.usage:  # set by the launch script, which has this option too
             known.append("--dry-run")
         near = difflib.get_close_matches(name, known, n=1)
         if near == [name]:  # an option of a command, before the command's name
             return "put it after its command (see COMMAND --help)"
-        return f"did you mean {near[0]}?" if near else "see --help"
+        if near:
+            return f"did you mean {near[0]}?"
+        return "see --help"
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a path that is not UTF-8, which no checkpoint can hold."""
+    for name, value in vars(options).items():
+        if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):
+            raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
+
+
+def _check_evaluate_only(options: Options) -> None:
+    """Raise ConfigError if --evaluate-only has no weights, or would delete them."""
+    if not (options.run_dir or options.init_from):
+        raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
+    if not options.resume:
+        raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
 
 
 def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
@@ -211,8 +242,12 @@ def add_common(
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
         metrics: names of numbers that the app's evaluation returns, for --keep-best.
     """
-    parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
-    default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_int(1)
+    parser.default_dataset = datasets[0]
+    parser.resolve_dataset = resolve
+    parser.resume_mutable = resume_mutable
+    default = "(default: %(default)s)"
+    count = bounded_int(0)
+    positive = bounded_int(1)
     training, data, checkpoint, recovery, log, _ = (parser.group(title).add_argument for title in GROUPS)
 
     training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
@@ -236,7 +271,9 @@ def add_common(
     data("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=folder)
 
     # `samestep run` passes its run dir, timeout and grace to the program that it starts.
-    run_dir, timeout, grace = (os.environ.get(f"SAMESTEP_{name}") for name in ("RUN_DIR", "TIMEOUT", "GRACE"))
+    run_dir = os.environ.get("SAMESTEP_RUN_DIR")
+    timeout = os.environ.get("SAMESTEP_TIMEOUT", "300")
+    grace = os.environ.get("SAMESTEP_GRACE", "30")
     results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
     checkpoint("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
     resume = "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)"
@@ -256,9 +293,9 @@ def add_common(
     restarts = f"maximum number of restarts after failures {default}"
     recovery("--max-restarts", type=count, default=3, metavar="R", help=restarts)
     limit = f"seconds without progress after which the job ends as hung {default}"
-    recovery("--timeout", type=seconds, default=timeout or "300", metavar="T", help=limit)
+    recovery("--timeout", type=seconds, default=timeout, metavar="T", help=limit)
     limit = f"seconds from a stop signal until the job is killed {default}"
-    recovery("--grace", type=seconds, default=grace or "30", metavar="T", help=limit)
+    recovery("--grace", type=seconds, default=grace, metavar="T", help=limit)
     factor = f"report a rank X times slower than the others' median; 0 disables {default}"
     recovery("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
 
@@ -292,10 +329,10 @@ def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
         add("--threads", type=bounded_int(1), metavar="T", help=threads)
 
 
-def check_virtual_ranks(options: argparse.Namespace, ranks: int) -> None:
+def check_virtual_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
-    if (virtual_ranks := getattr(options, "virtual_ranks", None) or ranks) < ranks:
-        raise ConfigError(f"--virtual-ranks {virtual_ranks} is below {ranks} ranks: start fewer")
+    if options.virtual_ranks and options.virtual_ranks < ranks:
+        raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {ranks} ranks: start fewer")
 
 
 def add_share_gpu(parser: Any) -> None:
@@ -333,6 +370,16 @@ def json_value(value: Any) -> Any:
     Raises:
         ValueError: its ``str`` is an address in memory, which differs between processes.
     """
+    if isinstance(value, (list, tuple)):
+        return [json_value(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(json_value, value), key=repr)
+    if isinstance(value, Mapping):
+        return {str(json_value(key)): json_value(each) for key, each in value.items()}
+    return _json_scalar(value)
+
+
+def _json_scalar(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -341,12 +388,6 @@ def json_value(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    if isinstance(value, (list, tuple)):
-        return [json_value(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((json_value(each) for each in value), key=repr)
-    if isinstance(value, Mapping):
-        return {str(json_value(key)): json_value(each) for key, each in value.items()}
     text = str(value)
     if re.search(r"\bat 0x[0-9a-fA-F]+", text):
         raise ValueError(f"{shown(text)}, which is another one in each process")

@@ -1,4 +1,4 @@
-"""Store a run whose ranks all have a replica of the model: rank 0 reads and writes the files."""
+"""Store a run whose model has a replica on every rank: rank 0 reads and writes the files."""
 
 from __future__ import annotations
 

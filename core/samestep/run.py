@@ -139,13 +139,13 @@ class Run:
             self._open_logs()
         check_result_fields(app, options)
         check_virtual_ranks(options, world.world_size)
-        if threads := getattr(options, "threads", None):
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # for frameworks that read it later than this
+        if options.threads:
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for frameworks that read it later than this
         check_launch(world)
 
     def _open_logs(self) -> None:
         """Write into the run dir from here on: rank-<r>.log and heartbeats."""
-        log.places = getattr(self.options, "log_format", "") == "full"
+        log.places = self.options.log_format == "full"
         log.start(self.options.run_dir, self.world.rank, self.options.quiet, self.monitor)
         self.monitor.write_to(self.options.run_dir / "log")
 
@@ -314,9 +314,9 @@ class Run:
         """Warn if a resumed run has other threads, libraries or random numbers than before."""
         state = self.restored.state
         options = self.options
-        name = "--threads" if getattr(options, "threads", None) else "OMP_NUM_THREADS"
+        name = "--threads" if options.threads else "OMP_NUM_THREADS"
         changes = [self.arithmetic.threads_change(state, name)]
-        if getattr(options, "virtual_ranks", None):
+        if options.virtual_ranks:
             changes.append(self.arithmetic.metadata_change(state))
         if self.resumed_from is not None and self.first_step < self.last_step:
             changes.append(self.arithmetic.random_numbers_change(state))

@@ -23,7 +23,9 @@ def warmup(step: int, warmup_steps: int) -> float:
     It reaches 1 at the last of ``warmup_steps`` updates, and no update uses 0. Multiply another schedule by it. Source:
     Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
     """
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+    if not warmup_steps:
+        return 1.0
+    return min(1.0, (step + 1) / warmup_steps)
 
 
 def linear(step: int, steps: int, final: float = 0.0) -> float:
@@ -50,7 +52,7 @@ def cosine(step: int, steps: int, final: float = 0.0) -> float:
         steps: number of updates of the whole run.
         final: factor at ``steps``.
     """
-    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, steps)))
+    return final + (1.0 - final) * _fall(_progress(step, steps))
 
 
 def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> float:
@@ -63,7 +65,8 @@ def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> floa
         milestones: updates from which the factor is multiplied once more.
         gamma: factor of each milestone.
     """
-    return float(gamma ** sum(step >= milestone for milestone in milestones))
+    reached = [milestone for milestone in milestones if step >= milestone]
+    return float(gamma ** len(reached))
 
 
 def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25, final: float = 1 / 250_000) -> float:
@@ -81,10 +84,23 @@ def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25,
     """
     top = rising * steps - 1
     if step < top:
-        return start + (1.0 - start) * 0.5 * (1.0 - math.cos(math.pi * _progress(step, top)))
-    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * _progress(step - top, (1.0 - rising) * steps)))
+        return start + (1.0 - start) * _rise(_progress(step, top))
+    falling = _progress(step - top, (1.0 - rising) * steps)
+    return final + (1.0 - final) * _fall(falling)
+
+
+def _rise(progress: float) -> float:
+    """Return half a cosine that rises from 0 to 1 while ``progress`` does."""
+    return 0.5 * (1.0 - math.cos(math.pi * progress))
+
+
+def _fall(progress: float) -> float:
+    """Return half a cosine that falls from 1 to 0 while ``progress`` rises from 0 to 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _progress(step: float, steps: float) -> float:
     """Return the fraction of ``steps`` that is done, in [0, 1]."""
-    return min(1.0, step / steps) if steps else 1.0
+    if not steps:
+        return 1.0
+    return min(1.0, step / steps)

@@ -73,7 +73,8 @@ def own_folder(path: Path) -> os.stat_result | None:
         status = os.lstat(path)
     except OSError:
         return None
-    return status if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() else None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return status if is_own else None
 
 
 def open_closed_streams() -> None:
@@ -97,7 +98,8 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
         values: content.
         writer: rank that writes the file.
     """
-    root, temporary = Root(folder.parent), f"{folder.name}/.{name}.{writer}.tmp"
+    root = Root(folder.parent)
+    temporary = f"{folder.name}/.{name}.{writer}.tmp"
     try:
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
@@ -172,8 +174,9 @@ def shown(value: object, limit: int = 80) -> str:
     """
     text = value if isinstance(value, str) else _text(value)
     line = printable(" ".join(text[: 4 * limit].split()))
-    is_cut = len(line) > limit or len(text) > 4 * limit
-    return f"{line[: limit - 3]}..." if is_cut else line
+    if len(line) > limit or len(text) > 4 * limit:
+        return f"{line[: limit - 3]}..."
+    return line
 
 
 def _text(value: object) -> str:
@@ -185,4 +188,6 @@ def _text(value: object) -> str:
 
 def printable(line: str) -> str:
     """Return the line with a replacement character for each control character, as a terminal would obey those."""
+    if line.isprintable():
+        return line
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in line)

@@ -23,6 +23,7 @@ BAD_ROWS: list[tuple[bytes, str]] = [
     (b'{"messages": [{"role": "user"}]}', ":2: a message has no content"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', ":2: the row does not end with the assistant"),
     (b'{"prompt": "<end>", "completion": "b"}', ":2: a text has '<end>'"),
+    (b'{"prompt": "\\ud800", "completion": "b"}', ":2: a text has half of a character"),
     (b"", " has 1 rows"),
 ]
 ROWS = """
