@@ -100,7 +100,13 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> None:
-    """Sum over ranks. The time counts as communication, because a rank that waits here is not the slow one."""
+    """Sum over ranks. The time counts as communication, because a rank that waits here is not the slow one.
+
+    Args:
+        sums: float, summed in place.
+        timer: counts the time, or None.
+        group: process group; None is the group of all ranks.
+    """
     if torch.compiler.is_compiling():  # a compiler cannot trace a timer
         timer = None
     if timer:

@@ -453,7 +453,13 @@ def check_not_empty(dataset_len: int) -> None:
 
 
 def checked_place(rank: int | None, world_size: int | None, group: Group) -> Place | None:
-    """Return the place that a caller gave, or None for the process group's. Raises TypeError or ValueError."""
+    """Return the place that a caller gave, or None for the process group's. Raises TypeError or ValueError.
+
+    Args:
+        rank: the caller's rank, or None.
+        world_size: the caller's number of ranks, or None.
+        group: process group, or None.
+    """
     if rank is None and world_size is None:
         return None
     if group is not None:

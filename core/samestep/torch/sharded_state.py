@@ -157,7 +157,13 @@ def parameters_of(part: Any) -> list[Any]:
 
 
 def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
-    """Return the parameter that has an optimizer's tensor ``name`` of this shape, or None, as for a counter."""
+    """Return the parameter that has an optimizer's tensor ``name`` of this shape, or None, as for a counter.
+
+    Args:
+        parameters: the parameters in question.
+        name: name of the tensor in the optimizer's state.
+        shape: shape of the tensor.
+    """
     match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None or int(match[1]) >= len(parameters):
         return None
