@@ -47,7 +47,7 @@ class Options(CommonOptions):
     dataset: str = dataset_option("cifar10", "synthetic-cifar10")
     virtual_ranks: int | None = virtual_ranks_option(refusal="MindSpore compiles its reduction into the step")
     depth: int = option(50, "depth of the ResNet", group=MODEL, type=int, choices=(10, 18, 50))
-    image_size: int | None = option(
+    image_size: int = option(
         None,
         "image size in pixels (default: 32, on Ascend 224)",
         group=MODEL,
