@@ -83,7 +83,7 @@ class Options(CommonOptions):
     compile: bool = option(False, "use torch.compile, which needs a C++ compiler")
     optimizer: str = option("sgd", "optimizer", choices=("sgd", "adamw"))
     momentum: float = option(0.9, "Nesterov momentum of sgd", type=fraction, metavar="M")
-    weight_decay: float = option(
+    weight_decay: float | None = option(
         None,
         "weight decay, except for norms and biases (default: 5e-4 with sgd, 0.05 with adamw)",
         type=bounded_float(0.0),
@@ -111,7 +111,7 @@ class Options(CommonOptions):
     workers: int = option(
         2, "processes of --input loader per rank", group=DATA, may_change=True, type=bounded_int(0), metavar="W"
     )
-    first_step_timeout: float = option(
+    first_step_timeout: float | None = option(
         None,
         "--timeout in seconds for the first step (default: --timeout; with --compile at least 1800)",
         group=FAULT_TOLERANCE,
@@ -136,8 +136,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     check(options)
-    if options.lr is None:
-        options.lr = LEARNING_RATES[options.optimizer]
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.weight_decay is None:
         options.weight_decay = WEIGHT_DECAYS[options.optimizer]
     if options.first_step_timeout is None:

@@ -162,8 +162,7 @@ def check_ranks(options: Options, ranks: int) -> None:
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
-    if options.lr is None:
-        options.lr = 0.001
+    options.lr = options.lr or 0.001
     options.dropout = options.dropout or None  # as in checkpoints that are older than the option
     if options.width % (2 * options.heads):
         raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")

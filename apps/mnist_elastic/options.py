@@ -82,8 +82,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
-    if options.lr is None:
-        options.lr = LEARNING_RATES[options.optimizer]
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if not options.virtual_ranks:
         raise ConfigError("--virtual-ranks 0: this app sums in a fixed tree: name the most ranks that will train")
     if options.device == "cuda" and not options.share_gpu:

@@ -74,6 +74,5 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
-    if options.lr is None:
-        options.lr = LEARNING_RATES[options.optimizer]
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
     return options

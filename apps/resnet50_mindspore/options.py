@@ -83,7 +83,7 @@ class Options(CommonOptions):
         "app refuses them on CPU",
         choices=("data", "semi-auto", "auto"),
     )
-    first_step_timeout: float = option(
+    first_step_timeout: float | None = option(
         None,
         "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)",
         group=FAULT_TOLERANCE,
