@@ -47,15 +47,15 @@ def process_group(group: GroupOrAxis) -> Group:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group is a device mesh with the axes {group.mesh_dim_names or group.ndim}: pass the axis over which "
-                "ranks take different data, such as group=mesh['dp']"
+                f"group is a device mesh of {group.ndim} axes: pass the one over which ranks take different data, such "
+                "as group=mesh['dp']"
             )
         group = group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is a {type(group).__name__}: pass a process group, or an axis such as mesh['dp']")
-    if group is not None and dist.get_rank(group) < 0:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
         raise ValueError(f"group does not contain rank {dist.get_rank()}: pass the group of this rank")
-    return group
+    raise TypeError(f"group is a {type(group).__name__}: pass a process group, or an axis such as mesh['dp']")
 
 
 def has_group() -> bool:
