@@ -139,6 +139,7 @@ class Reader:
         self._pending: list[Batch] = []  # that no step has used
         self._epoch = 0
         self._has_batches = False
+        self._has_numbers = False  # batches of a DataLoader that a step may use
         self._follows = False  # a step has shown the batches that it used
 
     def read(self, event: Event) -> None:
@@ -149,7 +150,7 @@ class Reader:
 
     def finish(self) -> None:
         """Give the steps the keys of their examples, after the last event."""
-        self.notes.is_inferred = self._has_batches and not self._follows
+        self.notes.is_inferred = self._has_numbers and not self._follows
         if not self._follows:
             _align(self.steps, self._loaders)
         if self._has_batches:
@@ -176,6 +177,7 @@ class Reader:
             self.steps.clear()  # without examples: Horovod steps once to create the optimizer's state
         self._has_batches = True
         if event["trains"]:
+            self._has_numbers |= event.get("number") is not None
             self._pending.append(Batch(event.get("number"), event["loader"], keys))
         elif len(loader.keys) == loader.batches:  # all; Lightning does not ask for more
             self._evaluated(loader)
