@@ -96,6 +96,7 @@ def build_parser() -> Parser:
     add("--allow-write", type=Path, action="append", metavar="DIR", help="folder to write to, such as a cache")
     add("--copy-limit", type=bounded_float(0), default=200.0, metavar="MB", help="size limit of copies (default: 200)")
     add("--row-limit", type=seconds, default=120.0, metavar="T", help="seconds per row (default: 120)")
+    add("--stall-limit", type=seconds, default=600.0, metavar="T", help="longest sound timeout (default: 600)")
     add("--total-limit", type=seconds, default=900.0, metavar="T", help="seconds for all rows (default: 900)")
     return parser
 

@@ -119,6 +119,7 @@ class Notes:
 
     is_inferred: bool = False  # no step showed the batches that it used
     workers: int = 0  # most of a DataLoader
+    timeout: float | None = None  # of collectives, in seconds
     parts: list[str] = field(default_factory=list)  # of samestep.torch
     unseen: list[str] = field(default_factory=list)  # hooks that failed
     reason: str = ""  # why examples have no keys
@@ -238,6 +239,9 @@ class Reader:
         if batch.loader and loader.epoch is None:
             loader.epoch = self._epoch
             self._epoch += 1
+
+    def on_timeout(self, event: Event) -> None:
+        self.notes.timeout = event["seconds"]
 
     def on_part(self, event: Event) -> None:
         self.notes.parts.append(event["name"])

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep_check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, kill_all, relative
-from samestep_check.records import Key, Step, ordered
+from samestep_check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, Verdict, kill_all, relative
+from samestep_check.records import Key, Records, Step, ordered
 
 NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
 QUICK = 12  # first rows
@@ -405,8 +405,21 @@ def stalled(lab: Lab) -> str:
         struck = time.time()
         os.kill(lab.victim(job), signal.SIGSTOP)
         if not job.ended(min(PATIENCE, lab.patience())):
-            raise Failed(f"hangs: no end in {time.time() - struck:.0f} s")
+            raise hangs(job.read(), time.time() - struck, lab.options.stall_limit)
         return f"the job ends after {time.time() - struck:.0f} s, exit {job.code}"
+
+
+def hangs(records: Records, seconds: float, limit: float) -> Verdict:
+    """Return the verdict on a job that has not ended after a rank was stopped: its own timeout may be longer."""
+    timeouts = [notes.timeout for notes in records.notes() if notes.timeout is not None]
+    if not timeouts:
+        return CannotTell(f"no end in {seconds:.0f} s, and its timeout is not known: end it within {PATIENCE:g} s")
+    longest = max(timeouts)
+    if longest > limit:
+        return Failed(f"no end in {seconds:.0f} s; its collectives wait {longest:g} s, more than {limit:g} s")
+    if longest >= seconds:
+        return CannotTell(f"no end in {seconds:.0f} s, as its collectives wait {longest:g} s: shorten the timeout")
+    return Failed(f"hangs: no end in {seconds:.0f} s, although its collectives wait {longest:g} s only")
 
 
 @row("save-killed", "Killed while saving", "the checkpoint is written in place, not renamed", "recovery")

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from samestep import ConfigError
+from samestep_check.lab import CannotTell, Failed
 from samestep_check.records import Records, ordered
+from samestep_check.rows import hangs
 from samestep_check.source import Source
 
 LIMIT = 1.0  # MB
@@ -118,3 +120,22 @@ def test_the_last_checksum_of_each_optimizer_and_rank_is_kept(tmp_path: Path) ->
     later = step(optimizer=1, digest=7)
     found = records(tmp_path, [first, second, later], [first, second]).last_digests()
     assert found == {1: {0: 7, 1: 5}, 2: {0: 6, 1: 6}}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "verdict", "words"),
+    [
+        (None, CannotTell, "its timeout is not known"),
+        (20, Failed, "although its collectives wait 20 s only"),
+        (300, CannotTell, "as its collectives wait 300 s: shorten the timeout"),
+        (1800, Failed, "its collectives wait 1800 s, more than 600 s"),
+    ],
+)
+def test_the_verdict_on_a_hang_follows_the_timeout_of_collectives(
+    tmp_path: Path, timeout: float | None, verdict: type, words: str
+) -> None:
+    """No other test has a script that waits longer than the check."""
+    event = {"event": "start"} if timeout is None else {"event": "timeout", "seconds": timeout}
+    found = hangs(records(tmp_path, [event]), 75, limit=600)
+    assert type(found) is verdict
+    assert words in str(found)

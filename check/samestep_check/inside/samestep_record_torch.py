@@ -34,6 +34,7 @@ def start() -> None:
     on_import("torch.amp.grad_scaler", _watch_scaler)
     on_import("accelerate.accelerator", _watch_accelerator)
     on_import("samestep.torch", _watch_parts)
+    on_import("torch.distributed.distributed_c10d", _watch_groups)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -381,3 +382,14 @@ def _watch_parts(module: ModuleType) -> None:
         return value
 
     module.__getattr__ = used  # type: ignore[method-assign]
+
+
+def _watch_groups(module: ModuleType) -> None:
+    watch(module, "init_process_group", after=lambda *_, **__: _record_timeout(module))
+
+
+def _record_timeout(module: ModuleType) -> None:
+    """Record after how many seconds a collective of the default group gives up."""
+    group = module._get_default_group()
+    backend = group._get_backend(group._device_types[0])
+    record("timeout", seconds=backend.options._timeout.total_seconds())
