@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from samestep import ConfigError
-from samestep_check.lab import CannotTell, Failed
+from samestep_check.lab import CLOSE, CannotTell, Failed
 from samestep_check.records import Records, ordered
-from samestep_check.rows import hangs
+from samestep_check.rows import compare_part, difference, hangs
 from samestep_check.source import Source
 
 LIMIT = 1.0  # MB
@@ -139,3 +139,29 @@ def test_the_verdict_on_a_hang_follows_the_timeout_of_collectives(
     found = hangs(records(tmp_path, [event]), 75, limit=600)
     assert type(found) is verdict
     assert words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ([2, 0.0, 2], "exp_avg: 2 of 2 tensors start from zero"),
+        ([1, 1.0, 0], "exp_avg: 1 tensors, 2 undisturbed"),
+        ([2, 1.5, 0], "exp_avg differs by 3e-01"),
+    ],
+)
+def test_a_part_of_the_state_that_is_not_restored_is_named(tmp_path: Path, state: list[float], words: str) -> None:
+    """No other test restores a part of an optimizer's state only."""
+    sound = step(state={"exp_avg": [2, 1.0, 0], "buffer running_mean": [1, 1.0, 0]})
+    unsound = step(state={"exp_avg": state, "buffer running_mean": [3, 2.0, 0]})
+    wanted, found = records(tmp_path, [sound, unsound]).steps()
+    compare_part(wanted, found, "buffer running_mean", CLOSE, "running_mean")  # other modules have run
+    compare_part(wanted, wanted, "exp_avg", CLOSE, "exp_avg")
+    with pytest.raises(Failed, match=words):
+        compare_part(wanted, found, "exp_avg", CLOSE, "exp_avg")
+
+
+def test_another_setting_of_a_group_is_named() -> None:
+    """No other test has a scheduler that sets more than the learning rate."""
+    found, wanted = [{"momentum": 0.9}], [{"momentum": 0.85}]
+    assert difference(found, wanted) == "momentum of group 1 is 0.9, 0.85 undisturbed"
+    assert difference([], wanted) == "0 parameter groups, 1 undisturbed"
