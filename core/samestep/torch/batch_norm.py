@@ -100,12 +100,12 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> None:
-    """Sum over ranks. The time counts as communication, because a rank that waits here is not the slow one.
+    """Replace ``sums`` by their sum over ranks.
 
     Args:
-        sums: float, summed in place.
-        timer: counts the time, or None.
-        group: process group; None is the group of all ranks.
+        sums: float64 or float32 [k].
+        timer: counts the time as communication, because a rank that waits here is not the slow one.
+        group: the ranks that take different data.
     """
     if torch.compiler.is_compiling():  # a compiler cannot trace a timer
         timer = None

@@ -157,12 +157,12 @@ def parameters_of(part: Any) -> list[Any]:
 
 
 def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
-    """Return the parameter that has an optimizer's tensor ``name`` of this shape, or None, as for a counter.
+    """Return the parameter that an optimizer's tensor belongs to, or None, as for a counter.
 
     Args:
-        parameters: the parameters in question.
-        name: name of the tensor in the optimizer's state.
-        shape: shape of the tensor.
+        parameters: the optimizer's, in the order of their numbers.
+        name: of the tensor, as "state.0.exp_avg".
+        shape: of the whole tensor. A tensor of another shape than its parameter is not sharded like it.
     """
     match = _OPTIMIZER_STATE.fullmatch(name)
     if match is None or int(match[1]) >= len(parameters):
