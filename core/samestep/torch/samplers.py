@@ -456,7 +456,8 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
     """Return the place that a caller gave, or None for the process group's.
 
     Args:
-        rank, world_size: as the caller gave them, both or neither.
+        rank: as the caller gave it, or None.
+        world_size: as the caller gave it, or None.
         group: the group, which has a place of its own.
 
     Raises:
