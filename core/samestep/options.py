@@ -239,7 +239,13 @@ class Option:
     argument: Mapping[str, Any]
 
     def add_to(self, parser: Parser, name: str, default: Any) -> None:
-        """Add the option ``--name`` to its group of a parser."""
+        """Add the option ``--name`` to its group of a parser.
+
+        Args:
+            parser: gets the option.
+            name: name of the field.
+            default: value without the option.
+        """
         argument = {"default": default, "help": self.help, **self.argument}
         if default is False and "nargs" not in argument:
             argument["action"] = argument.get("action", "store_true")
@@ -250,7 +256,15 @@ class Option:
 
 
 def option(default: Any, help: str, *, group: str = TRAINING, may_change: bool = False, **argument: Any) -> Any:
-    """Declare a field of `CommonOptions`, or of an app's subclass, that is an option; see `Option`."""
+    """Declare a field of `CommonOptions`, or of an app's subclass, that is an option; see `Option`.
+
+    Args:
+        default: value without the option.
+        help: text of --help.
+        group: title of the option's group.
+        may_change: whether a resume may have another value.
+        **argument: further keywords of argparse's ``add_argument``.
+    """
     return field(default=default, metadata={"option": Option(help, group, may_change=may_change, argument=argument)})
 
 
@@ -468,7 +482,13 @@ def make_parser(
 
 
 def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
-    """Return the options of a command line, typed. Raises ConfigError as `Parser.parse`."""
+    """Return the options of a command line, typed. Raises ConfigError as `Parser.parse`.
+
+    Args:
+        kind: class of the options.
+        parser: its parser.
+        argv: words of the command line.
+    """
     return cast(Kind, parser.parse(argv))
 
 
