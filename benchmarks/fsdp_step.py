@@ -34,8 +34,8 @@ from data import load  # noqa: E402
 from model import GPT, build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep.options import Options  # noqa: E402
-from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.step_timer import StepTimer  # noqa: E402
+from samestep.torch import DataLoader, GlobalBatchSampler, exact  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -47,9 +47,16 @@ def app(options: Options) -> Callable[[int], object]:
     optimizer, timer = train.build_optimizer(options, model), StepTimer()
     distributed.time_phases(model, optimizer, timer)
     training, _ = load(options, CPU)
-    cut = dist.get_rank(), dist.get_world_size(), None, options.accumulate
-    batches = GlobalBatches(len(training), options.global_batch_size, 1, *cut)
-    return lambda step: train.train_step(options, model, optimizer, training, batches, step, mesh, timer).item()
+    size, group = options.global_batch_size, mesh["dp"]
+    sampler = GlobalBatchSampler(len(training), size, seed=1, accumulate=options.accumulate, group=group)
+    exact(model, sampler)
+    loader = DataLoader(training, batch_sampler=sampler, seeded=False)
+    batches = iter(loader)
+
+    def take(step: int) -> float:
+        return train.train_step(options, model, optimizer, sampler, next(batches), mesh, timer).item()
+
+    return take
 
 
 def plain(options: Options, wrap: Callable[[GPT], nn.Module]) -> Callable[[int], object]:

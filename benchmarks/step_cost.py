@@ -1,9 +1,11 @@
-"""Measure what a step of mnist_ddp pays for stop requests, for the phases that find a straggler, and for virtual ranks.
+"""Measure what a step of mnist_ddp pays for the kit, stop requests, phases that find a straggler, and virtual ranks.
 
     OMP_NUM_THREADS=1 .venvs/mnist_ddp/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \\
         benchmarks/step_cost.py [--rounds 200] [--virtual-ranks 4 8]
 
-All variants take the app's step. A `Run` handles the stop requests, or the kit's `samestep.torch.StopRequests`.
+The first variant is a loop without the kit: indices of a permutation, torch's own dropout and reduction, and the mean
+over a rank's shard. All others take the app's step. A `Run` handles the stop requests, or the kit's
+`samestep.torch.StopRequests`.
 
 All variants take turns in one job, ten steps each, with the log line's sum over ranks after the tenth; nothing is kept.
 Times are medians, in milliseconds; differences from the first and ratios are of each round, with their quartiles.
@@ -31,11 +33,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "core"), str(ROOT / "apps" / "mnist_ddp")]
-from data import load  # noqa: E402
+from data import Split, load  # noqa: E402
 from model import build_model  # noqa: E402
 from options import parse  # noqa: E402
 from samestep import env  # noqa: E402
@@ -56,6 +60,25 @@ def endless(loader: DataLoader) -> Iterator[Any]:
     """Yield the batches of all epochs."""
     while True:
         yield from loader
+
+
+def plain_batches(dataset: Split, batch: int, rank: int, world_size: int) -> Iterator[Any]:
+    """Yield a rank's shards of shuffled batches without end, as a loop without the kit would."""
+    while True:
+        order = torch.randperm(len(dataset)).numpy()
+        for begin in range(0, len(dataset) - batch + 1, batch):
+            yield dataset.batch(order[begin + rank : begin + batch : world_size])
+
+
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
+) -> Tensor:
+    """Take the step of a loop without the kit."""
+    optimizer.zero_grad()
+    loss = F.nll_loss(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def main() -> None:  # noqa: C901
@@ -79,6 +102,7 @@ def main() -> None:  # noqa: C901
     run.start(global_batches, len(test), "net", "cpu", {})
 
     def variant(
+        kit: bool = True,
         stops: bool = False,
         phases: bool = False,
         lightning: bool = False,
@@ -92,8 +116,14 @@ def main() -> None:  # noqa: C901
         sampler = GlobalBatchSampler(len(training), BATCH, seed=options.seed, virtual_ranks=virtual_ranks)
         batches = endless(DataLoader(training, batch_sampler=sampler, seeded=False))
         ddp = DistributedDataParallel(model)
-        exact(ddp, sampler, timer=run.timer if phases else None)
-        update = VirtualRanks(ddp, sampler).train_step if virtual_ranks else train_step
+        update = train_step
+        if kit:
+            exact(ddp, sampler, timer=run.timer if phases else None)
+        else:
+            batches = plain_batches(training, BATCH, world.rank, world.world_size)
+            update = plain_step
+        if virtual_ranks:
+            update = VirtualRanks(ddp, sampler).train_step
         if phases:
             reduction.time_phases(model, optimizer, run.timer)
         requests = StopRequests() if kit_stops else None
@@ -137,10 +167,11 @@ def main() -> None:  # noqa: C901
         }
         if arguments.virtual_ranks
         else {
-            "neither": variant(),
+            "a loop without the kit": variant(kit=False),
+            "the kit alone": variant(),
             "stop requests": variant(stops=True),
             "stop requests and phases (the app)": variant(stops=True, phases=True),
-            "neither, and Lightning's broadcast": variant(lightning=True),
+            "the kit, and Lightning's broadcast": variant(lightning=True),
             "stop requests, by the kit": variant(kit_stops=True),
         }
     )

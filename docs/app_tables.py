@@ -1,9 +1,10 @@
-"""Make the table of apps in README.md and in README.zh.md.
+"""Make the table of apps and the comparison in README.md and in README.zh.md.
 
     python3 docs/app_tables.py            # writes the tables
     python3 docs/app_tables.py --check    # compares, and writes nothing
 
 Each app describes itself in tests/<app>/about.json. The version of its framework is the pin in its requirements.in.
+docs/comparison.py makes the comparison from the results of the scoreboard.
 Standard library only.
 """
 
@@ -16,13 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import comparison
+
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = {
     "en": "| app | use it if you | framework | command | tested on |",
     "zh": "| app | 适用场景 | 框架 | 命令 | 测试环境 |",
 }
 PAGES = {"README.md": "en", "README.zh.md": "zh"}
-TABLE = re.compile(r"^\| app \|.*(?:\n\|.*)*", re.MULTILINE)
+FIRST_CELLS = {"en": "program", "zh": "程序"}  # of the comparison
 
 
 def main() -> None:
@@ -32,18 +35,30 @@ def main() -> None:
     for name, language in PAGES.items():
         path = ROOT / name
         before = path.read_text()
-        after = with_table(name, before, table(language))
+        after = with_table(name, before, "app", table(language))
+        after = with_table(name, after, FIRST_CELLS[language], comparison.table(language))
         if check and after != before:
-            sys.exit(f"error: the table of apps in {name} is not what about.json say: run docs/app_tables.py")
+            sys.exit(f"error: {name} has other tables than its sources make: run docs/app_tables.py")
         if not check:
             path.write_text(after)
 
 
-def with_table(name: str, page: str, made: str) -> str:
-    """Return the text of a page with this table in place of the one before. Exits with one line if there is none."""
-    if not TABLE.search(page):
-        sys.exit(f"error: {name} lacks its table of apps, which begins with `| app |`: write that line")
-    return TABLE.sub(made.replace("\\", r"\\"), page, count=1)
+def with_table(name: str, page: str, first_cell: str, made: str) -> str:
+    """Put a table in the place of the one before.
+
+    Args:
+        name: of the page, for the error.
+        page: text of the page.
+        first_cell: by which the table is found.
+        made: the table.
+
+    Returns:
+        The text of the page. Exits with one line if the page lacks such a table.
+    """
+    found = re.search(rf"^\| {first_cell} \|.*(?:\n\|.*)*", page, re.MULTILINE)
+    if not found:
+        sys.exit(f"error: {name} lacks its table, which begins with `| {first_cell} |`: write that line")
+    return page[: found.start()] + made + page[found.end() :]
 
 
 def table(language: str) -> str:

@@ -31,14 +31,16 @@ PAGE = ROOT / "docs" / "devices.md"
 GPU_PROOF = ROOT / "benchmarks" / "gpu_proof.json"
 ROWS = [entry.name for entry in entries()]  # of tools/gpu_proof.sh
 HOW = ("run", "simulated", "read", "proof")  # proof: by the app's rows of these kinds, such as "bits; killed"
-# The status in each README: the phrases around it, and its text without and with passed rows of several ranks.
+ENGLISH_STATUS = (
+    "All tests run on CPU. ",
+    " No app ran on Ascend ",
+    "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
+    "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed.",
+)
+# The status on each page: the phrases around it, and its text without and with passed rows of several ranks.
 STATUS = {
-    "README.md": (
-        "All tests run on CPU. ",
-        " No app ran on Ascend ",
-        "On one GPU, {passed} of {rows} checks passed; NCCL with several ranks has not run.",
-        "On one GPU, shared by 1 to 4 ranks (NCCL), {passed} of {rows} checks passed.",
-    ),
+    "README.md": ENGLISH_STATUS,
+    "docs/which_app.md": ENGLISH_STATUS,
     "README.zh.md": (
         "所有测试都在 CPU 上运行。",
         "目前还没有任何应用在昇腾（Ascend）上跑过",
@@ -109,7 +111,7 @@ def main() -> None:
     lists = {path.parent.name: listed(path) for path in sorted(ROOT.glob("tests/*/device_paths.py"))}
     problems = [f"tests/{app}/device_paths.py: {each}" for app in lists for each in mistakes(app, lists[app])]
     results = json.loads(GPU_PROOF.read_text())
-    made = {PAGE: page(lists, results), **readmes(results)}
+    made = {PAGE: page(lists, results), **pages_with_status(results)}
     if check and not problems:
         wrong = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
         problems = [f"{path.relative_to(ROOT)} is not up to date: run docs/device_paths.py" for path in wrong]
@@ -174,15 +176,20 @@ def status(app: str, kinds: str, results: Mapping[str, Any]) -> str:
     return "failed" if "failed" in found else "not run"
 
 
-def readmes(results: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the text of each README with the status that the results allow."""
+def pages_with_status(results: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the text of each page of STATUS with the status that the results allow."""
     texts = {}
     passed = sum(row["outcome"] == PASSED and row["row"] in ROWS for row in results["rows"])
     for name, (before, after, one, several) in STATUS.items():
         claim = (several if several_ranks_passed(results) else one).format(passed=passed, rows=len(ROWS))
         text = (ROOT / name).read_text()
-        pattern = f"(?<={re.escape(before)}).*?(?={re.escape(after)})"
-        texts[ROOT / name] = re.sub(pattern, claim, text, count=1, flags=re.DOTALL)
+        lines = [re.escape(phrase).replace(r"\ ", r"\s") for phrase in (before, after)]
+        found = re.search(rf"{lines[0]}(.*?){lines[1]}", text, re.DOTALL)
+        if not found:
+            sys.exit(f"error: {name} lacks the status between {before!r} and {after!r}: write it")
+        if " ".join(found[1].split()) != claim:
+            text = text[: found.start(1)] + claim + text[found.end(1) :]
+        texts[ROOT / name] = text
     return texts
 
 

@@ -161,6 +161,8 @@ def table(parser: argparse.ArgumentParser) -> list[str]:
 def row(action: argparse.Action, differs: bool = False, star: bool = False) -> str:
     """Return an option as a row: its names, its help without the default, and the default."""
     value = "" if action.nargs == 0 else action.metavar or action.dest.upper()
+    if action.nargs == "?":
+        value = f"[{value}]"
     if action.choices and not differs and not action.metavar:
         value = f"{{{','.join(map(str, action.choices))}}}"
     names = ", ".join(f"`{name} {value}`".replace(" `", "`") for name in action.option_strings) or f"`{value}`"

@@ -94,7 +94,8 @@ def _ends(
 
 def as_it_stands(repository: Path, text: str) -> Iterator[str]:
     # Without an Ascend, its addresses come from a file.
-    if server := re.search(r"make_rank_table\.py make .*\b(\d+)\b --out", text):
+    server = re.search(r"make_rank_table\.py make .*\b(\d+)\b --out", text)
+    if server and "--device-ips" not in text:
         addresses = [f"address_{i}=192.168.{server[1]}.{i + 1}\n" for i in range(8)]
         (repository / "hccn.conf").write_text("".join(addresses))
         text += " --hccn-conf hccn.conf"

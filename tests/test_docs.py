@@ -128,12 +128,6 @@ def test_a_page_shows_the_differences_that_its_diff_prints() -> None:
     assert len(shown) == 3
 
 
-def test_the_readme_shows_the_loop_of_the_smallest_app_as_it_is() -> None:
-    source = (ROOT / "apps" / "mnist_ddp" / "train.py").read_text()
-    (lines,) = re.findall(r"^    for images, labels in .*? run\.save\(\)[^\n]*\n", source, re.MULTILINE | re.DOTALL)
-    assert f"```python\n{lines}```" in (ROOT / "README.md").read_text()
-
-
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
@@ -256,3 +250,12 @@ def test_what_is_said_is_found_on_the_page(mistake: Callable[[], Any]) -> None:
     found = [pattern for pattern in patterns if re.fullmatch(pattern, str(raised.value))]
     # One option's message follows its name: "--epochs: '-1' is not a whole number ... (see --help)".
     assert [pattern for pattern in found if len(pattern) > 15], raised.value
+
+
+def test_the_diffs_for_other_tools_use_names_of_the_kit() -> None:
+    kit = (ROOT / "core" / "samestep" / "torch" / "__init__.py").read_text()
+    diffs = "\n".join(re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "migrating_loops.md").read_text(), re.DOTALL))
+    added = re.findall(r"^\+.*", diffs, re.MULTILINE)
+    names = set(re.findall(r"\b(GlobalBatchSampler|DataLoader|exact|global_mean|Checkpoints)\(", "\n".join(added)))
+    assert len(names) >= 4
+    assert not [name for name in names if f'"{name}"' not in kit]

@@ -20,6 +20,7 @@ MAIN_BRANCHES = ("origin/HEAD", "origin/main", "origin/master", "main", "master"
 # The first pattern that matches a path decides. `*` matches `/` too; {1} is the text that the first `*` matched.
 RULES = [
     ("*.md", "lint docs core"),
+    ("docs/recipes/*", "lint docs core recipes-cpu"),
     ("docs/*", "lint docs core"),
     ("mkdocs.yml", "docs"),
     ("pyproject.toml", ALL),
@@ -42,7 +43,7 @@ RULES = [
     ("observe/samestep_observe/*", "lint core"),
     ("core/samestep/data/cifar*", "lint core cifar_ddp-cpu"),
     ("core/samestep/sharded/*", "lint core gpt_fsdp-cpu"),
-    ("core/samestep/torch/*", "lint core mnist_ddp-cpu cifar_ddp-cpu gpt_fsdp-cpu mnist_lightning-cpu"),
+    ("core/samestep/torch/*", "lint core mnist_ddp-cpu cifar_ddp-cpu gpt_fsdp-cpu mnist_lightning-cpu recipes-cpu"),
     ("core/*", "lint core mnist_ddp-cpu lenet_paddle-cpu"),
     ("deploy/slurm/*", "lint core slurm"),
     ("deploy/*", "lint core"),

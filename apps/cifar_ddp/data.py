@@ -11,7 +11,6 @@ from augment import PADDING, choices, crop_and_flip
 from numpy.typing import NDArray
 from samestep.data import datasets
 from samestep.options import Options
-from samestep.sharding import GlobalBatches
 from samestep.torch import DataLoader, GlobalBatchSampler
 from samestep.torch.samplers import IndexArray
 from torch import Tensor
@@ -108,8 +107,9 @@ def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler)
     )
 
 
-def no_empty_shards(batches: GlobalBatches, step: int) -> bool:
+def no_empty_shards(sampler: GlobalBatchSampler, step: int) -> bool:
     """Return whether every rank has samples in each micro-batch of the step."""
+    batches = sampler.batches
     return batches.size(step) // batches.num_micro_batches(step) >= batches.world_size
 
 

@@ -160,7 +160,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     # Batch norm, dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
     if options.virtual_ranks:
-        check_sub_shards(options, sampler.batches)
+        check_sub_shards(options, sampler)
     ddp = DistributedDataParallel(model, [device] if device.type == "cuda" else None)  # collective
     exact(ddp, sampler, timer=run.timer)
     reduction.time_phases(model, optimizer, run.timer)
@@ -174,7 +174,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
         # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
-        step_model = compiled if no_empty_shards(sampler.batches, run.step) else ddp
+        step_model = compiled if no_empty_shards(sampler, run.step) else ddp
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
         if average:
             average.update(model, run.step)

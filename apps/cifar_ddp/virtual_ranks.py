@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from samestep import ConfigError
 from samestep.options import Options
-from samestep.sharding import GlobalBatches
 from samestep.torch import GlobalBatchSampler, reduction
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def check_sub_shards(options: Options, batches: GlobalBatches) -> None:
+def check_sub_shards(options: Options, sampler: GlobalBatchSampler) -> None:
     """Raise ConfigError if batch norm, which takes the statistics of a sub-shard, would get fewer than 2 samples."""
-    last = batches.steps_per_epoch - 1
+    batches = sampler.batches
+    last = len(sampler) - 1
     size = batches.size(last)
     parts = batches.num_micro_batches(last)
     takes_statistics = options.norm == "batch" and not options.freeze_bn

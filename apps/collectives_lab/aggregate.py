@@ -197,12 +197,14 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         "scheme,median,range,/ all_reduce,by formula,on loopback,excess,counted,messages".split(","),
         [_scheme_row(name, scheme, seconds["all_reduce"]) for name, scheme in large["schemes"].items()],
     )
-    header = "strategy,a step,in collectives,by formula,on loopback,counted,messages,loss,test accuracy,seconds"
+    header = (
+        "strategy,seconds,loss,test accuracy,difference,a step,in collectives,by formula,on loopback,counted,messages"
+    )
     yield Table(
         f"Training by each strategy on {ranks_of(p)}",
         f"{training[0]['steps']} steps in {result['facts']['dtype']}; bytes per step are those of all ranks; counted: "
         "by hand, at every send; difference: of the final weights from those of the first synchronous strategy.",
-        [*header.split(","), "difference"],
+        header.split(","),
         [_training_row(each) for each in training],
     )
 
@@ -230,16 +232,16 @@ def _training_row(each: dict[str, Any]) -> list[str]:
     counted, last = each["sent_messages_per_step"] > 0, each["curve"][-1]
     return [
         each["strategy"],
+        f"{last['seconds']:.2f}",
+        f"{statistics.mean(each['losses'][-16:]):.4f}",
+        f"{last['test_accuracy']:.4f}",
+        f"{each['weights_difference']:.1e}" if "weights_difference" in each else "",
         duration(statistics.median(each["step_seconds"])),
         "" if each["strategy"] in ("ddp", "module") else duration(statistics.mean(each["collective_seconds_per_step"])),
         size(each["formula_bytes_per_step"]),
         size(each["loopback_bytes_per_step"]),
         size(each["sent_bytes_per_step"]) if counted else "",
         f"{each['sent_messages_per_step']:g}" if counted else "",
-        f"{statistics.mean(each['losses'][-16:]):.4f}",
-        f"{last['test_accuracy']:.4f}",
-        f"{last['seconds']:.2f}",
-        f"{each['weights_difference']:.1e}" if "weights_difference" in each else "",
     ]
 
 

@@ -53,6 +53,7 @@ class Session:
     failed: bool = False  # a collective has failed, and the main thread reports it
     events: list[tuple[str, float, float]] = field(default_factory=list)  # (name, begin, end) of those that are done
     trace: IO[str] | None = None  # with --trace, this rank's file of all events
+    condition: str = ""  # under which a command measures at the moment; the trace has it
 
 
 session = Session()
@@ -84,7 +85,8 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
     ended = time.monotonic()
     session.events.append((name, begun, ended))
     if session.trace:
-        session.trace.write(json.dumps({"collective": name, "before": begun, "after": ended}) + "\n")
+        call = {"condition": session.condition, "collective": name, "before": begun, "after": ended}
+        session.trace.write(json.dumps(call) + "\n")
 
 
 def finish() -> None:

@@ -119,11 +119,18 @@ class Delayed(Strategy):
         self.inner.after_step(step, is_last)
 
 
-def train_block(trainer: Trainer, delayed: Delayed) -> dict[str, Any]:
-    """Train BLOCK steps; return what this rank noted, in seconds of the machine's clock."""
+def train_block(trainer: Trainer, delayed: Delayed, condition: str) -> dict[str, Any]:
+    """Train BLOCK steps; return what this rank noted, in seconds of the machine's clock.
+
+    Args:
+        trainer: trains one step of a strategy.
+        delayed: its strategy, which sleeps.
+        condition: name in the trace.
+    """
     with collective("barrier before a block"):
         dist.barrier()
     session.events.clear()
+    session.condition = condition
     begun = time.monotonic()
     delayed.sleep("once")
     delayed.sleep("start")
@@ -132,6 +139,7 @@ def train_block(trainer: Trainer, delayed: Delayed) -> dict[str, Any]:
         steps.append(time.monotonic())
         trainer.update(trainer.batch())
         finish()
+    session.condition = ""
     ended = time.monotonic()
     collectives = [event for event in session.events if event[0] != delayed.backward]
     return {"begun": begun, "ended": ended, "steps": steps, "collectives": collectives, "sleeps": delayed.slept}
@@ -183,7 +191,8 @@ def main() -> None:
             name, slow = condition.strategy, condition.who == "every rank" or world.rank == slow_rank
             sleeps = slow and (i == 0 if condition.where == "once" else i >= 0)
             delayed[name].begin(condition, sleeps, [1000 * i + index + 2000, world.rank])
-            gathered = gather_json(train_block(trainers[name], delayed[name]))
+            label = str(condition) if i >= 0 else "warm-up"
+            gathered = gather_json(train_block(trainers[name], delayed[name], label))
             if i >= 0:
                 measured[index].append(analyze(gathered))
                 timelines.setdefault(str(condition), gathered)  # of the first round

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +12,18 @@ from options import SIZES, TEXTS
 from samestep import ConfigError
 from samestep.options import Options
 from torch import Tensor
+from torch.utils.data import Dataset
 
 HELD_OUT = 10  # the last 1 / HELD_OUT of the bytes are the test set
 IGNORED = -100  # the target that `cross_entropy` leaves out
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(Dataset[Any]):
     """Cut the bytes [first, stop) of ``text`` into windows of ``context`` targets.
 
-    Window i predicts ``context`` bytes from ``first`` + i * ``context`` on, each from its predecessors in the window.
+    Window i predicts ``context`` bytes from ``first`` + i * ``context`` on, each from its predecessors in the window. A
+    `samestep.torch.DataLoader` reads whole batches.
     """
 
     text: NDArray[np.uint8]
@@ -39,19 +42,17 @@ class Windows:
         return self.stop - self.first
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return bytes int64 [m, context] of the windows ``indices``, and their successors, IGNORED beyond the end.
+        """Return bytes int64 [m, context] of the windows ``indices`` [m], and their successors, IGNORED beyond the end.
 
-        Without indices it returns one window that has only IGNORED targets, because every rank must take part in the
-        collectives of a pass.
+        m may be 0, because every rank must take part in the collectives of a pass.
         """
-        if not len(indices):
-            tokens = torch.zeros((1, self.context), dtype=torch.int64)
-            return tokens.to(self.device), torch.full_like(tokens, IGNORED).to(self.device)
         at = self.first + indices[:, None] * self.context + np.arange(self.context)
         there = np.minimum(at, self.stop - 1)
         tokens = torch.from_numpy(self.text[there - 1].astype(np.int64))
         targets = torch.from_numpy(np.where(at < self.stop, self.text[there].astype(np.int64), IGNORED))
         return tokens.to(self.device), targets.to(self.device)
+
+    __getitems__ = batch  # a DataLoader's name for it
 
 
 def read(options: Options) -> NDArray[np.uint8]:

@@ -84,10 +84,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Add attention and a feed-forward network to the features; optionally recompute both in the backward pass."""
 
-    def __init__(self, width: int, heads: int, recompute: bool) -> None:
+    def __init__(self, width: int, heads: int, recompute: bool, dropout: float) -> None:
         super().__init__()
         self.norm1, self.attention = RMSNorm(width), Attention(width, heads)
         self.norm2, self.feed_forward = RMSNorm(width), FeedForward(width)
+        self.dropout = nn.Dropout(dropout)
         self.recompute = recompute
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
@@ -96,23 +97,24 @@ class Block(nn.Module):
         return self.compute(x, turn)
 
     def compute(self, x: Tensor, turn: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), turn)
-        return x + self.feed_forward(self.norm2(x))  # type: ignore[no-any-return]
+        x = x + self.dropout(self.attention(self.norm1(x), turn))
+        return x + self.dropout(self.feed_forward(self.norm2(x)))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
     """Predict each byte's successor."""
 
-    def __init__(self, layers: int, width: int, heads: int, recompute: bool = False) -> None:
+    def __init__(self, layers: int, width: int, heads: int, recompute: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads, recompute) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, recompute, dropout) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.size = width // heads
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map bytes int64 [m, length] to scores [m, length, 256] of each byte's successor."""
-        x = self.embedding(tokens)
+        x = self.dropout(self.embedding(tokens))
         turn = rotation(tokens.shape[1], self.size, x)
         for block in self.blocks:
             x = block(x, turn)
@@ -121,8 +123,9 @@ class GPT(nn.Module):
 
 def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
     """Return this rank's shard of the model on ``mesh`` (dp, tp), with the initial weights that --seed decides."""
+    dropout = options.dropout or 0.0
     with torch.device("meta"):
-        model = GPT(options.layers, options.width, options.heads, options.checkpoint_activations).to(dtype)
+        model = GPT(options.layers, options.width, options.heads, options.checkpoint_activations, dropout).to(dtype)
     if mesh["tp"].size() > 1:
         wide = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
         plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in wide}

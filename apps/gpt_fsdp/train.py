@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import cast
 
 import distributed
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import weights
-from data import IGNORED, Windows, load, markov_bits, read
+from data import IGNORED, load, markov_bits, read
 from model import GPT, build_model
 from options import parse
 from samestep import env, log, schedules
@@ -32,8 +31,8 @@ from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharded.shards import Shards
-from samestep.sharding import GlobalBatches, shard
-from samestep.step_timer import COMPUTE, INPUT, StepTimer
+from samestep.step_timer import COMPUTE, StepTimer
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -67,26 +66,23 @@ def train_step(
     options: Options,
     model: GPT,
     optimizer: torch.optim.Optimizer,
-    train_set: Windows,
-    batches: GlobalBatches,
-    step: int,
+    sampler: GlobalBatchSampler,
+    windows: tuple[Tensor, Tensor],
     mesh: DeviceMesh,
     timer: StepTimer,
 ) -> Tensor:
     """Update once with this rank's shard of a global batch; return the sum of its windows' mean losses.
 
     The gradient must be the mean over the global batch: FSDP divides by the number of data-parallel ranks, and shards
-    and micro-batches may differ in size. Micro-batches add up; each is reduced at once, because a rank would hold the
-    whole model's gradients until then.
+    and micro-batches may differ in size or be empty. Micro-batches add up; each is reduced at once, because a rank
+    would hold the whole model's gradients until then.
     """
     losses = []
     optimizer.zero_grad()
-    for micro_batch in batches.micro_batches(step):
-        tokens, targets = train_set.batch(batches.indices(step, micro_batch))
-        timer.mark(INPUT)
+    for tokens, targets in sampler.micro_batches(windows):
         loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # collective
         timer.mark(COMPUTE)
-        (loss * (mesh.size(0) / batches.size(step))).backward()  # collective: FSDP averages the gradients
+        sampler.scale(loss).backward()  # collective: FSDP averages the gradients
         losses.append(loss.detach())
     if options.clip_norm:
         clip(model, mesh, options.clip_norm)  # collective
@@ -112,14 +108,11 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: GPT, test_set: Windows, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
+def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and bits per byte over the held-out part, each byte counted once; all ranks make as many passes."""
     model.eval()
-    size, rank = mesh.size(0), mesh.get_local_rank("dp")
-    first, last = shard(len(test_set), rank, size)
-    sums = torch.zeros(2, dtype=torch.float64, device=test_set.device)
-    for begin in range(first, first + -(-len(test_set) // size), EVAL_BATCH_SIZE):
-        tokens, targets = test_set.batch(np.arange(begin, min(begin + EVAL_BATCH_SIZE, last)))
+    sums = torch.zeros(2, dtype=torch.float64, device=loader.dataset.device)
+    for tokens, targets in loader:
         loss = loss_of(model, tokens, targets, dtype)  # collective: FSDP gathers
         if mesh.get_local_rank("tp") == 0:  # its tensor-parallel peers have the same
             sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
@@ -143,31 +136,41 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         groups=partial(weights.groups, model, optimizer, mesh),
     )
     run.restore(distributed, parts)  # collective
+
+    # The same global batches at any mesh. Each data-parallel rank evaluates some blocks of the test set.
     train_set, test_set = load(options, device)
-    dp_rank, dp_size = mesh.get_local_rank("dp"), mesh.size(0)
-    cut = dp_rank, dp_size, None, options.accumulate
-    batches = GlobalBatches(len(train_set), options.global_batch_size, options.seed, *cut)
+    sampler = GlobalBatchSampler(
+        len(train_set),
+        options.global_batch_size,
+        seed=options.seed,
+        accumulate=options.accumulate,
+        group=mesh["dp"],
+    )
+    loader = DataLoader(train_set, batch_sampler=sampler, seeded=False)
+    eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, even=True, group=mesh["dp"])
+    eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
     counts = mesh.get_local_rank("tp") == 0  # tensor-parallel peers compute the same loss: one counts it
     shape = "x".join(map(str, mesh.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    metadata = {**distributed.run_metadata(device), "mesh": shape}
-    run.start(batches, test_set.bytes, f"a GPT of {parameters:,} parameters, mesh {shape},", device.type, metadata)
+    metadata = {**distributed.run_metadata(device, model), "mesh": shape}
+    description = f"a GPT of {parameters:,} parameters, mesh {shape},"
+    run.start(sampler.batches, test_set.bytes, description, device.type, metadata)
 
+    exact(model, sampler)  # dropout by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
-    for step in range(run.first_step, run.last_step):
-        with run.timer.phase(INPUT):  # train_step marks the rest
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(options, step, options.epochs * batches.steps_per_epoch)
-        loss = train_step(options, model, optimizer, train_set, batches, step, mesh, run.timer) * counts  # collective
+    for windows in run.batches(loader):  # up to --max-steps
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
+        loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer) * counts  # collective
         actions = run.after_step(loss)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            run.log_metrics(evaluate(run, model, test_set, mesh, dtype) if actions.evaluate else {})  # collective
+            run.log_metrics(evaluate(run, model, eval_loader, mesh, dtype) if actions.evaluate else {})  # collective
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: each rank writes its part
 
-    metrics = run.eval_metrics or evaluate(run, model, test_set, mesh, dtype)  # collective
+    metrics = run.eval_metrics or evaluate(run, model, eval_loader, mesh, dtype)  # collective
     run.finish(metrics)  # collective: rank 0 consolidates
 
 

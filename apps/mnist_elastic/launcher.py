@@ -48,9 +48,9 @@ from samestep.env import World
 from samestep.options import Options
 from samestep.recovery import replica_check
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Groups, Parts, Run, StepStats
+from samestep.run import Groups, Parts, Run
 from samestep.sharding import GlobalBatches
-from samestep.step_timer import PHASES
+from samestep.step_sync import Totals
 from samestep.torch import distributed, weights
 from start import Process, Starter
 from torchft.coordination import LighthouseServer
@@ -589,7 +589,7 @@ class Job:
         self._count(step)
         if step > self._step:
             self._step = step
-            run.apply_global_stats(self._stats(values))
+            self._take_totals(values)
             run.log_metrics(values["evaluation"] if values["evaluates"] else {})
         if groups and values["save"] and step > self._saved:
             self._groups = groups
@@ -606,10 +606,10 @@ class Job:
         contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
         self._collectives.parts[:] = [json.dumps(message).encode(), *contents]
 
-    def _stats(self, values: dict[str, Any]) -> StepStats:
-        requests = [float(number == values["stop"]) for number in stop.STOP_SIGNALS]
-        phases = (0.0,) * (self._world_size * len(PHASES))
-        return StepStats(values["loss"], values["running_loss"], {}, (*requests, 0.0), 0.0, phases)
+    def _take_totals(self, values: dict[str, Any]) -> None:
+        """Take the losses and the stop request of a record, for the next log line and checkpoint."""
+        totals = Totals(loss=values["loss"], running_loss=values["running_loss"], stop_signal=values["stop"])
+        self.run.step_sync.apply(self.run.step, totals)
 
     def _stop(self) -> None:
         """Save the newest state that a rank has left with, and end. Raises Stopped."""
@@ -621,7 +621,7 @@ class Job:
             text = f"stopped by {signal.Signals(number).name} at step {self._saved}, which is saved"
             raise stop.Stopped(number, text)
         self._count(values["step"])
-        self.run.apply_global_stats(self._stats(values))
+        self._take_totals(values)
         if values["step"] > self._step:
             self.run.log_metrics({})
         self._groups = groups

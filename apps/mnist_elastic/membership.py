@@ -286,7 +286,12 @@ class Members:
     def _send_record(
         self, evaluation: dict[str, float], evaluates: bool = False, save: bool = False, signal_number: int = 0
     ) -> None:
-        message = {"step": self._step, "loss": self._loss, "running_loss": self._running_loss, "save": save}
+        message: dict[str, Any] = {
+            "step": self._step,
+            "loss": self._loss,
+            "running_loss": self._running_loss,
+            "save": save,
+        }
         message |= {"evaluation": evaluation, "evaluates": evaluates, "stop": signal_number}
         message["final"] = self._step == self._run.last_step and not signal_number
         if save or message["final"]:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytorch_lightning as pl
-from data import Batch, Data
+from data import Data
 from samestep import NonRetryableError
 from samestep.run import Run, StepActions
 from samestep.step_timer import COMMUNICATION, INPUT
@@ -25,7 +25,7 @@ class RunCallback(pl.Callback):
         """Let Lightning count from the start of training, as after loading a checkpoint of its own."""
         fit, first = trainer.fit_loop, self.run.first_step
         current: Any = fit.epoch_progress.current
-        current.processed = current.completed = first // self.data.batches.steps_per_epoch  # current_epoch
+        current.processed = current.completed = first // len(self.data.sampler)  # current_epoch
         # global_step, without and with --virtual-ranks
         fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first
         fit.epoch_loop.manual_optimization.optim_step_progress.total.completed = first
@@ -35,19 +35,17 @@ class RunCallback(pl.Callback):
         self.run.stop_request.install()  # Lightning's handler of TERM would communicate at once
         ddp = trainer.strategy.model  # the module, wrapped
         assert isinstance(ddp, DistributedDataParallel)
-        if not self.data.batches.virtual_ranks:
+        if not self.data.sampler.virtual_ranks:
             reduction.register_ordered_hook(ddp, self.run.timer)
         reduction.time_phases(ddp, trainer.optimizers[0], self.run.timer)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.run.timer.mark(INPUT)  # which Data.train_batch began
+        self.run.timer.mark(INPUT)  # which run.batches began
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.run.timer.mark(COMMUNICATION)  # backward() is a part of Lightning's optimizer step
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the actions that follow an update; training_step returned ``outputs``."""
         self.actions = self.run.after_step(outputs["loss_sum"])
         if self.actions.sync:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from callback import RunCallback
 from cluster import SamestepEnvironment
-from data import Batch, Data, MicroBatch, load
+from data import EVAL_BATCH_SIZE, Data, load
 from model import build_model
 from options import parse
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -34,8 +34,7 @@ from samestep.data import datasets
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
-from samestep.sharding import GlobalBatches, step_seed
-from samestep.torch import FixedRows, distributed, exact, reduction, weights
+from samestep.torch import EvalSampler, GlobalBatchSampler, distributed, exact, reduction, weights
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -52,12 +51,19 @@ class Digits(pl.LightningModule):
     """Define what Lightning trains: the model, its optimizer, their step, and the evaluation."""
 
     def __init__(
-        self, options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, tree: GradientTree | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: GlobalBatchSampler,
+        eval_sampler: EvalSampler,
+        tree: GradientTree | None,
     ) -> None:
         super().__init__()
-        self.options, self.model, self.optimizer, self.tree = options, model, optimizer, tree
-        self.rows = FixedRows(options.virtual_ranks)  # of the micro-batch in `loss_sum`
-        exact(model, self.rows)
+        self.model = exact(model, sampler)  # dropout by row of the global batch
+        self.optimizer = optimizer
+        self.sampler = sampler
+        self.eval_sampler = eval_sampler
+        self.tree = tree
         self.automatic_optimization = tree is None  # else training_step calls backward() and updates
         self.eval_metrics: dict[str, Any] = {}  # of the last validation
 
@@ -68,7 +74,7 @@ class Digits(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer  # with the state that was restored
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss that Lightning calls backward() on, and this rank's summed loss.
 
         The gradient must be the mean over the global batch: DDP divides by world_size, and shards may differ in size or
@@ -76,38 +82,33 @@ class Digits(pl.LightningModule):
         """
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
-        (shard,) = batch.micro_batches
-        loss_sum = self.loss_sum(batch.step, shard)
+        images, labels = batch
+        loss_sum = F.nll_loss(self(images), labels, reduction="sum")
         # collective: DDP averages the gradients in backward()
-        return {"loss": loss_sum * (dist.get_world_size() / shard.rows.global_size), "loss_sum": loss_sum.detach()}
+        return {"loss": self.sampler.scale(loss_sum), "loss_sum": loss_sum.detach()}
 
-    def loss_sum(self, step: int, part: MicroBatch) -> Tensor:
-        # Masks of dropout belong to rows of the global batch: their key is the same on each rank.
-        torch.manual_seed(step_seed(self.options.seed, step))
-        first, size = part.rows
-        self.rows.set(step, first, len(part.images), size)
-        return F.nll_loss(self(part.images), part.labels, reduction="sum")
-
-    def update_by_tree(self, tree: GradientTree, batch: Batch) -> Tensor:
+    def update_by_tree(self, tree: GradientTree, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.optimizer.zero_grad()
-        for part in batch.micro_batches:
-            loss_sum = self.loss_sum(batch.step, part)
-            (loss_sum / part.rows.global_size).backward()  # with manual_backward() DDP would reduce
-            tree.add(part.number, loss_sum)
-        loss = tree.all_reduce(batch.step)  # collective
+        for images, labels in self.sampler.micro_batches(batch):
+            loss_sum = F.nll_loss(self(images), labels, reduction="sum")
+            self.sampler.scale(loss_sum).backward()  # with manual_backward() DDP would reduce
+            assert self.sampler.micro_batch is not None
+            tree.add(self.sampler.micro_batch, loss_sum)
+        loss = tree.all_reduce(self.sampler.step - 1)  # collective
         self.optimizers().step()  # type: ignore[union-attr]
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        batches = self.trainer.datamodule.val_batches  # type: ignore[attr-defined]
-        self.sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=self.device)  # a row per batch
+        blocks = self.eval_sampler.num_blocks
+        self.sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self.device)  # a row per block of the test set
 
-    def validation_step(self, batch: tuple[int, Tensor, Tensor], batch_idx: int) -> None:
-        k, images, labels = batch
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
         scores = self(images)
-        self.sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
-        self.sums[k, 1] = (scores.argmax(dim=1) == labels).sum()
-        self.sums[k, 2] = len(labels)
+        block = self.eval_sampler.own_blocks[batch_idx]
+        self.sums[block, 0] = F.nll_loss(scores, labels, reduction="sum")
+        self.sums[block, 1] = (scores.argmax(dim=1) == labels).sum()
+        self.sums[block, 2] = len(labels)
 
     def on_validation_epoch_end(self) -> None:
         """Compute loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
@@ -153,15 +154,21 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
     run.restore(distributed, parts)  # collective: rank 0 reads
-    train_set, test_set = load(options.dataset, options.data_dir, device)
-    cut = rank, world_size, options.virtual_ranks
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
-    metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device, model)}
-    run.start(batches, len(test_set.labels), options.model, device.type, metadata)
 
-    tree = reduction.gradient_tree(model, batches)  # None without --virtual-ranks
-    module, data = Digits(options, model, optimizer, tree), Data(run, batches, train_set, test_set, dtype)
-    epochs = -(-run.last_step // batches.steps_per_epoch)  # the last of them may be cut
+    # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
+    train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
+    sampler = GlobalBatchSampler(
+        len(train_set), options.global_batch_size, rank, world_size, options.seed, virtual_ranks=options.virtual_ranks
+    )
+    blocks = options.virtual_ranks or world_size  # Lightning raises an error on a rank that has none
+    eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
+    metadata = {"pytorch_lightning": version("pytorch-lightning"), **distributed.run_metadata(device, model)}
+    run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
+
+    tree = reduction.gradient_tree(model, sampler.batches)  # None without --virtual-ranks
+    module = Digits(model, optimizer, sampler, eval_sampler, tree)
+    data = Data(run, sampler, eval_sampler, train_set, test_set)
+    epochs = -(-run.last_step // len(sampler))  # the last of them may be cut
     trainer = build_trainer(run, options, device, epochs, RunCallback(run, data))
     if run.first_step < run.last_step:
         trainer.fit(module, datamodule=data)  # collective: DDP is built, and all that callback.py marks

@@ -23,7 +23,9 @@ PROGRAMS = {  # the module of each, and its summary
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a program and return its exit code; an unknown name is one line and exit code 2."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    name, *rest = arguments or [""]
     if name in ("-h", "--help"):
         print(_help(), end="")
         return 0

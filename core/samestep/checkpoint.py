@@ -141,8 +141,9 @@ def serialize(arrays: Arrays) -> bytes:
 def check_array(name: Any, array: Any) -> None:
     """Raise NonRetryableError unless a safetensors file gives back the same array under the same name."""
     if not isinstance(name, str) or name == "__metadata__" or _SURROGATE.search(name):
-        problem = f"an array has the name {shown(repr(name))}, which no safetensors file can hold"
-        raise NonRetryableError(f"{problem}: rename it")
+        raise NonRetryableError(
+            f"an array has the name {shown(repr(name))}, which no safetensors file can hold: rename it"
+        )
     if not isinstance(array, (np.ndarray, np.generic)):
         raise NonRetryableError(f"{shown(name)} is {type(array).__name__}, not an array: convert it with numpy.asarray")
     dtype = array.dtype
@@ -159,7 +160,8 @@ def submit(write: Callable[[], None]) -> None:
 def finish() -> None:
     """Wait until the last checkpoint is on the disk under its name. Raises NonRetryableError if that fails."""
     global _pending
-    pending, _pending = _pending, None
+    pending = _pending
+    _pending = None
     if pending:
         pending.result()
 
@@ -168,10 +170,18 @@ def commit(folder: Path, body: Mapping[str, Any], keep: int, protected_step: int
     """Write the manifest beside the files, rename the temporary folder to ``folder``, and delete old checkpoints.
 
     A kill at any moment leaves complete checkpoints, with or without the newest. Raises OSError.
+
+    Args:
+        folder: final name of the checkpoint.
+        body: content of the manifest.
+        keep: number of checkpoints to keep.
+        protected_step: step of a checkpoint that is never deleted, or None.
     """
-    root, content = Root(folder.parents[1]), manifest.encode(body)
+    root = Root(folder.parents[1])
+    content = manifest.encode(body)
     write_file(folder, _MANIFEST, b'{"manifest": %b,\n "sha256": "%b"}' % (content, _sha256(content).encode()))
-    temporary, name = temporary_name(folder), f"checkpoints/{folder.name}"
+    temporary = temporary_name(folder)
+    name = f"checkpoints/{folder.name}"
     root.sync(temporary)
     is_exchanged = root.exchange_folders(temporary, name)  # if there is one of the same step
     if not is_exchanged:
@@ -206,6 +216,11 @@ def write_file(folder: Path, name: str, content: bytes) -> dict[str, Any]:
     """Write and sync a file of the checkpoint ``folder``, under the folder's temporary name.
 
     Returns its entry in a manifest: size and SHA-256. Raises OSError.
+
+    Args:
+        folder: final name of the checkpoint.
+        name: name of the file.
+        content: its bytes.
     """
     with Root(folder.parents[1]).create(f"{temporary_name(folder)}/{name}") as file:
         _write_synced(file, content)
@@ -217,7 +232,8 @@ def write_atomic(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> 
 
     ``content`` may be a function that writes it.
     """
-    root, temporary = Root(path.parent), f".{path.name}.tmp"
+    root = Root(path.parent)
+    temporary = f".{path.name}.tmp"
     try:
         with root.create(temporary) as file:
             _write_synced(file, content)
@@ -300,22 +316,29 @@ def newest(
     for folder in folders(run_dir):
         try:
             candidate = (reader or read)(folder, verify)
-            if missing := sorted({*groups} - {*candidate.contents}):
-                raise CorruptCheckpoint(f"{_MANIFEST} lacks the group {missing[0]}")
+            _check_groups(candidate, groups)
         except UnsupportedFormat as error:  # an older one would repeat its steps, and rename it
-            text = f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
-            raise ConfigError(text) from error
+            raise ConfigError(
+                f"checkpoint {folder} is of another version of samestep: {error}: use that version, or {remedy}"
+            ) from error
         except CorruptCheckpoint as error:
             corrupt.append(f"{folder.name} ({error})")
             continue
         for text in corrupt:
             warn(f"checkpoint {text} is damaged and skipped; using {candidate.folder.name}")
         return candidate
-    if corrupt := [*corrupt, *(entry for entry in _entries(run_dir) if entry.startswith("unequal-"))]:
+    corrupt += [entry for entry in _entries(run_dir) if entry.startswith("unequal-")]
+    if corrupt:
         place = run_dir / "checkpoints"
         listed = shown("; ".join(corrupt), limit=1000)
         raise NonRetryableError(f"no checkpoint in {place} is good: {listed}: restore one, or {remedy}")
     return None
+
+
+def _check_groups(candidate: Checkpoint, groups: GroupNames) -> None:
+    missing = sorted(set(groups) - set(candidate.contents))
+    if missing:
+        raise CorruptCheckpoint(f"{_MANIFEST} lacks the group {missing[0]}")
 
 
 def read(folder: Path, verify: bool = True) -> Checkpoint:
@@ -323,43 +346,67 @@ def read(folder: Path, verify: bool = True) -> Checkpoint:
 
     Raises CorruptCheckpoint.
     """
-
-    def require(good: object, problem: str, kind: type[CorruptCheckpoint] = CorruptCheckpoint) -> None:
-        if not good:
-            raise kind(problem)
-
     try:
-        require((folder / _MANIFEST).stat().st_size <= manifest.MAX_BYTES, f"{_MANIFEST} is too large")
-        content = untrusted.parse_object(untrusted.read_bytes(folder / _MANIFEST))
-        untrusted.check(content, {"manifest": manifest.MAPPING})
-        body = {"pieces": {}, **content["manifest"]}
-        digest = _sha256(manifest.encode(content["manifest"]))
-        require(content.get("sha256") == digest, f"{_MANIFEST} does not match its own checksum")
-        form = shown(repr(body.get("format")), limit=60)
-        version = f"{_MANIFEST} has format {form}, this program reads {manifest.FORMAT}"
-        require(body.get("format") == manifest.FORMAT, version, UnsupportedFormat)
-        manifest.verify(body)
-        require(folder.name == f"step-{body['step']:08d}", f"{_MANIFEST} is of step {body['step']}")
-        files = body["files"]
+        body = _read_manifest(folder)
         contents = {}
-        for name, entry in files.items():
-            size = (folder / name).stat().st_size
-            require(size == entry["size"], f"{name} has {size} bytes, not {entry['size']}")
+        for name, entry in body["files"].items():
+            _check_size(folder / name, entry["size"])
             if verify:
-                file = untrusted.read_bytes(folder / name)
-                require(_sha256(file) == entry["sha256"], f"{name} does not match its checksum")
-                contents[name.removesuffix(".safetensors")] = file
-        values = body["state"], body["arithmetic"]
-        return Checkpoint(folder, body["app"], body["step"], *values, contents, files, body["pieces"])
+                group = name.removesuffix(".safetensors")
+                contents[group] = _read_verified(folder / name, entry["sha256"])
     except OSError as error:
         raise CorruptCheckpoint(os_error_message(error)) from error
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{_MANIFEST} is corrupted ({error})") from error
+    return Checkpoint(
+        folder=folder,
+        app=body["app"],
+        step=body["step"],
+        state=body["state"],
+        resume_invariants=body["arithmetic"],
+        contents=contents,
+        files=body["files"],
+        pieces=body["pieces"],
+    )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the verified content of a manifest. Raises CorruptCheckpoint, OSError or ValueError."""
+    path = folder / _MANIFEST
+    if path.stat().st_size > manifest.MAX_BYTES:
+        raise CorruptCheckpoint(f"{_MANIFEST} is too large")
+    content = untrusted.parse_object(untrusted.read_bytes(path))
+    untrusted.check(content, {"manifest": manifest.MAPPING})
+    digest = _sha256(manifest.encode(content["manifest"]))
+    if content.get("sha256") != digest:
+        raise CorruptCheckpoint(f"{_MANIFEST} does not match its own checksum")
+    body = {"pieces": {}, **content["manifest"]}
+    if body.get("format") != manifest.FORMAT:
+        form = shown(repr(body.get("format")), limit=60)
+        raise UnsupportedFormat(f"{_MANIFEST} has format {form}, this program reads {manifest.FORMAT}")
+    manifest.verify(body)
+    if folder.name != f"step-{body['step']:08d}":
+        raise CorruptCheckpoint(f"{_MANIFEST} is of step {body['step']}")
+    return body
+
+
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size
+    if size != expected:
+        raise CorruptCheckpoint(f"{path.name} has {size} bytes, not {expected}")
+
+
+def _read_verified(path: Path, sha256: str) -> bytes:
+    content = untrusted.read_bytes(path)
+    if _sha256(content) != sha256:
+        raise CorruptCheckpoint(f"{path.name} does not match its checksum")
+    return content
 
 
 def quarantine(folder: Path, why: str) -> None:
     """Rename a checkpoint to "damaged-..." or "unequal-...", so that it is kept but no longer counted."""
-    root, kept = Root(folder.parents[1]), f"checkpoints/{why}-{folder.name}"
+    root = Root(folder.parents[1])
+    kept = f"checkpoints/{why}-{folder.name}"
     root.delete(kept)
     root.rename(f"checkpoints/{folder.name}", kept)
 
@@ -441,4 +488,6 @@ def os_error_message(error: OSError) -> str:
     if isinstance(error, LinkError):
         return f"{error.filename} is a link: remove it, or name its target by --run-dir"
     problem = error.strerror or str(error)
-    return f"{problem}: {error.filename}" if error.filename else problem
+    if error.filename:
+        return f"{problem}: {error.filename}"
+    return problem

@@ -69,10 +69,10 @@ class World:
 
 
 @dataclass(frozen=True)
-class LauncherSpec:
-    """Name the variables that one launcher sets.
+class Launcher:
+    """A launcher: the variables by which its ranks recognize it, and how to start it.
 
-    A string holds names of variables, separated by spaces. `A|B` means the first of them that is set, and `-` for
+    A string of variables holds names, separated by spaces. `A|B` means the first of them that is set, and `-` for
     no variable. The launcher is present if any of ``markers`` (default: ``rank``) is set. If any of ``unless`` is set
     too, the launcher is present only if any of ``proof`` (default: ``local``) is.
 
@@ -88,6 +88,12 @@ class LauncherSpec:
         others: variables that `detect` does not read. A launch script removes them from its ranks' environment.
         allocation: variables that describe an allocation of machines. A launch script leaves them to its ranks.
         batch: variables that are 0 in a batch script, which no launcher placed.
+        command: its command up to the program, a template for `samestep_launch.job.Job.command`; "" if `samestep run`
+            cannot start it.
+        module: the Python module that the command needs; "" if it starts with ``program``.
+        program: the program on PATH that the command starts with.
+        line_prefix: a regular expression for its prefix of each line of a rank's stderr.
+        equal_ranks: whether it needs as many ranks on each machine.
     """
 
     name: str
@@ -104,6 +110,11 @@ class LauncherSpec:
     others: str = ""
     allocation: str = ""
     batch: str = ""
+    command: str = ""
+    module: str = ""
+    program: str = ""
+    line_prefix: str = ""
+    equal_ranks: bool = False
 
 
 _SLURM_STEP = "SLURM_STEP_ID SLURM_STEPID SLURM_STEP_NUM_TASKS"
@@ -113,55 +124,71 @@ _PET = "PET_NODE_RANK PET_NNODES PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_P
 _LAUNCHERS = (
     # MindSpore 2.10. RANK_ID is not read: msrun exports RANK_ID=0 for its scheduler before it starts workers, and on
     # several machines without --node_rank they inherit that 0. MS_NODE_ID is set only if msrun knows the rank.
-    LauncherSpec("msrun", "starter", "MS_NODE_ID MS_WORKER_NUM", address="MS_SCHED_HOST MS_SCHED_PORT",
-                 markers="MS_ROLE"),
+    Launcher("msrun", "starter", "MS_NODE_ID MS_WORKER_NUM", address="MS_SCHED_HOST MS_SCHED_PORT",
+             markers="MS_ROLE",
+             command="{python} -m mindspore.parallel.cluster.run --join=True --tail_worker_log={nproc} "
+                     "--worker_num={world_size} --local_worker_num={nproc} --node_rank={node_rank} "
+                     "--master_addr={master_addr} --master_port={master_port} --log_dir={log_dir}",
+             module="mindspore", equal_ranks=True),
     # Horovod 0.28 with gloo. With MPI, horovodrun sets no ranks, and `detect` reads the variables of the MPI.
     # "Cross" counts the hosts that have this local rank.
-    LauncherSpec("horovodrun", "starter", "HOROVOD_RANK HOROVOD_SIZE", "HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
-                 "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE",
-                 address="HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT",
-                 others="HOROVOD_HOSTNAME HOROVOD_ELASTIC"),
+    Launcher("horovodrun", "starter", "HOROVOD_RANK HOROVOD_SIZE", "HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
+             "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE",
+             address="HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT",
+             others="HOROVOD_HOSTNAME HOROVOD_ELASTIC",
+             command="{python} -m horovod.runner.launch --gloo -np {nproc} --disable-cache {python}",
+             module="horovod", line_prefix=r"\[(?:[\w.@-]*,)?\d+\](?:<stderr>:| )\s*"),
     # torch 2.13. With a leftover TORCHELASTIC_USE_AGENT_STORE, rank 0 would wait for a store that nobody serves.
-    LauncherSpec("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
-                 "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
-                 others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
-                        "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE"),
+    Launcher("torchrun", "starter", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE",
+             "GROUP_RANK GROUP_WORLD_SIZE", restarts="TORCHELASTIC_RESTART_COUNT", markers="TORCHELASTIC_RUN_ID",
+             others="ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_ERROR_FILE "
+                    "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE",
+             # `samestep run` restarts the job, because torchrun's own restarts fail under gloo.
+             command="{python} -m torch.distributed.run --nnodes={nnodes} --node-rank={node_rank} "
+                     "--nproc-per-node={nproc} --master-addr={master_addr} --master-port={master_port} "
+                     "--max-restarts=0",
+             module="torch"),
     # paddle.distributed.launch and paddle.distributed.spawn of Paddle 3.3. Neither sets the index of the node.
     # In Paddle's launcher, PADDLE_NNODES and other variables have priority over its command line.
-    LauncherSpec("paddle", "starter", "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM",
-                 "PADDLE_RANK_IN_NODE|PADDLE_LOCAL_RANK PADDLE_LOCAL_SIZE|-", "- PADDLE_NNODES", address="- -",
-                 others="PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_RANK PADDLE_GLOBAL_SIZE PADDLE_IPS PADDLE_JOB_ID "
-                        "PADDLE_LOCAL_DEVICE_IDS PADDLE_LOG_DIR PADDLE_MASTER PADDLE_NPROC_PER_NODE PADDLE_RANK "
-                        "PADDLE_TRAINERS_ENDPOINTS PADDLE_TRAINER_ENDPOINTS PADDLE_TRAINER_NUM "
-                        "PADDLE_WORLD_DEVICE_IDS"),
+    Launcher("paddle", "starter", "PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM",
+             "PADDLE_RANK_IN_NODE|PADDLE_LOCAL_RANK PADDLE_LOCAL_SIZE|-", "- PADDLE_NNODES", address="- -",
+             others="PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_RANK PADDLE_GLOBAL_SIZE PADDLE_IPS PADDLE_JOB_ID "
+                    "PADDLE_LOCAL_DEVICE_IDS PADDLE_LOG_DIR PADDLE_MASTER PADDLE_NPROC_PER_NODE PADDLE_RANK "
+                    "PADDLE_TRAINERS_ENDPOINTS PADDLE_TRAINER_ENDPOINTS PADDLE_TRAINER_NUM "
+                    "PADDLE_WORLD_DEVICE_IDS",
+             command="{python} -m paddle.distributed.launch --nnodes={nnodes} --rank={node_rank} "
+                     "--nproc_per_node={nproc} --master={master_addr}:{master_port} --host={host} "
+                     "--log_dir={log_dir}",
+             module="paddle"),
     # Open MPI 5. OMPI_COMM_WORLD_NODE_RANK is a second local rank, not the index of the node.
-    LauncherSpec("openmpi", "mpi", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
-                 "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
-                 others="OMPI_COMM_WORLD_NODE_RANK OMPI_UNIVERSE_SIZE"),
+    Launcher("openmpi", "mpi", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+             "OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+             others="OMPI_COMM_WORLD_NODE_RANK OMPI_UNIVERSE_SIZE",
+             command="mpirun -np {nproc} {python}", program="mpirun"),
     # mpirun_rsh of MVAPICH2 2.3
-    LauncherSpec("mvapich2", "mpi", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE",
-                 "MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),
+    Launcher("mvapich2", "mpi", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE",
+             "MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),
     # IBM's jsrun, which sets Open MPI's variables too if the program is one of Spectrum MPI
-    LauncherSpec("jsrun", "mpi", "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE",
-                 "JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE|-"),
+    Launcher("jsrun", "mpi", "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE",
+             "JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE|-"),
     # Hydra, the mpiexec of MPICH. `srun --mpi=pmi2` sets PMI_* too, but Slurm's own variables hold more.
-    LauncherSpec("mpich", "mpi", "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS", unless=_SLURM_STEP,
-                 others="PMI_FD"),
+    Launcher("mpich", "mpi", "PMI_RANK PMI_SIZE", "MPI_LOCALRANKID MPI_LOCALNRANKS", unless=_SLURM_STEP,
+             others="PMI_FD"),
     # srun. A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but no step: it is one process.
-    LauncherSpec("slurm", "slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS", "SLURM_LOCALID -",
-                 "SLURM_NODEID SLURM_STEP_NUM_NODES|SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE",
-                 restarts="SLURM_RESTART_COUNT", markers=_SLURM_STEP,
-                 allocation="SLURM_NTASKS SLURM_NNODES SLURM_TASKS_PER_NODE SLURM_RESTART_COUNT",
-                 batch="SLURM_PROCID SLURM_LOCALID SLURM_NODEID"),
+    Launcher("slurm", "slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS", "SLURM_LOCALID -",
+             "SLURM_NODEID SLURM_STEP_NUM_NODES|SLURM_NNODES", "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE",
+             restarts="SLURM_RESTART_COUNT", markers=_SLURM_STEP,
+             allocation="SLURM_NTASKS SLURM_NNODES SLURM_TASKS_PER_NODE SLURM_RESTART_COUNT",
+             batch="SLURM_PROCID SLURM_LOCALID SLURM_NODEID"),
     # Exported on Ascend without a launcher. DEVICE_ID is the number of a card there, not a local rank.
-    LauncherSpec("rank table", "exported", "RANK_ID RANK_SIZE", address="- -", unless=f"RANK WORLD_SIZE {_PET}",
-                 proof="RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH"),
+    Launcher("rank table", "exported", "RANK_ID RANK_SIZE", address="- -", unless=f"RANK WORLD_SIZE {_PET}",
+             proof="RANK_TABLE_FILE MINDSPORE_HCCL_CONFIG_PATH"),
     # Exported by hand, by Alibaba DLC, by Kubeflow's PyTorchJob. torch's env:// reads the same variables.
-    LauncherSpec("env", "exported", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
-                 markers=f"RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE {_PET}"),
+    Launcher("env", "exported", "RANK WORLD_SIZE", "LOCAL_RANK LOCAL_WORLD_SIZE|-",
+             markers=f"RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE {_PET}"),
     # prun of PRRTE. Open MPI's mpirun sets PMIX_RANK too.
-    LauncherSpec("pmix", "index", "PMIX_RANK -", others="PMIX_NAMESPACE"),
-    LauncherSpec("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
+    Launcher("pmix", "index", "PMIX_RANK -", others="PMIX_NAMESPACE"),
+    Launcher("indexed job", "index", "JOB_COMPLETION_INDEX -", allocation="JOB_COMPLETION_INDEX"),
 )
 # fmt: on
 _PEERS = ("starter", "mpi")  # all present launchers of such a kind must agree
@@ -183,7 +210,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     Raises:
         EnvError: variables are incomplete, malformed or contradictory, or an unknown launcher started this process.
     """
-    env = {name: stripped for name, value in environ.items() if (stripped := value.strip(" \t\r\n"))}
+    stripped = {name: value.strip(" \t\r\n") for name, value in environ.items()}
+    env = {name: value for name, value in stripped.items() if value}
     present = [spec for spec in _LAUNCHERS if _is_present(env, spec)]
     if not present or present[0].kind == "index":
         _check_alone(env)
@@ -193,6 +221,15 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     for other in others:
         _check_agreement(env, chosen, world, other)
     return world
+
+
+def startable_launchers() -> dict[str, Launcher]:
+    """Return the launchers that `samestep run` can start, by the name of their program."""
+    launchers = {}
+    for launcher in _LAUNCHERS:
+        if launcher.command:
+            launchers[launcher.program or launcher.name] = launcher
+    return launchers
 
 
 def launcher_variables() -> frozenset[str]:
@@ -205,7 +242,7 @@ def launcher_variables() -> frozenset[str]:
     kept: set[str] = set()
     for spec in _LAUNCHERS:
         texts = [spec.rank, spec.local, spec.node, spec.tasks, spec.restarts, spec.markers, spec.others]
-        if spec.address != LauncherSpec.address:
+        if spec.address != Launcher.address:
             texts.append(spec.address)
         names |= _all_names(*texts)
         kept |= _all_names(spec.allocation)
@@ -239,7 +276,7 @@ def machine_count(environ: Mapping[str, str]) -> tuple[str, str]:
     return first_set(without_other_ranks(environ), MACHINE_COUNT)
 
 
-def find_launcher(environ: Mapping[str, str]) -> LauncherSpec | None:
+def find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher whose variables `detect` reads, without a check of their values; None without any."""
     env = {name: value for name, value in environ.items() if value}
     for spec in _LAUNCHERS:
@@ -251,8 +288,8 @@ def find_launcher(environ: Mapping[str, str]) -> LauncherSpec | None:
 def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
     """Return what a launcher calls this job, or "" if it has no name; and whether the launcher has restarted it."""
     name = environ.get("TORCHELASTIC_RUN_ID", "none")
-    slurm = environ.get("SLURM_JOB_ID")
     if name == "none":
+        slurm = environ.get("SLURM_JOB_ID")
         name = f"slurm-{slurm}" if slurm else ""
     _, restarts = first_set(environ, "TORCHELASTIC_RESTART_COUNT|SLURM_RESTART_COUNT")
     return name, restarts not in ("", "0")
@@ -261,37 +298,44 @@ def job_key(environ: Mapping[str, str]) -> tuple[str, bool]:
 def launch_script(environ: Mapping[str, str]) -> int | None:
     """Return the PID of the launch script that started this job on this machine, or None if there is none."""
     pid, _, host = environ.get("SAMESTEP_LAUNCHER", "").partition("@")
-    return int(pid) if pid.isdecimal() and host == socket.gethostname() else None
+    if not pid.isdecimal() or host != socket.gethostname():
+        return None
+    return int(pid)
 
 
 def processor() -> str:
     """Return the CPU's name, or "cpu" if the system does not give one."""
     cpus = Path("/proc/cpuinfo")
-    match = re.search(r"^model name\s*: (.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
-    return match.group(1) if match else platform.processor() or "cpu"
+    text = cpus.read_text() if cpus.exists() else ""
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    if match:
+        return match[1]
+    return platform.processor() or "cpu"
 
 
 # Checks across launchers. ``env`` holds the variables that are set, without surrounding blanks.
 
 
-def _check_agreement(env: dict[str, str], chosen: LauncherSpec, world: World, other: LauncherSpec) -> None:
+def _check_agreement(env: dict[str, str], chosen: Launcher, world: World, other: Launcher) -> None:
     """Raise EnvError if another launcher's variables show that ``world`` is wrong."""
     if other.proof and not _set(env, other.proof):  # without a rank table, RANK_ID and RANK_SIZE may be msrun's own
         return
     are_peers = chosen.kind == other.kind and chosen.kind in _PEERS
     if are_peers and other.kind == "starter":
         claim = _world(env, other)
-        place = claim.rank, claim.world_size
+        rank, world_size = claim.rank, claim.world_size
     else:
-        place = _place(env, other)
-    differs = are_peers and place != (world.rank, world.world_size)
-    leaves_others = world.world_size == 1 and place[1] > 1
-    if place != (0, 0) and (differs or leaves_others):
+        rank, world_size = _place(env, other)
+    if (rank, world_size) == (0, 0):
+        return
+    differs = are_peers and (rank, world_size) != (world.rank, world.world_size)
+    leaves_others = world.world_size == 1 and world_size > 1
+    if differs or leaves_others:
         shown = f"{chosen.name} ({_show(env, chosen.rank)}) against {other.name} ({_show(env, other.rank)})"
         raise EnvError(f"launchers disagree: {shown}: unset the variables of the one that did not start this process")
 
 
-def _place(env: dict[str, str], spec: LauncherSpec) -> tuple[int, int]:
+def _place(env: dict[str, str], spec: Launcher) -> tuple[int, int]:
     """Return rank and world size of a launcher, and (0, 0) if they are incomplete or malformed.
 
     A process that has an index but no size is one of at least index + 1. In an Indexed Job, pods may train alone.
@@ -316,8 +360,7 @@ def _check_alone(env: dict[str, str]) -> None:
     known = _index_names()
     batch = _all_names("NODE_RANK", *(spec.batch for spec in _LAUNCHERS))
     for name in sorted(env):
-        is_index = name in known or _INDEX_NAME.fullmatch(name)
-        if not is_index or name.startswith("SAMESTEP_") or not re.fullmatch("[0-9]{1,10}", env[name]):
+        if not _is_index(env, name, known):
             continue
         if name in batch and int(env[name]) == 0:
             continue
@@ -326,6 +369,13 @@ def _check_alone(env: dict[str, str]) -> None:
             f"{_show(env, name)} places this process among others but gives no size: {remedy}, or unset {name} to "
             "train alone"
         )
+
+
+def _is_index(env: dict[str, str], name: str, known: set[str]) -> bool:
+    """Return whether a variable numbers a process or a node: a known one, or one with such a name."""
+    if name.startswith("SAMESTEP_") or not re.fullmatch("[0-9]{1,10}", env[name]):
+        return False
+    return name in known or _INDEX_NAME.fullmatch(name) is not None
 
 
 def _index_names() -> set[str]:
@@ -341,13 +391,15 @@ def _index_names() -> set[str]:
 # The special cases of single launchers
 
 
-def _world(env: dict[str, str], spec: LauncherSpec) -> World:
+def _world(env: dict[str, str], spec: Launcher) -> World:
     read = _READERS.get(spec.name, _read)
     return _complete(env, spec, read(env, spec))
 
 
-def _msrun(env: dict[str, str], spec: LauncherSpec) -> World:
-    role, size, shown = env["MS_ROLE"], _number(env, "MS_WORKER_NUM", low=1), _show(env, "MS_ROLE MS_WORKER_NUM")
+def _msrun(env: dict[str, str], spec: Launcher) -> World:
+    role = env["MS_ROLE"]
+    size = _number(env, "MS_WORKER_NUM", low=1)
+    shown = _show(env, "MS_ROLE MS_WORKER_NUM")
     if role not in ("MS_WORKER", "MS_SCHED") or size is None:
         raise EnvError(f"{shown}: start the program with msrun, which sets MS_WORKER_NUM, and MS_WORKER or MS_SCHED")
     if role == "MS_SCHED":
@@ -355,23 +407,29 @@ def _msrun(env: dict[str, str], spec: LauncherSpec) -> World:
     if "MS_NODE_ID" not in env:
         raise EnvError(f"{shown} but MS_NODE_ID is unset, so the rank is unknown: give msrun --node_rank")
     # msrun sets DEVICE_ID to the local rank. For workers that were started by hand it is the number of any card.
-    world, device = _read(env, spec), _number(env, "DEVICE_ID")
-    return replace(world, local_rank=device) if device is not None and device < size else world
+    world = _read(env, spec)
+    device = _number(env, "DEVICE_ID")
+    if device is None or device >= size:
+        return world
+    return replace(world, local_rank=device)
 
 
-def _horovodrun(env: dict[str, str], spec: LauncherSpec) -> World:
+def _horovodrun(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
     # The cross size is the number of nodes if all hosts run equally many processes, which no variable states. The
     # product misleads only for hosts as uneven as 1, 3 and 4 slots.
-    even = (world.local_world_size or 0) * (world.node_count or 0) == world.world_size
-    return world if even else replace(world, node_rank=None, node_count=None)
+    is_even = (world.local_world_size or 0) * (world.node_count or 0) == world.world_size
+    if is_even:
+        return world
+    return replace(world, node_rank=None, node_count=None)
 
 
-def _paddle(env: dict[str, str], spec: LauncherSpec) -> World:
+def _paddle(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
     # spawn sets neither a local rank nor a number of nodes, but lists the endpoints of all ranks.
     hosts = [each.rpartition(":")[0] for each in env.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
-    if (world.node_count, world.local_rank, len(hosts), len(set(hosts))) == (None, None, world.world_size, 1):
+    lists_one_host = len(hosts) == world.world_size and len(set(hosts)) == 1
+    if lists_one_host and world.node_count is None and world.local_rank is None:
         world = replace(world, local_rank=world.rank, node_count=1)
     master = env.get("PADDLE_MASTER", "://")
     if "://" in master:  # http:// and etcd:// are addresses of launchers, not of ranks
@@ -382,18 +440,24 @@ def _paddle(env: dict[str, str], spec: LauncherSpec) -> World:
     return replace(world, master_addr=match[1], master_port=int(match[2]))
 
 
-def _slurm(env: dict[str, str], spec: LauncherSpec) -> World:
-    world, lists = _read(env, spec), _set(env, spec.tasks)
+def _slurm(env: dict[str, str], spec: Launcher) -> World:
+    world = _read(env, spec)
+    lists = _set(env, spec.tasks)
     if not lists or world.node_rank is None:
         return world
-    here = node_count = world_size = 0
+    here = 0  # tasks on this node
+    node_count = 0
+    world_size = 0
     for item in env[lists[0]].split(","):  # 2(x3) means three nodes with two tasks each
         match = re.fullmatch(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?", item)
         if match is None:
             raise EnvError(f"{_show(env, lists[0])} is not a list of tasks per node (2(x3),1): leave it to srun")
-        tasks, repeat = int(match[1]), int(match[2] or 1)
-        here = tasks if node_count <= world.node_rank < node_count + repeat else here
-        node_count, world_size = node_count + repeat, world_size + repeat * tasks
+        tasks = int(match[1])
+        repeat = int(match[2] or 1)
+        if node_count <= world.node_rank < node_count + repeat:
+            here = tasks
+        node_count += repeat
+        world_size += repeat * tasks
     if (node_count, world_size) == (world.node_count, world.world_size):
         return replace(world, local_world_size=here)
     if lists == ["SLURM_TASKS_PER_NODE"]:  # may be the job's list, and longer than this step's
@@ -402,14 +466,14 @@ def _slurm(env: dict[str, str], spec: LauncherSpec) -> World:
     raise EnvError(f"slurm's variables contradict each other: {shown}: leave them to srun")
 
 
-def _rank_table(env: dict[str, str], spec: LauncherSpec) -> World:
+def _rank_table(env: dict[str, str], spec: Launcher) -> World:
     world = _read(env, spec)
     if world.world_size > 1 and not _set(env, spec.proof):
         raise EnvError(f"{_show(env, spec.rank)} but RANK_TABLE_FILE is unset: set it, start with msrun, or unset both")
     return world
 
 
-def _plain(env: dict[str, str], spec: LauncherSpec) -> World:
+def _plain(env: dict[str, str], spec: Launcher) -> World:
     if "LOCAL_RANK" in env:
         return _read(env, spec)
     # Without LOCAL_RANK they count processes, one on each node. With a number of processes per node they count nodes.
@@ -418,52 +482,100 @@ def _plain(env: dict[str, str], spec: LauncherSpec) -> World:
         shown = _show(env, f"{spec.rank} NPROC_PER_NODE {_PET}")
         raise EnvError(f"{shown} count nodes, not processes: run scripts/run_<app>.sh on each node, which reads them")
     world = _read(env, spec)
+    if re.fullmatch(r"localhost|127\.[\d.]+|::1", world.master_addr or ""):  # no other machine reaches it
+        return replace(world, local_rank=world.rank, local_world_size=world.world_size, node_rank=0, node_count=1)
     return replace(world, local_rank=0, local_world_size=1, node_rank=world.rank, node_count=world.world_size)
 
 
-_READERS = {"msrun": _msrun, "horovodrun": _horovodrun, "paddle": _paddle, "slurm": _slurm, "rank table": _rank_table,
-            "env": _plain}  # fmt: skip
+_READERS = {
+    "msrun": _msrun,
+    "horovodrun": _horovodrun,
+    "paddle": _paddle,
+    "slurm": _slurm,
+    "rank table": _rank_table,
+    "env": _plain,
+}
 
 
 # Variables that all launchers share
 
 
-def _is_present(env: dict[str, str], spec: LauncherSpec) -> bool:
-    proved = not _set(env, spec.unless) or _set(env, spec.proof or spec.local)
-    return bool(proved and _set(env, spec.markers or spec.rank))
+def _is_present(env: dict[str, str], spec: Launcher) -> bool:
+    if not _set(env, spec.markers or spec.rank):
+        return False
+    if _set(env, spec.unless):
+        return bool(_set(env, spec.proof or spec.local))
+    return True
 
 
-def _read(env: dict[str, str], spec: LauncherSpec) -> World:
+def _read(env: dict[str, str], spec: Launcher) -> World:
     """Return the World by the variables of ``spec``, as far as they are set."""
-    rank, size = cast("tuple[int, int]", _pair(env, spec.rank, spec.markers))
-    local, node, (host, port) = _pair(env, spec.local), _pair(env, spec.node), spec.address.split()
-    address, restarts = (env.get(host), _number(env, port, low=1, high=65535)), _number(env, spec.restarts)
-    return World(rank, size, *local, *node, spec.name, "worker", *address, restarts)
+    rank, world_size = cast("tuple[int, int]", _pair(env, spec.rank, spec.markers))
+    local_rank, local_world_size = _pair(env, spec.local)
+    node_rank, node_count = _pair(env, spec.node)
+    host, port = spec.address.split()
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        node_count=node_count,
+        launcher=spec.name,
+        master_addr=env.get(host),
+        master_port=_number(env, port, low=1, high=65535),
+        restart_count=_number(env, spec.restarts),
+    )
 
 
-def _complete(env: dict[str, str], spec: LauncherSpec, world: World) -> World:
+def _complete(env: dict[str, str], spec: Launcher, world: World) -> World:
     """Return ``world`` with the fields that follow from the others. Raise EnvError if they contradict each other."""
-    size, here, nodes = world.world_size, world.local_world_size, world.node_count
-    if world.role == "worker" and (size == 1 or here == size or nodes == 1):  # all ranks are on this node
-        here, nodes = here or size, nodes or 1
-        local_rank = 0 if size == 1 and world.local_rank is None else world.local_rank
-        node_rank = world.node_rank or 0
-        world = replace(world, local_rank=local_rank, local_world_size=here, node_rank=node_rank, node_count=nodes)
-    # Every other node has at least one rank.
-    fits = (here or 1) + (nodes or 1) - 1 <= size and (nodes != 1 or here == size)
-    if not fits or (world.local_rank or 0) >= (here or size):
+    if world.role == "worker" and _is_on_one_node(world):
+        world = _fill_single_node(world)
+    if not _is_consistent(world):
         shown = _show(env, f"{spec.rank} {spec.local} {spec.node} {spec.tasks}")
         raise EnvError(f"{spec.name}'s variables contradict each other: {shown}: correct or unset them")
     return world
+
+
+def _is_on_one_node(world: World) -> bool:
+    """Return whether all ranks are known to be on this node."""
+    return world.world_size == 1 or world.local_world_size == world.world_size or world.node_count == 1
+
+
+def _fill_single_node(world: World) -> World:
+    """Return the world with all that is known of ranks on one node, as far as the launcher does not set it."""
+    local_rank = world.local_rank
+    if local_rank is None and world.world_size == 1:
+        local_rank = 0
+    return replace(
+        world,
+        local_rank=local_rank,
+        local_world_size=world.local_world_size or world.world_size,
+        node_rank=world.node_rank or 0,
+        node_count=world.node_count or 1,
+    )
+
+
+def _is_consistent(world: World) -> bool:
+    here = world.local_world_size or 1
+    other_nodes = (world.node_count or 1) - 1
+    if here + other_nodes > world.world_size:  # each other node has at least one rank
+        return False
+    if world.node_count == 1 and world.local_world_size != world.world_size:
+        return False
+    return (world.local_rank or 0) < (world.local_world_size or world.world_size)
 
 
 def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | None, int | None]:
     """Return (rank, size), with rank < size. Raise EnvError if one is unset although the other or a marker is set."""
     rank_name, size_name = _names(env, names)
     unset = [name for name in (rank_name, size_name) if name not in env and name != "-"]
-    if unset and (causes := _set(env, f"{names} {markers}")):
+    causes = _set(env, f"{names} {markers}")
+    if unset and causes:
         raise EnvError(f"{_show(env, causes[0])} needs {' and '.join(unset)}: set both, or unset {causes[0]}")
-    rank, size = _number(env, rank_name), _number(env, size_name, low=1)
+    rank = _number(env, rank_name)
+    size = _number(env, size_name, low=1)
     if rank is not None and size is not None and rank >= size:
         raise EnvError(f"{_show(env, rank_name)} is not below {_show(env, size_name)}: count ranks from 0")
     return rank, size
@@ -471,21 +583,27 @@ def _pair(env: dict[str, str], names: str, markers: str = "") -> tuple[int | Non
 
 def _number(env: dict[str, str], name: str, low: int = 0, high: int = 2**31 - 1) -> int | None:
     """Return the variable as an int in [low, high], or None if it is unset. The default limit is a C int, as in MPI."""
+    if name not in env:
+        return None
     # int() alone accepts "1_0", "+1" and digits of other scripts, and raises an error of its own for 5,000 digits.
-    if name in env and not (re.fullmatch("[0-9]{1,10}", env[name]) and low <= int(env[name]) <= high):
+    if not re.fullmatch("[0-9]{1,10}", env[name]) or not low <= int(env[name]) <= high:
         raise EnvError(f"{_show(env, name)} is not a whole number from {low} to {high}: correct or unset it")
-    return int(env[name]) if name in env else None
+    return int(env[name])
 
 
 def _all_names(*texts: str) -> set[str]:
-    """Return every name in texts of a LauncherSpec."""
+    """Return every name in texts of a Launcher."""
     return set(re.findall("[A-Z0-9_]+", " ".join(texts)))
 
 
 def _names(env: dict[str, str], names: str) -> list[str]:
     """Return one name for each `A|B` in ``names``: the first that is set or `-`, or else the first."""
-    choices = [each.split("|") for each in names.split()]
-    return [next((name for name in each if name in env or name == "-"), each[0]) for each in choices]
+    chosen = []
+    for text in names.split():
+        choices = text.split("|")
+        possible = [name for name in choices if name in env or name == "-"]
+        chosen.append(possible[0] if possible else choices[0])
+    return chosen
 
 
 def _set(env: dict[str, str], names: str) -> list[str]:
@@ -494,4 +612,8 @@ def _set(env: dict[str, str], names: str) -> list[str]:
 
 def _show(env: dict[str, str], names: str) -> str:
     """Return ``A='1', B='2'`` for the variables that are set, on one line, with long values cut."""
-    return ", ".join(f"{name}={env[name][:60]!a}{'...' if len(env[name]) > 60 else ''}" for name in _set(env, names))
+    shown = []
+    for name in _set(env, names):
+        rest = "..." if len(env[name]) > 60 else ""
+        shown.append(f"{name}={env[name][:60]!a}{rest}")
+    return ", ".join(shown)

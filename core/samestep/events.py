@@ -18,7 +18,8 @@ from samestep.root import Root
 FILE_NAME = "events.jsonl"
 START = "start"  # steps begin; has the fields step, last_step, ranks
 SIGNAL = "signal"  # stopped as requested
-HANG, MEMBERS = "hang", "members"  # the latter: ranks came or went while the others trained
+HANG = "hang"
+MEMBERS = "members"  # ranks came or went while the others trained
 ROLLBACK = "rollback"  # a restart resumes from an earlier checkpoint
 DAMAGE = "damage"  # a corrupt checkpoint is skipped
 FAILURE = "failure"  # any other error

@@ -67,4 +67,6 @@ def read(folder: Path, job: str) -> Failure | None:
     except ValueError:
         return None
     failure = Failure(values["step"], values["error"], shown(values["text"], MAX_TEXT))
-    return failure if values["job"] == job else None
+    if values["job"] != job:
+        return None
+    return failure

@@ -58,11 +58,20 @@ def start(run_dir: Path, rank: int, quiet: bool, monitor: Monitor | None = None)
 
     Only the first call of a process has an effect; it may come before or after the rendezvous. ``monitor`` records
     errors as events, and describes crashes of other ranks.
+
+    Args:
+        run_dir: folder of the run.
+        rank: rank of this process.
+        quiet: whether the console shows results and errors only.
+        monitor: records errors as events, and describes crashes of other ranks.
     """
     global _console, _console_errors, _folder, _file, _rank, _quiet, _monitor
     if _folder is not None:
         return
-    _rank, _quiet, _folder, _monitor = rank, quiet, run_dir.resolve() / "log", monitor or _monitor
+    _rank = rank
+    _quiet = quiet
+    _folder = run_dir.resolve() / "log"
+    _monitor = monitor or _monitor
     # Launchers put a pipe or a file between the rank and the launch script (horovodrun prefixes each line; Paddle and
     # msrun write files). The launch script's own files keep a terminal a terminal and the result the last line.
     _console = _open_launch_script_file(1, 1)
@@ -108,7 +117,13 @@ def warning(text: str, kind: str = "") -> None:
 
 
 def error(text: str, kind: str = events.FAILURE, **fields: Any) -> None:
-    """Report a failure in one line on the console's standard error, in the file, and as an event of this kind."""
+    """Report a failure in one line on the console's standard error, in the file, and as an event of this kind.
+
+    Args:
+        text: one line.
+        kind: one of `events.KINDS`.
+        **fields: JSON values of the event.
+    """
     line = untrusted.shown(text, limit=untrusted.MAX_LINE)
     _to_console(_console_errors, f"error: {line}")  # first, because the file's disk may hang
     _to_file(f"error: {line}")
@@ -134,13 +149,14 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
             main()
         finally:
             checkpoint.finish()  # also after a failure
-        for stream in (sys.stdout, sys.stderr, _console, _console_errors):
-            with contextlib.suppress(OSError):
-                stream.flush()
+        _flush(sys.stdout, sys.stderr, _console, _console_errors)
         os._exit(0)
-    except (ConfigError, NonRetryableError) as problem:
+    except ConfigError as problem:
         error(str(problem))
-        code = 2 if isinstance(problem, ConfigError) else 1
+        code = 2
+    except NonRetryableError as problem:
+        error(str(problem))
+        code = 1
     except RetryableError as problem:
         _record_failure(problem, problem.repeated)
         error(str(problem), events.ROLLBACK)
@@ -153,18 +169,28 @@ def run(main: Callable[[], None], summarize_error: Callable[[str], str] = first_
         _to_file("interrupted")
         os._exit(128 + signal.SIGINT)
     except Exception as problem:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        where = f"; more in {_file}" if _file else ""
-        summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
-        summary += "".join(remedy(str(problem)) for remedy in remedies)
-        _record_failure(problem, f"rank {_rank}: {summary}")
-        error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
+        _report_unknown(problem, summarize_error)
         os._exit(1)
     no_restart(code)
     os._exit(code)
+
+
+def _report_unknown(problem: Exception, summarize_error: Callable[[str], str]) -> None:
+    """Write the traceback to the log file, and report the exception in one line."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+    where = f"; more in {_file}" if _file else ""
+    summary = f"{type(problem).__name__}: {summarize_error(str(problem))}"
+    summary += "".join(remedy(str(problem)) for remedy in remedies)
+    _record_failure(problem, f"rank {_rank}: {summary}")
+    error(f"rank {_rank}: {summary}{_monitor.describe_crashes()}{where}")
+    _flush(sys.stderr)
+
+
+def _flush(*streams: IO[str]) -> None:
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
@@ -181,7 +207,13 @@ def exit_process(stopped: Stopped, is_final: bool) -> NoReturn:
 
 
 def call_with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of ``call``, or None if it takes longer or raises, so that a rank can always exit."""
+    """Return the result of ``call``, or None if it takes longer or raises, so that a rank can always exit.
+
+    Args:
+        seconds: limit.
+        call: called in a thread.
+        *arguments: of the call.
+    """
     results: list[Any] = []
 
     def target() -> None:
@@ -203,7 +235,8 @@ def no_restart(code: int) -> None:
 
 def _record_failure(problem: Exception, line: str) -> None:
     """Note the failure for the launch script, if the monitor knows the step."""
-    folder, job = _job_folder(), os.environ.get("SAMESTEP_JOB")
+    folder = _job_folder()
+    job = os.environ.get("SAMESTEP_JOB")
     if folder and job and _monitor.step is not None:
         failures.record(folder, job, _rank, _monitor.step, problem, line)
 
@@ -232,7 +265,8 @@ def result(text: str) -> None:
 
 def _to_file(text: str) -> None:
     if _file:
-        head, caller = time.strftime("%Y-%m-%dT%H:%M:%S"), sys._getframe(2)  # outside of this module
+        head = time.strftime("%Y-%m-%dT%H:%M:%S")
+        caller = sys._getframe(2)  # outside of this module
         if places:
             level = {"warning": "WARNING", "error": "ERROR"}.get(text.partition(":")[0], "INFO")
             head = f"{level}|{head}|{caller.f_code.co_filename}|{caller.f_lineno}|"

@@ -21,14 +21,25 @@ MAX_BITS = 14_000  # of an integer: Python refuses to read more than 4,300 digit
 STEP = untrusted.integer(0, 2**62)
 STEP_FOLDER = re.compile(r"step-(\d{8,19})")
 _FILE_NAME = re.compile(r"[a-z_]{1,200}(-[0-9]{5,9})?\.safetensors")
-_NUMBER, _TEXT = untrusted.number(), untrusted.text(1000)
+_NUMBER = untrusted.number()
+_TEXT = untrusted.text(1000)
 MAPPING = untrusted.mapping(lambda value: True, 10**6)
-_BODY = {"app": _TEXT, "step": STEP, "state": MAPPING, "arithmetic": MAPPING, "files": MAPPING, "pieces": MAPPING}
+_BODY = {
+    "app": _TEXT,
+    "step": STEP,
+    "state": MAPPING,
+    "arithmetic": MAPPING,
+    "files": MAPPING,
+    "pieces": MAPPING,
+}
 # The values of the state that a run relies on.
 _STATE: dict[str, untrusted.Check] = {
-    **dict.fromkeys(("requested_dataset", "dataset_fingerprint", "threads"), untrusted.optional(_TEXT)),
+    "requested_dataset": untrusted.optional(_TEXT),
+    "dataset_fingerprint": untrusted.optional(_TEXT),
+    "threads": untrusted.optional(_TEXT),
     "metadata": MAPPING,
-    **dict.fromkeys(("epoch_loss_sum", "epoch_correct"), _NUMBER),
+    "epoch_loss_sum": _NUMBER,
+    "epoch_correct": _NUMBER,
     "train_loss": untrusted.optional(_NUMBER),
     "seconds": untrusted.number(0, 1e15),
     "best": lambda value: untrusted.mapping(_NUMBER)(value) and STEP(value.get("step")),
@@ -126,5 +137,7 @@ def _check_text(text: str, path: Path) -> None:
 
 def _text(path: Path) -> str:
     """Return a path as in "state.counts[3]"."""
-    words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
-    return shown("".join(words).removeprefix("."), limit=200)
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return shown(text.removeprefix("."), limit=200)

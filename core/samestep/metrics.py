@@ -1,4 +1,4 @@
-"""Write metrics.jsonl and the result, and keep the best evaluation. Rank 0 alone imports this."""
+"""Write metrics.jsonl and the result. Rank 0 alone imports this."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ from samestep import checkpoint, log, untrusted
 from samestep.env import World
 from samestep.options import Options, as_json
 from samestep.root import Root
-
-# The first of these that an evaluation has decides which evaluation is best; the sign shows whether more is better.
-BEST_MEASURES = {"test_accuracy": 1, "test_loss": -1}
 
 
 class Metrics:
@@ -32,8 +29,13 @@ class Metrics:
     def __init__(self, run_dir: Path, header: Mapping[str, Any], resumed_from: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
         with checkpoint.writing(self._path):
-            lines = self._lines_before(resumed_from) if resumed_from is not None else []
-            lines.append(json.dumps({"resumed": {"step": resumed_from, **header}} if lines else dict(header)).encode())
+            first_line = dict(header)
+            lines = []
+            if resumed_from is not None:
+                lines = self._lines_before(resumed_from)
+            if lines:
+                first_line = {"resumed": {"step": resumed_from, **header}}
+            lines.append(json.dumps(first_line).encode())
             checkpoint.write_atomic(self._path, b"\n".join(lines) + b"\n")
             file = Root(run_dir).open(self._path.name, os.O_WRONLY | os.O_APPEND)
             self._file = os.fdopen(file, "a", buffering=1)
@@ -44,13 +46,17 @@ class Metrics:
 
     def _lines_before(self, resumed_from: int) -> list[bytes]:
         """Return the header and the lines of at most ``resumed_from`` updates, without lines that are not a run's."""
-        lines = []
-        is_before = untrusted.integer(0, resumed_from)
-        content = untrusted.read_bytes(self._path) if self._path.exists() else b""
-        for line in content.splitlines():
+        lines: list[bytes] = []
+        if not self._path.exists():
+            return lines
+        schema = {"step": untrusted.integer(0, resumed_from)}
+        for line in untrusted.read_bytes(self._path).splitlines():
+            if len(line) > untrusted.MAX_BYTES:
+                continue
             with contextlib.suppress(ValueError, TypeError, AttributeError):  # cut off, or of no run
-                values = untrusted.parse_object(line if len(line) <= untrusted.MAX_BYTES else "")
-                untrusted.check(values.get("resumed", {"step": 0, **values}), {"step": is_before})
+                values = untrusted.parse_object(line)
+                header = {"step": 0, **values}
+                untrusted.check(values.get("resumed", header), schema)
                 lines.append(line)
         return lines
 
@@ -65,61 +71,49 @@ class Metrics:
 
 
 def header(app: str, options: Options, world: World, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of metrics.jsonl; ``metadata`` adds facts that decide the numbers, such as versions."""
-    start = {"app": app, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    machine = {"machine": f"{platform.system()} {platform.machine()}", "host": socket.gethostname()}
-    settings = {"world": asdict(world), "options": as_json(options)}
-    return {**start, "python": platform.python_version(), **machine, **metadata, **settings}
+    """Return the first line of metrics.jsonl.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        metadata: facts that decide the numbers, such as versions.
+    """
+    return {
+        "app": app,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "host": socket.gethostname(),
+        **metadata,
+        "world": asdict(world),
+        "options": as_json(options),
+    }
 
 
 def report(app: str, options: Options, world: World, values: Mapping[str, Any]) -> None:
-    """Write and print the result; ``values`` is the app's part. With --evaluate-only the run's own result stays."""
-    job = {"app": app, "launcher": world.launcher, "world_size": world.world_size, "node_count": world.node_count}
+    """Write and print the result. With --evaluate-only the run's own result stays.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        values: the app's part of the result.
+    """
     restarts = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
-    fields = {name: getattr(options, name) for name in options.RESULT_FIELDS}
-    text = json.dumps({**job, "restarts": restarts, **fields, **values, "run_dir": str(options.run_dir)})
+    fields = {
+        "app": app,
+        "launcher": world.launcher,
+        "world_size": world.world_size,
+        "node_count": world.node_count,
+        "restarts": restarts,
+    }
+    for name in options.RESULT_FIELDS:
+        fields[name] = vars(options)[name]
+    fields.update(values)
+    fields["run_dir"] = str(options.run_dir)
+    text = json.dumps(fields)
     name = "evaluation.json" if options.evaluate_only else "result.json"
     with checkpoint.writing(options.run_dir / name):
         checkpoint.write_atomic(options.run_dir / name, (text + "\n").encode())
     log.result(text)
-
-
-class BestEvaluation:
-    """Keep the best evaluation so far, the first of equals, for --keep-best.
-
-    ``state`` goes into checkpoints: the step and its evaluation. A resumed run starts with the state of its
-    checkpoint and finds later evaluations again.
-    """
-
-    def __init__(self, state: Mapping[str, Any] | None) -> None:
-        self.state: dict[str, Any] = dict(state or {})
-
-    @property
-    def step(self) -> int | None:
-        """The number of updates done at the best evaluation."""
-        return self.state.get("step")
-
-    def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
-        """Compare the evaluation after ``step`` updates; {} means none."""
-        name = next((name for name in BEST_MEASURES if evaluation.get(name) is not None), None)
-        if name and (name not in self.state or BEST_MEASURES[name] * (evaluation[name] - self.state[name]) > 0):
-            self.state = {"step": step, name: evaluation[name]}
-
-    def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
-        """Write ``model-best.safetensors`` from the best evaluation's checkpoint; return the fields of the result.
-
-        ``copy`` takes the checkpoint's folder and the file's path. A corrupt checkpoint costs the file, not the run.
-        Raises NonRetryableError if the disk is full.
-        """
-        path = run_dir / "model-best.safetensors"
-        with checkpoint.writing(path):
-            Root(run_dir).unlink(path.name)  # from an earlier end of this run
-        if self.step is None:
-            log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
-            return {}
-        checkpoint.finish()
-        try:
-            copy(checkpoint.folder_of(run_dir, self.step), path)
-        except checkpoint.CorruptCheckpoint as error:
-            log.warning(f"no model-best.safetensors: the checkpoint of the best, step {self.step}, is damaged: {error}")
-        return {f"best_{name}": value for name, value in self.state.items()}

@@ -58,12 +58,23 @@ class Monitor:
         """Raise RetryableError if a loss is NaN or infinite, NonRetryableError if a restart did not help before."""
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Raise RetryableError on every rank unless all ranks hold the same bits in every array of ``groups``."""
+        """Raise RetryableError on every rank unless all ranks hold the same bits in every array of ``groups``.
+
+        Args:
+            all_gather: gathers an array from all ranks.
+            groups: arrays by group and name.
+            step: number of updates done.
+        """
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
         """Raise RetryableError on every rank unless all have the same ``digest`` of their weights.
 
         The newest checkpoint of ``run_dir``, which rank 0 passes, is then renamed, so that a resume skips it.
+
+        Args:
+            collectives: the app's functions broadcast and all_gather.
+            digest: SHA-256 of the weights, hexadecimal.
+            run_dir: folder of the run on rank 0, None on the others.
         """
 
     def record_event(self, kind: str, **fields: Any) -> None:

@@ -14,29 +14,33 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, NoReturn, TypeVar, cast
 
 from samestep import ConfigError
 from samestep.untrusted import shown
 
-GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
+TRAINING = "Training"
+DATA = "Data"
+CHECKPOINT = "Checkpoint and resume"
+FAULT_TOLERANCE = "Fault tolerance"
+LOGGING = "Logging and tracking"
+MODEL = "Model"
+GROUPS = (TRAINING, DATA, CHECKPOINT, FAULT_TOLERANCE, LOGGING, MODEL)
 HELP_WIDTH = 80  # columns
 SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
-FORK, EXEC = START_METHODS = "fork", "exec"
-# Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
-# compared with the checkpoint, so an app's own options are protected without being listed anywhere.
-RESUME_MUTABLE = frozenset(
-    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device share_gpu "
-    "init_from threads max_restarts start_method timeout grace straggler quiet requested_dataset evaluate_every "
-    "evaluate_only keep_best track".split()
-)
+FORK = "fork"
+EXEC = "exec"
+START_METHODS = (FORK, EXEC)
+# The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
+BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
 
 
 class Options(argparse.Namespace):
     """Hold the parsed options, and settings of the parser as slots.
 
-    ``vars(options)`` omits the slots.
+    ``vars(options)`` omits the slots, and options that the app does not offer. Those have a neutral value here.
 
     Attributes:
         RESULT_FIELDS: options that every result repeats.
@@ -49,34 +53,61 @@ class Options(argparse.Namespace):
     RESULT_FIELDS: tuple[str, ...] = ("dataset", "epochs", "global_batch_size", "seed", "dtype")
     __slots__ = ("default_dataset", "resolve_dataset", "resume_mutable", "resume_pinned")
 
+    evaluate_only: bool = False
+    first_step_timeout: float | None = None
+    global_batch_size: int = 0  # of programs whose batches have a number of tokens
+    log_format: str = "plain"
+    share_gpu: bool = False
+    threads: int | None = None
+    virtual_ranks: int | None = None
+
 
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
-    options_class: type[Options] = Options  # an app whose result repeats other options has its own
     default_dataset: str | None = None
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
+    kind: type[Options] = Options
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         """Wrap a description that is one line."""
-        text = textwrap.fill(description, HELP_WIDTH - 2) if description and "\n" not in description else description
+        if description and "\n" not in description:
+            description = textwrap.fill(description, HELP_WIDTH - 2)
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=HELP_WIDTH)
-        super().__init__(description=text, allow_abbrev=False, formatter_class=formatter, **settings)
+        super().__init__(description=description, allow_abbrev=False, formatter_class=formatter, **settings)
 
     def group(self, title: str) -> Any:
         """Return the option group ``title``, such as one of GROUPS; add it if the parser lacks it."""
-        group = next((group for group in self._action_groups if group.title == title), None)
-        return group or self.add_argument_group(title)
+        for group in self._action_groups:
+            if group.title == title:
+                return group
+        return self.add_argument_group(title)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message.removeprefix('argument ')} (see --help)")
 
+    def format_help(self) -> str:
+        """Return the text of --help. If the program can resume, it ends with the options that a resume may change."""
+        text = super().format_help()
+        names = [action.option_strings[0] for action in self._actions if self._may_change(action)]
+        if "--resume" not in names:
+            return text
+        sentence = f"A resume may change {', '.join(names)}. It must repeat all other options."
+        return f"{text}\n{textwrap.fill(sentence, HELP_WIDTH - 2, break_on_hyphens=False)}\n"
+
+    def _may_change(self, action: argparse.Action) -> bool:
+        """Return whether --help shows an option, and a resume may change it."""
+        is_shown = action.help != argparse.SUPPRESS
+        return is_shown and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
+
     def commands(self) -> dict[str, argparse.ArgumentParser]:
         """Return the parsers of the app's commands (``add_subparsers``) by name."""
-        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return dict(next((action.choices for action in actions), {}))
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
 
     def parse(self, argv: Sequence[str]) -> Options:
         """Return the options of a command line.
@@ -84,38 +115,56 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
-        options, unknown = self.parse_known_args(argv, self.options_class())
-        options.default_dataset, options.resolve_dataset = self.default_dataset, self.resolve_dataset
-        options.resume_mutable, options.resume_pinned = self.resume_mutable, ()
-        for name, value in vars(options).items():
-            if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):  # bytes that are not UTF-8
-                raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
+        parsed, unknown = self.parse_known_args(argv)
+        options = self.kind()  # argparse would not set the defaults of an object that has neutral values
+        for name, value in vars(parsed).items():
+            setattr(options, name, value)
+        options.default_dataset = self.default_dataset
+        options.resolve_dataset = self.resolve_dataset
+        options.resume_mutable = self.resume_mutable
+        options.resume_pinned = ()
+        _check_paths(options)
         as_json(options)  # a value that no checkpoint can hold is refused here
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}: {self._hint(unknown[0].split('=')[0])}")
-        if getattr(options, "virtual_ranks", None):
+        if options.virtual_ranks:
             options.threads = options.threads or 1  # a kernel's threads decide how its sums round
-        if getattr(options, "share_gpu", False):
+        if options.share_gpu:
             if options.device == "cpu":
                 raise ConfigError("--share-gpu needs a GPU, and --device cpu takes none: leave one of them out")
             options.device = SHARED_GPU
-        if getattr(options, "evaluate_only", False):
-            if not (options.run_dir or options.init_from):
-                raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
-            if not options.resume:
-                raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
+        if options.evaluate_only:
+            _check_evaluate_only(options)
         return options
 
     def _hint(self, name: str) -> str:
         """Return the remedy for an unknown argument, by the nearest option."""
-        parsers = [self, *self.commands().values()]
-        known = [option for parser in parsers for action in parser._actions for option in action.option_strings]
+        known: list[str] = []
+        for parser in (self, *self.commands().values()):
+            known += parser._option_string_actions
         if self.usage:  # set by the launch script, which has this option too
             known.append("--dry-run")
         near = difflib.get_close_matches(name, known, n=1)
         if near == [name]:  # an option of a command, before the command's name
             return "put it after its command (see COMMAND --help)"
-        return f"did you mean {near[0]}?" if near else "see --help"
+        if near:
+            return f"did you mean {near[0]}?"
+        return "see --help"
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a path that is not UTF-8, which no checkpoint can hold."""
+    for name, value in vars(options).items():
+        if isinstance(value, Path) and re.search("[\ud800-\udfff]", str(value)):
+            raise ConfigError(f"--{name.replace('_', '-')} {str(value)[:60]!a} is not UTF-8: name a path in UTF-8")
+
+
+def _check_evaluate_only(options: Options) -> None:
+    """Raise ConfigError if --evaluate-only has no weights, or would delete them."""
+    if not (options.run_dir or options.init_from):
+        raise ConfigError("--evaluate-only needs weights: name a run by --run-dir, or weights by --init-from")
+    if not options.resume:
+        raise ConfigError("--evaluate-only --no-resume would clear the run directory: leave one of them out")
 
 
 def bounded_int(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
@@ -134,6 +183,11 @@ def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> C
     """Return an argparse type for numbers in [minimum, below), or in (minimum, below) if ``above``.
 
     Larger numbers than the default limit do not fit into float32.
+
+    Args:
+        minimum: least value.
+        below: limit that a value must not reach.
+        above: whether ``minimum`` itself is refused.
     """
     least = f"{'above' if above else 'of at least'} {minimum:g}"
 
@@ -146,7 +200,299 @@ def bounded_float(minimum: float, below: float = 1e38, above: bool = False) -> C
     return convert
 
 
+def best_metric(metrics: Sequence[str]) -> Callable[[str], str]:
+    """Return the argparse type of --keep-best, which converts [min:|max:]NAME to min:NAME or max:NAME."""
+
+    def convert(text: str) -> str:
+        direction, _, name = text.rpartition(":")
+        if name not in metrics:
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} names no metric: choose one of {', '.join(metrics)}")
+        if not direction:
+            direction = BEST_DIRECTIONS.get(name, "")
+        if direction not in ("min", "max"):
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} has no direction: use min:{name} or max:{name}")
+        return f"{direction}:{name}"
+
+    return convert
+
+
 seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; larger values overflow clocks
+
+
+# --- options as fields -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """Describe a field to `argparse`. `option` makes it.
+
+    Attributes:
+        help: a noun phrase or an imperative, with its unit. A default is added unless it has one.
+        group: one of GROUPS.
+        may_change: a resume may change the option, because it does not change the arithmetic of a step.
+        argument: more keywords of `argparse.ArgumentParser.add_argument`.
+    """
+
+    help: str
+    group: str
+    may_change: bool
+    argument: Mapping[str, Any]
+
+    def add_to(self, parser: Parser, name: str, default: Any) -> None:
+        """Add the option ``--name`` to its group of a parser."""
+        argument = {"default": default, "help": self.help, **self.argument}
+        if default is False and "nargs" not in argument:
+            argument["action"] = argument.get("action", "store_true")
+        has_default = "(default" in argument["help"] or argument["help"] == argparse.SUPPRESS
+        if not has_default and default is not None and not isinstance(default, bool):
+            argument["help"] += " (default: %(default)s)"
+        parser.group(self.group).add_argument(f"--{name.replace('_', '-')}", **argument)
+
+
+def option(default: Any, help: str, *, group: str = TRAINING, may_change: bool = False, **argument: Any) -> Any:
+    """Declare a field of `CommonOptions`, or of an app's subclass, that is an option; see `Option`."""
+    return field(default=default, metadata={"option": Option(help, group, may_change=may_change, argument=argument)})
+
+
+def lr_option(default: str, value: float | None = None) -> Any:
+    """Declare the learning rate; ``default`` describes its default ``value``, such as "0.1 with sgd"."""
+    return option(value, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
+
+
+def device_option(*names: str) -> Any:
+    """Declare the device, one of ``names``."""
+    return option("auto", "auto: an accelerator if each rank has one", may_change=True, choices=names)
+
+
+def dataset_option(*names: str) -> Any:
+    """Declare the dataset, one of ``names``; the first is the default of a new run."""
+    help = f"dataset to train on (default: {names[0]}, or the checkpoint's)"
+    return option(None, help, group=DATA, choices=names)
+
+
+def keep_best_option(*metrics: str) -> Any:
+    """Declare --keep-best for an evaluation that returns ``metrics``."""
+    help = (
+        "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
+        "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
+    )
+    argument = {"nargs": "?", "const": True, "type": best_metric(metrics), "metavar": "METRIC"}
+    return option(False, help, group=CHECKPOINT, may_change=True, **argument)
+
+
+def start_method_option(default: str | None = None) -> Any:
+    """Declare the way in which torchrun's agent starts ranks; None lets the launcher choose by the machine."""
+    shown_default = default or "fork; exec on a machine with an NVIDIA driver"
+    help = (
+        f"fork imports the program once and forks the ranks; exec starts a Python per rank (default: {shown_default})"
+    )
+    return option(default, help, group=FAULT_TOLERANCE, may_change=True, choices=START_METHODS)
+
+
+def virtual_ranks_option(default: int | None = None, refusal: str = "") -> Any:
+    """Declare --virtual-ranks; an app with a ``refusal``, its reason, refuses the option."""
+
+    def convert(text: str) -> int | None:
+        if refusal:
+            raise argparse.ArgumentTypeError(f"not available, because {refusal}: leave it out")
+        return bounded_int(0)(text) or None  # None is off, as in checkpoints of earlier versions
+
+    help = "sub-shards per global batch, summed in a fixed tree: same bits at any number of ranks (default: off)"
+    return option(default, argparse.SUPPRESS if refusal else help, type=convert, metavar="V")
+
+
+def threads_option() -> Any:
+    """Declare the number of threads per rank."""
+    help = "threads per rank (default: OMP_NUM_THREADS, or 1 with --virtual-ranks)"
+    return option(None, help, may_change=True, type=bounded_int(1), metavar="T")
+
+
+def share_gpu_option() -> Any:
+    """Declare --share-gpu."""
+    help = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
+    return option(False, help, may_change=True)
+
+
+_count = bounded_int(0)
+_positive = bounded_int(1)
+
+
+@dataclass
+class CommonOptions(Options):
+    """Hold the options that every app has. An app's subclass adds fields, and may declare one of these again."""
+
+    epochs: int = option(10, "passes over the training set", may_change=True, type=_count, metavar="E")
+    max_steps: int | None = option(
+        None, "last step since the start of training (default: none)", may_change=True, type=_count, metavar="S"
+    )
+    global_batch_size: int = option(128, "samples per step, over all ranks", type=_positive, metavar="B")
+    lr: float = lr_option("")
+    seed: int = option(
+        1, "seed of initial weights, sample order and dropout", type=bounded_int(0, 2**63 - 1), metavar="I"
+    )
+    device: str = device_option("auto")
+    evaluate_every: int = option(
+        0,
+        "steps between evaluations within an epoch; 0 evaluates only after each epoch",
+        may_change=True,
+        type=_count,
+        metavar="S",
+    )
+    evaluate_only: bool = option(
+        False,
+        "evaluate the run's newest checkpoint, or --init-from, and write evaluation.json; do not train",
+        may_change=True,
+    )
+    dataset: str = dataset_option("")
+    # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
+    requested_dataset: str | None = option(None, argparse.SUPPRESS, group=DATA, may_change=True)
+    data_dir: Path = option(
+        Path("data"), "folder to search for datasets first", group=DATA, may_change=True, type=Path, metavar="DIR"
+    )
+    run_dir: Path = option(
+        None,
+        "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)",
+        group=CHECKPOINT,
+        may_change=True,
+        type=Path,
+        metavar="DIR",
+    )
+    resume: bool = option(
+        True,
+        "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)",
+        group=CHECKPOINT,
+        may_change=True,
+        action=argparse.BooleanOptionalAction,
+    )
+    init_from: Path | None = option(
+        None,
+        "initial weights: the model.safetensors of any run",
+        group=CHECKPOINT,
+        may_change=True,
+        type=Path,
+        metavar="FILE",
+    )
+    checkpoint_every: int = option(
+        500,
+        "steps between checkpoints within an epoch; 0 saves only after each epoch and the last step",
+        group=CHECKPOINT,
+        may_change=True,
+        type=_count,
+        metavar="S",
+    )
+    keep_checkpoints: int = option(
+        3, "newest ones to keep", group=CHECKPOINT, may_change=True, type=_positive, metavar="K"
+    )
+    keep_best: bool | str = keep_best_option("test_accuracy", "test_loss")
+    max_restarts: int = option(
+        3,
+        "maximum number of restarts after failures",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=_count,
+        metavar="R",
+    )
+    timeout: float = option(
+        300.0,
+        "seconds without progress after which the job ends as hung",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=seconds,
+        metavar="T",
+    )
+    grace: float = option(
+        30.0,
+        "seconds from a stop signal until the job is killed",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=seconds,
+        metavar="T",
+    )
+    straggler: float = option(
+        1.5,
+        "report a rank X times slower than the others' median; 0 disables",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=bounded_float(0.0),
+        metavar="X",
+    )
+    log_every: int = option(
+        10, "steps per line of metrics.jsonl", group=LOGGING, may_change=True, type=_positive, metavar="S"
+    )
+    track: str | None = option(
+        None,
+        "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)",
+        group=LOGGING,
+        may_change=True,
+        metavar="NAMES",
+    )
+    quiet: bool = option(False, "print only warnings, errors and the result", group=LOGGING, may_change=True)
+
+
+Kind = TypeVar("Kind", bound=CommonOptions)
+
+
+def options_of(kind: type[CommonOptions]) -> dict[str, Option]:
+    """Return the options of a class by field. A field that only gives another default keeps the option of its base."""
+    found: dict[str, Option] = {}
+    for base in reversed(kind.__mro__):
+        for each in vars(base).get("__dataclass_fields__", {}).values():
+            if "option" in each.metadata:
+                found[each.name] = each.metadata["option"]
+    return found
+
+
+def make_parser(
+    kind: type[CommonOptions], description: str, prog: str | None = None, usage: str | None = None
+) -> Parser:
+    """Return the parser of an app's options.
+
+    Args:
+        kind: the class of the options; each field becomes an option.
+        description: what the app does, for --help.
+        prog: the name of the program, for --help.
+        usage: the line of usage, for --help.
+    """
+    parser = Parser(description, prog=prog, usage=usage)
+    parser.kind = kind
+    for title in GROUPS:
+        parser.group(title)
+    options = options_of(kind)
+    for each in fields(kind):
+        if each.name in options:  # other fields are constants of the app
+            options[each.name].add_to(parser, each.name, default=each.default)
+    _set_defaults_of_launcher(parser)
+    parser.default_dataset = options["dataset"].argument["choices"][0]
+    parser.resume_mutable = [name for name, each in options.items() if each.may_change]
+    return parser
+
+
+def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
+    """Return the options of a command line, typed. Raises ConfigError as `Parser.parse`."""
+    return cast(Kind, parser.parse(argv))
+
+
+def _set_defaults_of_launcher(parser: Parser) -> None:
+    """Take the run dir, timeout and grace that `samestep run` passes to the program that it starts."""
+    parser.set_defaults(
+        run_dir=os.environ.get("SAMESTEP_RUN_DIR"),
+        timeout=os.environ.get("SAMESTEP_TIMEOUT", "300"),
+        grace=os.environ.get("SAMESTEP_GRACE", "30"),
+    )
+
+
+# Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
+# compared with the checkpoint, so an app's own options are protected without being listed anywhere.
+RESUME_MUTABLE = frozenset(
+    [
+        "share_gpu",
+        "start_method",
+        "threads",
+        *(name for name, each in options_of(CommonOptions).items() if each.may_change),
+    ]
+)
+
+# --- options of a program with a parser of its own ---------------------------------------------------------------
 
 
 def add_common(
@@ -159,8 +505,9 @@ def add_common(
     devices: Sequence[str],
     resume_mutable: Sequence[str] = (),
     resolve: Callable[..., Any] | None = None,
+    metrics: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
-    """Add the options that every app has.
+    """Add the options of `CommonOptions` to a parser.
 
     Args:
         parser: the parser to extend.
@@ -171,93 +518,55 @@ def add_common(
         devices: names that --device accepts.
         resume_mutable: the app's own options that may change at a resume.
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
+        metrics: names of numbers that the app's evaluation returns, for --keep-best.
     """
-    parser.default_dataset, parser.resolve_dataset, parser.resume_mutable = datasets[0], resolve, resume_mutable
-    default, count, positive = "(default: %(default)s)", bounded_int(0), bounded_int(1)
-    training, data, checkpoint, recovery, log, _ = (parser.group(title).add_argument for title in GROUPS)
+    declared = {
+        "lr": lr_option(lr),
+        "device": device_option(*devices),
+        "dataset": dataset_option(*datasets),
+        "keep_best": keep_best_option(*metrics),
+    }
+    defaults = {"epochs": epochs, "global_batch_size": global_batch_size}
+    for title in GROUPS:
+        parser.group(title)
+    for each in fields(CommonOptions):
+        own = declared.get(each.name, each)
+        if each.name == "global_batch_size" and global_batch_size is None:
+            continue
+        own.metadata["option"].add_to(parser, each.name, default=defaults.get(each.name, own.default))
+    _set_defaults_of_launcher(parser)
+    parser.default_dataset = datasets[0]
+    parser.resolve_dataset = resolve
+    parser.resume_mutable = resume_mutable
 
-    training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
-    training("--max-steps", type=count, metavar="S", help="last step since the start of training (default: none)")
-    size = f"samples per step, over all ranks {default}"
-    if global_batch_size is not None:
-        training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
-    training("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
-    seed = f"seed of initial weights, sample order and dropout {default}"
-    training("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)
-    training("--device", choices=devices, default="auto", help=f"auto: an accelerator if each rank has one {default}")
-    every = f"steps between evaluations within an epoch; 0 evaluates only after each epoch {default}"
-    training("--evaluate-every", type=count, default=0, metavar="S", help=every)
-    only = "evaluate the run's newest checkpoint, or --init-from, and write evaluation.json; do not train"
-    training("--evaluate-only", action="store_true", help=only)
 
-    data("--dataset", choices=datasets, help=f"dataset to train on (default: {datasets[0]}, or the checkpoint's)")
-    # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
-    data("--requested-dataset", help=argparse.SUPPRESS)
-    folder = f"folder to search for datasets first {default}"
-    data("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=folder)
-
-    # `samestep run` passes its run dir, timeout and grace to the program that it starts.
-    run_dir, timeout, grace = (os.environ.get(f"SAMESTEP_{name}") for name in ("RUN_DIR", "TIMEOUT", "GRACE"))
-    results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
-    checkpoint("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
-    resume = "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)"
-    checkpoint("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
-    checkpoint("--init-from", type=Path, metavar="FILE", help="initial weights: the model.safetensors of any run")
-    every = f"steps between checkpoints within an epoch; 0 saves only after each epoch and the last step {default}"
-    checkpoint("--checkpoint-every", type=count, default=500, metavar="S", help=every)
-    checkpoint("--keep-checkpoints", type=positive, default=3, metavar="K", help=f"newest ones to keep {default}")
-    best = "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors"
-    checkpoint("--keep-best", action="store_true", help=best)
-
-    restarts = f"maximum number of restarts after failures {default}"
-    recovery("--max-restarts", type=count, default=3, metavar="R", help=restarts)
-    limit = f"seconds without progress after which the job ends as hung {default}"
-    recovery("--timeout", type=seconds, default=timeout or "300", metavar="T", help=limit)
-    limit = f"seconds from a stop signal until the job is killed {default}"
-    recovery("--grace", type=seconds, default=grace or "30", metavar="T", help=limit)
-    factor = f"report a rank X times slower than the others' median; 0 disables {default}"
-    recovery("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
-
-    log("--log-every", type=positive, default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
-    trackers = "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)"
-    log("--track", metavar="NAMES", help=trackers)
-    log("--quiet", action="store_true", help="print only warnings, errors and the result")
+def _add(parser: Parser, name: str, declared: Any) -> None:
+    """Add one option, as a function such as `threads_option` declares it."""
+    declared.metadata["option"].add_to(parser, name, default=declared.default)
 
 
 def add_start_method(parser: Parser, default: str | None = None) -> None:
-    """Add --start-method, for ranks that torchrun's agent starts; None lets the launcher choose by the machine."""
-    method = "fork imports the program once and forks the ranks; exec starts a Python per rank"
-    method += f" (default: {default or 'fork; exec on a machine with an NVIDIA driver'})"
-    add = parser.group(GROUPS[3]).add_argument
-    add("--start-method", choices=START_METHODS, default=default, help=method)
+    """Add --start-method, as `start_method_option` declares it."""
+    _add(parser, "start_method", start_method_option(default))
 
 
 def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
-    """Add --virtual-ranks and --threads; an app with a ``refusal``, its reason, refuses --virtual-ranks."""
-
-    def convert(text: str) -> int | None:
-        if refusal:
-            raise argparse.ArgumentTypeError(f"not available, because {refusal}: leave it out")
-        return bounded_int(0)(text) or None  # None is off, as in checkpoints of earlier versions
-
-    add = parser.group("Training").add_argument
-    virtual = "sub-shards per global batch, summed in a fixed tree: same bits at any number of ranks (default: off)"
-    add("--virtual-ranks", type=convert, metavar="V", help=argparse.SUPPRESS if refusal else virtual)
+    """Add --virtual-ranks and --threads, as `virtual_ranks_option` declares them."""
+    _add(parser, "virtual_ranks", virtual_ranks_option(refusal=refusal))
     if not refusal:
-        threads = "threads per rank (default: OMP_NUM_THREADS, or 1 with --virtual-ranks)"
-        add("--threads", type=bounded_int(1), metavar="T", help=threads)
-
-
-def check_virtual_ranks(options: argparse.Namespace, ranks: int) -> None:
-    """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
-    if (virtual_ranks := getattr(options, "virtual_ranks", None) or ranks) < ranks:
-        raise ConfigError(f"--virtual-ranks {virtual_ranks} is below {ranks} ranks: start fewer")
+        _add(parser, "threads", threads_option())
 
 
 def add_share_gpu(parser: Any) -> None:
     """Add --share-gpu to a parser, or to one of its option groups."""
-    share = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
-    parser.add_argument("--share-gpu", action="store_true", help=share)
+    help = share_gpu_option().metadata["option"].help
+    parser.add_argument("--share-gpu", action="store_true", help=help)
+
+
+def check_virtual_ranks(options: Options, ranks: int) -> None:
+    """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
+    if options.virtual_ranks and options.virtual_ranks < ranks:
+        raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {ranks} ranks: start fewer")
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:
@@ -289,6 +598,16 @@ def json_value(value: Any) -> Any:
     Raises:
         ValueError: its ``str`` is an address in memory, which differs between processes.
     """
+    if isinstance(value, (list, tuple)):
+        return [json_value(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(json_value, value), key=repr)
+    if isinstance(value, Mapping):
+        return {str(json_value(key)): json_value(each) for key, each in value.items()}
+    return _json_scalar(value)
+
+
+def _json_scalar(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -297,12 +616,6 @@ def json_value(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    if isinstance(value, (list, tuple)):
-        return [json_value(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((json_value(each) for each in value), key=repr)
-    if isinstance(value, Mapping):
-        return {str(json_value(key)): json_value(each) for key, each in value.items()}
     text = str(value)
     if re.search(r"\bat 0x[0-9a-fA-F]+", text):
         raise ValueError(f"{shown(text)}, which is another one in each process")

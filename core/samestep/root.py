@@ -76,6 +76,11 @@ class Root:
 
         Raises OSError for anything but a regular file, and for a file with another name (a hard link), which may lie
         outside of the root.
+
+        Args:
+            name: path below the root.
+            flags: of `os.open`; they must not truncate.
+            mode: permissions of a new file.
         """
         with self._parent(name) as (descriptor, leaf):
             with contextlib.suppress(FileNotFoundError):

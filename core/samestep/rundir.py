@@ -28,12 +28,19 @@ from samestep.untrusted import shown
 
 # A run dir's .lock has two bytes to lock. The launch script holds the first, rank 0 the second: so a new launch script
 # also waits for a rank 0 that outlived its launch script. A rank 0 without a launch script holds both.
-LAUNCHER_BYTE, WRITER_BYTE = 0, 1
+LAUNCHER_BYTE = 0
+WRITER_BYTE = 1
 LOCK_SECONDS = 30.0
 
 
 def no_dataset(name: str, data_dir: Path, fallback: bool = True) -> SimpleNamespace:
-    """Take a dataset as it is; the result is like `samestep.data.datasets.resolve`'s."""
+    """Take a dataset as it is; the result is like `samestep.data.datasets.resolve`'s.
+
+    Args:
+        name: name of the dataset.
+        data_dir: folder of data.
+        fallback: ignored.
+    """
     return SimpleNamespace(name=name, folder=data_dir, notice=None, fingerprint=None)
 
 
@@ -65,19 +72,34 @@ def resolve(
         ConfigError: the run dir holds another run or other data.
         NonRetryableError: none of its checkpoints is good.
     """
-    if options.evaluate_only and not (options.init_from or checkpoint.folders(options.run_dir)):
-        raise ConfigError(f"--evaluate-only: {options.run_dir} has no checkpoint: name a run that has, or --init-from")
+    _check_evaluate_only(options)
     run_dir, lock = lock_run_dir(app, options.run_dir or _run_dir_of_job(app))
     saved = None
     if options.resume or not fresh:
-        warn = (lambda text: log.warning(text, events.DAMAGE)) if verify else lambda text: None
-        saved = checkpoint.newest(run_dir, warn, verify, reader, groups)
+        warn = _warn_of_damage if verify else _no_warning
+        saved = checkpoint.newest(run_dir, warn, verify=verify, reader=reader, groups=groups)
     else:
         archive_previous_run(run_dir)
-    dataset, requested = _resolve_data(app, options, saved, verify)
+    dataset, requested = _resolve_data(app, options, saved=saved, verify=verify)
     if saved and verify and not options.evaluate_only:
         quarantine_newer(saved)
-    return Resolved(run_dir, lock, dataset, requested, saved)
+    return Resolved(run_dir, lock, dataset=dataset, requested_dataset=requested, checkpoint=saved)
+
+
+def _check_evaluate_only(options: Options) -> None:
+    """Raise ConfigError if --evaluate-only has neither a checkpoint nor --init-from."""
+    if not options.evaluate_only or options.init_from:
+        return
+    if not checkpoint.folders(options.run_dir):
+        raise ConfigError(f"--evaluate-only: {options.run_dir} has no checkpoint: name a run that has, or --init-from")
+
+
+def _warn_of_damage(text: str) -> None:
+    log.warning(text, events.DAMAGE)
+
+
+def _no_warning(text: str) -> None:
+    pass
 
 
 def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: bool) -> tuple[Any, str]:
@@ -90,9 +112,12 @@ def _resolve_data(app: str, options: Options, saved: Checkpoint | None, verify: 
         if dataset.notice:
             log.warning(dataset.notice)
         return dataset, requested or str(options.default_dataset)
-    recorded, requested_before = str(saved.resume_invariants.get("dataset")), saved.state.get("requested_dataset")
-    same = requested in (None, recorded, requested_before)
-    check_same_run(saved, app, {**resume_invariants(options), "dataset": recorded if same else requested})
+    recorded = str(saved.resume_invariants.get("dataset"))
+    requested_before = saved.state.get("requested_dataset")
+    is_same = requested in (None, recorded, requested_before)
+    invariants = resume_invariants(options)
+    invariants["dataset"] = recorded if is_same else requested
+    check_same_run(saved, app, invariants)
     dataset = resolve_dataset(recorded, options.data_dir, fallback=False)
     _check_same_data(saved, dataset, verify)
     return dataset, requested_before or requested or dataset.name
@@ -106,9 +131,17 @@ def open_run(
     A checkpoint without the ``required`` groups counts as corrupt.
 
     Raises as `resolve`, and ConfigError or NonRetryableError if arrays do not fit the model.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        fresh: whether the run dir is new.
+        load: loads the arrays by group and name into the model.
+        required: groups that a checkpoint must have.
     """
     resolved = resolve(app, options, fresh, groups=required)
-    saved, init_from = resolved.checkpoint, options.init_from
+    saved = resolved.checkpoint
+    init_from = options.init_from
     contents: dict[str, bytes] = {}
     groups: Mapping[str, Arrays] = {}
     if saved:
@@ -123,12 +156,19 @@ def open_run(
         if groups:
             load(groups)
     except ValueError as error:
-        raise shape_mismatch_error(saved.folder if saved else None, init_from, error) from error
+        folder = saved.folder if saved else None
+        raise shape_mismatch_error(folder, init_from, error) from error
     return {**restore_message(resolved), "groups": list(contents)}, contents
 
 
 def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -> ConfigError | NonRetryableError:
-    """Return the error for arrays of the checkpoint ``folder``, or else of --init-from, that do not fit the model."""
+    """Return the error for arrays of the checkpoint ``folder``, or else of --init-from, that do not fit the model.
+
+    Args:
+        folder: the checkpoint, or None.
+        init_from: value of --init-from.
+        error: the error of the load.
+    """
     if folder:
         return NonRetryableError(f"checkpoint {folder} does not fit the model: {error}")
     return ConfigError(f"--init-from {init_from} does not fit the model: {error}")
@@ -136,28 +176,42 @@ def shape_mismatch_error(folder: object, init_from: object, error: ValueError) -
 
 def restore_message(resolved: Resolved) -> dict[str, Any]:
     """Return rank 0's broadcast of the resolved run."""
-    saved, dataset = resolved.checkpoint, resolved.dataset
-    state = {"requested_dataset": resolved.requested_dataset, "dataset_fingerprint": dataset.fingerprint}
-    message = {"run_dir": str(resolved.run_dir), "dataset": dataset.name, "step": saved.step if saved else None}
-    message["dataset_folder"] = shown(os.path.realpath(dataset.folder), limit=4096)
-    return {**message, "state": {**(saved.state if saved else {}), **state}}
+    saved = resolved.checkpoint
+    dataset = resolved.dataset
+    state = dict(saved.state) if saved else {}
+    state["requested_dataset"] = resolved.requested_dataset
+    state["dataset_fingerprint"] = dataset.fingerprint
+    return {
+        "run_dir": str(resolved.run_dir),
+        "dataset": dataset.name,
+        "step": saved.step if saved else None,
+        "dataset_folder": shown(os.path.realpath(dataset.folder), limit=4096),
+        "state": state,
+    }
 
 
 def check_same_run(saved: Checkpoint, app: str, invariants: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before."""
-    run_dir, recorded = saved.folder.parents[1], saved.resume_invariants
+    """Raise ConfigError, with both values, if a resume of ``saved`` would take other steps than before.
+
+    Args:
+        saved: the checkpoint.
+        app: name of the app.
+        invariants: options that must be equal.
+    """
+    run_dir = saved.folder.parents[1]
+    recorded = saved.resume_invariants
     if saved.app != app:
         raise ConfigError(f"{run_dir} holds a run of {shown(saved.app)}, not of {app}: choose another --run-dir")
     differences = []
     for name in sorted({*recorded, *invariants}):
-        before, now = recorded.get(name), invariants.get(name)
+        before = recorded.get(name)
+        now = invariants.get(name)
         if not _is_same(before, now):
             option = f"--{shown(name).replace('_', '-')}"
             differences.append(f"{option} {shown(before)} in the checkpoint, {shown(now)} now")
     if differences:
-        remedy = "repeat its options, or choose another --run-dir"
         listed = shown("; ".join(differences), limit=1000)
-        raise ConfigError(f"{run_dir} holds another run: {listed}: {remedy}")
+        raise ConfigError(f"{run_dir} holds another run: {listed}: repeat its options, or choose another --run-dir")
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -178,11 +232,12 @@ def _check_same_data(saved: Checkpoint, dataset: Any, warn: bool) -> None:
     if recorded is None and warn:
         log.warning(f"{saved.folder.name} does not record its data: assuming that {dataset.name} has not changed")
     if recorded not in (None, dataset.fingerprint):
-        before, now = shown(str(recorded)[:12]), str(dataset.fingerprint)[:12]
-        digests = f"SHA-256 {before} in the checkpoint, {now} now"
-        changed = f"{dataset.folder.resolve()} has changed since ({digests})"
-        remedy = "put the former files back, or choose another --run-dir"
-        raise ConfigError(f"{saved.folder.parents[1]} was trained on other data: {changed}: {remedy}")
+        before = shown(str(recorded)[:12])
+        now = str(dataset.fingerprint)[:12]
+        raise ConfigError(
+            f"{saved.folder.parents[1]} was trained on other data: {dataset.folder.resolve()} has changed since "
+            f"(SHA-256 {before} in the checkpoint, {now} now): put the former files back, or choose another --run-dir"
+        )
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
@@ -205,8 +260,9 @@ def make_log_folder(run_dir: Path) -> None:
     except LinkError as error:
         raise ConfigError(f"{error.filename} is a link: remove it, or name its target by --run-dir") from error
     except OSError as error:
-        problem = f"cannot make {run_dir / 'log'}: {error.strerror}"
-        raise ConfigError(f"{problem}: name another place with --run-dir") from error
+        raise ConfigError(
+            f"cannot make {run_dir / 'log'}: {error.strerror}: name another place with --run-dir"
+        ) from error
     checkpoint.folders(run_dir)
 
 
@@ -225,7 +281,9 @@ def _run_dir_of_job(app: str) -> Path:
     key = key or f"{socket.gethostname()}-{os.getppid()}"
     suffix = "-" + hashlib.sha256(key.encode()).hexdigest()[:8]
     earlier = sorted(Path("runs", app).glob(f"*{suffix}*"))
-    return earlier[-1] if earlier and is_restarted else new(app, suffix)
+    if earlier and is_restarted:
+        return earlier[-1]
+    return new(app, suffix)
 
 
 def archive_previous_run(run_dir: Path) -> None:
@@ -245,15 +303,17 @@ def make_folder(path: Path, unique: bool = False) -> Path:
 
     Raises ConfigError if that is impossible.
     """
-    candidate, count = path, 1
+    candidate = path
+    count = 1
     while True:
         try:
             candidate.mkdir(parents=True, exist_ok=not unique)
             return candidate
         except OSError as error:
             if not (unique and isinstance(error, FileExistsError)):
-                problem = f"cannot make {candidate.absolute()}: {error.strerror}"
-                raise ConfigError(f"{problem}: name another place with --run-dir") from error
+                raise ConfigError(
+                    f"cannot make {candidate.absolute()}: {error.strerror}: name another place with --run-dir"
+                ) from error
         count += 1
         candidate = path.with_name(f"{path.name}-{count}")
 
@@ -270,7 +330,8 @@ class Lock:
 
     def __init__(self, run_dir: Path, who: str) -> None:
         """``who`` is the holder in other jobs' messages. Raises ConfigError if the file cannot be made."""
-        self._run_dir, self._who = run_dir, who
+        self._run_dir = run_dir
+        self._who = who
         self._warned = "SAMESTEP_LAUNCHER" in os.environ  # the launch script has warned
         try:
             # A user who can read a file can lock it, too.
@@ -280,7 +341,8 @@ class Lock:
 
     def acquire(self, byte: int, wait: float | None = None) -> None:
         """Lock a byte, within ``wait`` seconds (default: LOCK_SECONDS). Raises ConfigError that names the holder."""
-        wait = LOCK_SECONDS if wait is None else wait
+        if wait is None:
+            wait = LOCK_SECONDS
         deadline = time.monotonic() + wait
         if not self._try(byte):
             in_use = f"{self._run_dir} is in use by {self._holder()}"
@@ -297,9 +359,13 @@ class Lock:
     def _holder(self) -> str:
         """Return the holder that the file names, or "another process": a user who can only read it can lock it, too."""
         text = shown(os.pread(self._descriptor, 200, 0).decode(errors="replace"), limit=200)
-        host, pid = (re.findall(r"\(host (.+), pid ([0-9]{1,7}), since", text) or [("", "0")])[0]
-        is_elsewhere = host not in ("", socket.gethostname())
-        return text if is_elsewhere or Path("/proc", pid).exists() else "another process"
+        found = re.search(r"\(host (.+), pid ([0-9]{1,7}), since", text)
+        if not found:
+            return "another process"
+        host, pid = found.groups()
+        if host != socket.gethostname() or Path("/proc", pid).exists():
+            return text
+        return "another process"
 
     def _try(self, byte: int) -> bool:
         """Return whether the byte is locked now. Without locks in the file system, it counts as locked."""

@@ -23,13 +23,20 @@ def warmup(step: int, warmup_steps: int) -> float:
     It reaches 1 at the last of ``warmup_steps`` updates, and no update uses 0. Multiply another schedule by it. Source:
     Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017, section 2.2.
     """
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+    if not warmup_steps:
+        return 1.0
+    return min(1.0, (step + 1) / warmup_steps)
 
 
 def linear(step: int, steps: int, final: float = 0.0) -> float:
     """Return a factor that falls on a straight line from 1 at step 0 to ``final`` at ``steps``.
 
     Source: Devlin et al., "BERT", NAACL 2019, appendix A.2, after a warm-up.
+
+    Args:
+        step: number of the update, from 0.
+        steps: number of updates of the whole run.
+        final: factor at ``steps``.
     """
     return 1.0 + (final - 1.0) * _progress(step, steps)
 
@@ -39,16 +46,27 @@ def cosine(step: int, steps: int, final: float = 0.0) -> float:
 
     Source: Loshchilov & Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR 2017, equation 5, with
     one period.
+
+    Args:
+        step: number of the update, from 0.
+        steps: number of updates of the whole run.
+        final: factor at ``steps``.
     """
-    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, steps)))
+    return final + (1.0 - final) * _fall(_progress(step, steps))
 
 
 def step_decay(step: int, milestones: Sequence[int], gamma: float = 0.1) -> float:
     """Return ``gamma`` to the power of the number of ``milestones`` (steps) reached so far.
 
     Source: He et al., "Deep residual learning for image recognition", CVPR 2016, section 4.2 (1/10 at two milestones).
+
+    Args:
+        step: number of the update, from 0.
+        milestones: updates from which the factor is multiplied once more.
+        gamma: factor of each milestone.
     """
-    return float(gamma ** sum(step >= milestone for milestone in milestones))
+    reached = [milestone for milestone in milestones if step >= milestone]
+    return float(gamma ** len(reached))
 
 
 def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25, final: float = 1 / 250_000) -> float:
@@ -56,13 +74,33 @@ def one_cycle(step: int, steps: int, rising: float = 0.3, start: float = 1 / 25,
 
     It rises during the fraction ``rising`` of the steps. Source: Smith & Topin, "Super-convergence", 2018, in the form
     and with the numbers of fast.ai and of torch's OneCycleLR, which uses ``final`` for its last update, steps - 1.
+
+    Args:
+        step: number of the update, from 0.
+        steps: number of updates of the whole run.
+        rising: fraction of the updates in which the factor rises.
+        start: factor at update 0.
+        final: factor at the last update.
     """
     top = rising * steps - 1
     if step < top:
-        return start + (1.0 - start) * 0.5 * (1.0 - math.cos(math.pi * _progress(step, top)))
-    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * _progress(step - top, (1.0 - rising) * steps)))
+        return start + (1.0 - start) * _rise(_progress(step, top))
+    falling = _progress(step - top, (1.0 - rising) * steps)
+    return final + (1.0 - final) * _fall(falling)
+
+
+def _rise(progress: float) -> float:
+    """Return half a cosine that rises from 0 to 1 while ``progress`` does."""
+    return 0.5 * (1.0 - math.cos(math.pi * progress))
+
+
+def _fall(progress: float) -> float:
+    """Return half a cosine that falls from 1 to 0 while ``progress`` rises from 0 to 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _progress(step: float, steps: float) -> float:
     """Return the fraction of ``steps`` that is done, in [0, 1]."""
-    return min(1.0, step / steps) if steps else 1.0
+    if not steps:
+        return 1.0
+    return min(1.0, step / steps)

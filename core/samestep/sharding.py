@@ -50,8 +50,10 @@ def _mix(z: Any) -> Any:
     Source: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. The constants are
     its reference implementation's, https://prng.di.unimi.it/splitmix64.c.
     """
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    z = z ^ (z >> 30)
+    z = z * 0xBF58476D1CE4E5B9 & _MASK
+    z = z ^ (z >> 27)
+    z = z * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
 
 
@@ -62,12 +64,18 @@ def _keys(seed: int, epoch: int, rounds: int) -> tuple[tuple[np.uint64, np.uint6
     The stream starts at mix(mix(seed + gamma) + epoch): at different states for different epochs of one seed, and for
     one epoch of different seeds.
     """
-    for name, value in (("seed", seed), ("epoch", epoch)):
-        if not 0 <= value <= _MASK:
-            raise ValueError(f"{name} must be in [0, 2**64), got {value}")
-    state = _mix((_mix((seed + _GAMMA) & _MASK) + epoch) & _MASK)
-    stream = [_mix((state + i * _GAMMA) & _MASK) for i in range(1, 2 * rounds + 1)]
-    return tuple((np.uint64(k | 1), np.uint64(c)) for k, c in zip(stream[::2], stream[1::2]))
+    if not 0 <= seed <= _MASK:
+        raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+    if not 0 <= epoch <= _MASK:
+        raise ValueError(f"epoch must be in [0, 2**64), got {epoch}")
+    state = _mix((seed + _GAMMA) & _MASK)
+    state = _mix((state + epoch) & _MASK)
+    keys = []
+    for i in range(1, 2 * rounds, 2):
+        multiplier = _mix((state + i * _GAMMA) & _MASK)
+        offset = _mix((state + (i + 1) * _GAMMA) & _MASK)
+        keys.append((np.uint64(multiplier | 1), np.uint64(offset)))
+    return tuple(keys)
 
 
 def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) -> NDArray[np.uint64]:
@@ -77,13 +85,17 @@ def _feistel(values: NDArray[np.uint64], a: int, b: int, keys: tuple[Any, ...]) 
     the high 32 bits and scales them to the size (Lemire, "Fast random integer generation in an interval", 2019).
     """
     half, other = np.divmod(values, np.uint64(b))
-    size, other_size = np.uint64(a), np.uint64(b)
+    size = np.uint64(a)
+    other_size = np.uint64(b)
     for multiplier, offset in keys:
         mixed = other * multiplier + offset
-        mixed = ((mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER) >> _SHIFT
+        mixed = mixed ^ (mixed >> _SHIFT)
+        mixed = (mixed * _MULTIPLIER) >> _SHIFT
         moved = half + ((mixed * size) >> _SHIFT)
+        half = other
         # moved - size wraps to a huge value if moved < size: the minimum is moved modulo size.
-        half, size, other, other_size = other, other_size, np.minimum(moved, moved - size), size
+        other = np.minimum(moved, moved - size)
+        size, other_size = other_size, size
     return half * np.uint64(b) + other  # the number of rounds is even
 
 
@@ -105,7 +117,8 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     """
     if not 1 <= n < 2**63:
         raise ValueError(f"n must be in [1, 2**63), got {n}")
-    keys = _keys(seed, epoch, ROUNDS if n >= TINY else ROUNDS_TINY)
+    rounds = ROUNDS if n >= TINY else ROUNDS_TINY
+    keys = _keys(seed, epoch, rounds)
     array = np.asarray(positions)
     flat = array.astype(np.int64, casting="same_kind").view(np.uint64).reshape(-1)  # negative becomes huge
     if flat.size and int(flat.max()) >= n:
@@ -113,7 +126,8 @@ def permute(positions: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDAr
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     for start in range(0, flat.size, _BLOCK):
-        flat[start : start + _BLOCK] = _feistel(flat[start : start + _BLOCK], a, b, keys)
+        block = flat[start : start + _BLOCK]
+        block[...] = _feistel(block, a, b, keys)
     # Cycle walking: apply the bijection again to values outside [0, n) until they are inside. This ends, because the
     # cycle of a value leads back to the position it came from, which is inside.
     outside = np.flatnonzero(flat >= np.uint64(n))
@@ -128,6 +142,11 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
     The sizes of shards differ by at most one: the first length % world_size ranks take one more item, as
     `numpy.array_split` does. A shard may be empty.
+
+    Args:
+        length: number of items.
+        rank: in [0, world_size).
+        world_size: number of shards.
 
     Raises:
         ValueError: length < 0, world_size < 1, or rank outside [0, world_size).
@@ -144,7 +163,13 @@ def shard(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def eval_batches(length: int, batch_size: int, parts: int) -> list[NDArray[np.int64]]:
-    """Cut ``length`` examples into at least ``parts`` batches, of at most ``batch_size`` examples."""
+    """Cut ``length`` examples into at least ``parts`` batches, of at most ``batch_size`` examples.
+
+    Args:
+        length: number of examples.
+        batch_size: most examples of a batch.
+        parts: least number of batches.
+    """
     return np.array_split(np.arange(length), max(parts, -(-length // batch_size)))
 
 
@@ -200,7 +225,9 @@ class GlobalBatches:
     @property
     def steps_per_epoch(self) -> int:
         """Number of updates in an epoch: ceil(n / global_batch_size), or the floor of it with ``drop_last``."""
-        return self.n // self.global_batch_size if self.drop_last else -(-self.n // self.global_batch_size)
+        if self.drop_last:
+            return self.n // self.global_batch_size
+        return -(-self.n // self.global_batch_size)
 
     def _locate(self, step: int) -> tuple[int, int, int]:
         """Return the epoch of this step, and [start, stop) of its global batch in that epoch's order."""
@@ -222,7 +249,8 @@ class GlobalBatches:
     def samples_seen(self, step: int) -> int:
         """Return the number of samples that the steps 0 to step - 1 took, over all ranks."""
         epoch, start, _ = self._locate(step)
-        return epoch * min(self.n, self.steps_per_epoch * self.global_batch_size) + start
+        samples_per_epoch = min(self.n, self.steps_per_epoch * self.global_batch_size)
+        return epoch * samples_per_epoch + start
 
     def num_losses(self, step: int) -> int:
         """Return the number of losses that this step's loss is the mean of: one for each sample."""
@@ -242,12 +270,15 @@ class GlobalBatches:
         A rank takes a shard of every micro-batch; with ``virtual_ranks`` it takes some micro-batches, each whole.
         """
         count = self.num_micro_batches(step)
-        first, stop = shard(count, self.rank, self.world_size) if self.virtual_ranks else (0, count)
-        return [(k, count) for k in range(first, stop)]
+        own = range(count)
+        if self.virtual_ranks:
+            own = range(*shard(count, self.rank, self.world_size))
+        return [(k, count) for k in own]
 
     def rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> BatchSlice:
         """Return the rows of this step's global batch whose samples `indices` returns."""
-        return BatchSlice(self._shard(step, *micro_batch)[0], self.size(step))
+        first, _ = self._shard(step, *micro_batch)
+        return BatchSlice(first, self.size(step))
 
     def local_rows(self, step: int, micro_batch: tuple[int, int] = (0, 1)) -> range:
         """Return the places, in this step's global batch, of the samples that `indices` returns."""
@@ -269,16 +300,21 @@ class GlobalBatches:
         if micro_batch == (0, 1):
             return self._cached_indices(step)
         if self.virtual_ranks:
-            return self._cached_indices(step)[slice(*self._shard(step, *micro_batch))]
+            first, stop = self._shard(step, *micro_batch)
+            return self._cached_indices(step)[first:stop]
         return self._compute_indices(range(step, step + 1), *micro_batch)[0]
 
     def _cached_indices(self, step: int) -> NDArray[np.int64]:
         """Return this rank's indices at ``step``; with ``virtual_ranks``, the whole global batch."""
-        if (cached := self._index_cache.get(step)) is not None:
+        cached = self._index_cache.get(step)
+        if cached is not None:
             return cached
-        is_seek, ranks = step - 1 not in self._index_cache, 1 if self.virtual_ranks else self.world_size
-        ahead = 1 if is_seek else max(1, PREFETCH_SAMPLES // (self.global_batch_size // ranks + 1))
-        steps = range(step, step + min(ahead, self.steps_per_epoch - step % self.steps_per_epoch))
+        is_seek = step - 1 not in self._index_cache
+        ranks = 1 if self.virtual_ranks else self.world_size
+        shard_size = self.global_batch_size // ranks + 1
+        ahead = 1 if is_seek else max(1, PREFETCH_SAMPLES // shard_size)
+        left_in_epoch = self.steps_per_epoch - step % self.steps_per_epoch
+        steps = range(step, step + min(ahead, left_in_epoch))
         shards = self._compute_indices(steps)
         self._index_cache.clear()
         self._index_cache.update(zip(steps, shards))
@@ -286,14 +322,21 @@ class GlobalBatches:
 
     def _compute_indices(self, steps: range, k: int = 0, count: int = 1) -> list[NDArray[np.int64]]:
         """Return this rank's indices at each of ``steps``, which belong to one epoch."""
-        positions = [self._locate(step)[1] + np.arange(*self._shard(step, k, count), dtype=np.int64) for step in steps]
-        order = permute(np.concatenate(positions), self.n, self.seed, self.epoch(steps.start))
-        return np.split(order, np.cumsum([len(each) for each in positions[:-1]], dtype=np.int64))
+        positions = []
+        for step in steps:
+            _, start, _ = self._locate(step)
+            first, stop = self._shard(step, k, count)
+            positions.append(start + np.arange(first, stop, dtype=np.int64))
+        order = permute(np.concatenate(positions), self.n, seed=self.seed, epoch=self.epoch(steps.start))
+        sizes = [len(each) for each in positions[:-1]]
+        return np.split(order, np.cumsum(sizes, dtype=np.int64))
 
     def _shard(self, step: int, k: int, count: int) -> tuple[int, int]:
         """Return [first, stop): this rank's rows of the global batch, in the k-th of ``count`` micro-batches."""
         first, stop = shard(self.size(step), k, count)
-        begin, end = (0, stop - first) if self.virtual_ranks else shard(stop - first, self.rank, self.world_size)
+        if self.virtual_ranks:
+            return first, stop
+        begin, end = shard(stop - first, self.rank, self.world_size)
         return first + begin, first + end
 
 
@@ -303,13 +346,20 @@ def step_seed(seed: int, step: int) -> int:
     The seed is derived, so it is never saved. A rank that draws for the whole global batch and takes its own rows drops
     the same units at any world size.
     """
-    return int(_mix((_mix((seed + _GAMMA) & _MASK) ^ step) & _MASK))
+    state = _mix((seed + _GAMMA) & _MASK)
+    return int(_mix((state ^ step) & _MASK))
 
 
 def sample_bits(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return 64 random bits, uint64 [m], for each of the samples ``indices`` [m] in an epoch.
 
     The bits of a sample do not depend on its rank or batch.
+
+    Args:
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
+        indices: int64 [m], the samples' indices.
     """
-    states = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
+    counters = indices.astype(np.uint64) + np.uint64(1)
+    states = counters * np.uint64(_GAMMA) + np.uint64(step_seed(seed, epoch))
     return np.asarray(_mix(states), np.uint64)

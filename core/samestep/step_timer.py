@@ -6,8 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-# The values are names in metrics.jsonl. COMPUTE ends with the last gradient.
-PHASES = INPUT, COMPUTE, COMMUNICATION, OPTIMIZER = "input", "computing", "waiting", "optimizer"
+# The values are names in metrics.jsonl.
+INPUT = "input"
+COMPUTE = "computing"  # it ends with the last gradient
+COMMUNICATION = "waiting"
+OPTIMIZER = "optimizer"
+PHASES = (INPUT, COMPUTE, COMMUNICATION, OPTIMIZER)
 
 
 class StepTimer:
@@ -17,7 +21,8 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self._seconds, self._mark = dict.fromkeys(PHASES, 0.0), 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._mark = 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,5 +39,6 @@ class StepTimer:
 
     def pop(self) -> list[float]:
         """Return the seconds in the order of PHASES and reset them."""
-        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         return list(seconds.values())

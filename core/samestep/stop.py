@@ -31,7 +31,8 @@ class Stopped(BaseException):
         Otherwise the signal may be a launcher's reaction to a failure, after which a restart helps.
         """
         super().__init__(text)
-        self.exit_code, self.is_final = 128 + number, is_final
+        self.exit_code = 128 + number
+        self.is_final = is_final
 
 
 class StopRequest:
@@ -49,7 +50,9 @@ class StopRequest:
         """
         self.number = 0  # the signal, or 0
         self.in_training = False  # after a step, ranks synchronize
-        self._grace, self._exit_now, self._rank_is_lost = grace, exit_now, rank_is_lost
+        self._grace = grace
+        self._exit_now = exit_now
+        self._rank_is_lost = rank_is_lost
         self._read_end = self._write_end = -1
 
     def install(self) -> None:

@@ -52,7 +52,13 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open or make a file to write, in a folder that is trusted; return its descriptor. Raises as `Root.open`."""
+    """Open or make a file to write, in a folder that is trusted; return its descriptor. Raises as `Root.open`.
+
+    Args:
+        path: path of the file.
+        flags: of `os.open`.
+        mode: permissions of a new file.
+    """
     path = Path(path)
     return Root(path.parent).open(path.name, flags, mode)
 
@@ -67,7 +73,8 @@ def own_folder(path: Path) -> os.stat_result | None:
         status = os.lstat(path)
     except OSError:
         return None
-    return status if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() else None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return status if is_own else None
 
 
 def open_closed_streams() -> None:
@@ -84,8 +91,15 @@ def write_json(folder: Path, name: str, values: Mapping[str, Any], writer: int) 
     """Write a file of ``folder``, a folder of a run dir, atomically. Errors are ignored.
 
     ``writer`` is the rank that writes it.
+
+    Args:
+        folder: a folder of a run dir.
+        name: name of the file.
+        values: content.
+        writer: rank that writes the file.
     """
-    root, temporary = Root(folder.parent), f"{folder.name}/.{name}.{writer}.tmp"
+    root = Root(folder.parent)
+    temporary = f"{folder.name}/.{name}.{writer}.tmp"
     try:
         with root.create(temporary) as file:
             file.write(json.dumps(values).encode())
@@ -160,8 +174,9 @@ def shown(value: object, limit: int = 80) -> str:
     """
     text = value if isinstance(value, str) else _text(value)
     line = printable(" ".join(text[: 4 * limit].split()))
-    is_cut = len(line) > limit or len(text) > 4 * limit
-    return f"{line[: limit - 3]}..." if is_cut else line
+    if len(line) > limit or len(text) > 4 * limit:
+        return f"{line[: limit - 3]}..."
+    return line
 
 
 def _text(value: object) -> str:
@@ -173,4 +188,6 @@ def _text(value: object) -> str:
 
 def printable(line: str) -> str:
     """Return the line with a replacement character for each control character, as a terminal would obey those."""
+    if line.isprintable():
+        return line
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in line)

@@ -20,7 +20,15 @@ Node = tuple[int, int, Any]  # begin, end, and the sum of the leaves [begin, end
 
 
 def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> None:
-    """Append the node [begin, end) of a tree of ``leaves``, and add siblings, in place, until the last two are none."""
+    """Append the node [begin, end) of a tree of ``leaves``, and add siblings, in place, until the last two are none.
+
+    Args:
+        nodes: the tree so far, changed in place.
+        leaves: number of leaves of the whole tree.
+        begin: first leaf of the node.
+        end: leaf after its last one.
+        value: sum over its leaves.
+    """
     nodes.append((begin, end, value))
     while len(nodes) > 1:
         (first, middle, left), (_, last, right) = nodes[-2:]
@@ -32,7 +40,13 @@ def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> No
 
 
 def tree_sum(leaves: int, layout: Sequence[Sequence[tuple[int, int]]], values: Iterable[Value]) -> Value:
-    """Return the sum of a whole tree from the ``values`` of all nodes in ``layout``, in order; it changes them."""
+    """Return the sum of a whole tree from the ``values`` of all nodes in ``layout``, in order; it changes them.
+
+    Args:
+        leaves: number of leaves.
+        layout: by rank, [begin, end) of each of its nodes.
+        values: one for each node of the layout, in order.
+    """
     nodes: list[Node] = []
     for (begin, end), value in zip(chain(*layout), values):
         push(nodes, leaves, begin, end, value)

@@ -39,8 +39,9 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep import ConfigError, NonRetryableError, env
 from samestep.options import Options, check_virtual_ranks
@@ -53,6 +54,7 @@ from samestep_launch.job import Job, Nodes, node_info, parse_integer, read_nodes
 from samestep_launch.machine import check_interface
 from samestep_launch.supervise import print_stderr
 
+DRY_RUN = "--dry-run"
 MAX_RANKS = 10**5  # on one machine
 BYTES = "\ud800-\udfff"  # as Python has bytes that are not UTF-8
 UNUSABLE = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{BYTES}]")  # the others are control characters, and end lines
@@ -100,10 +102,11 @@ one step and saves it. A second signal, or the end of --grace, kills them.
 
 def main(root: Path, argv: Sequence[str]) -> int:
     """Run an app of the project ``root`` and return the exit code; ``argv`` is the app, its template, --, arguments."""
-    second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
+    is_second_stage = os.environ.pop("SAMESTEP_SECOND_STAGE", "") != ""
     split = [*argv, "--"].index("--")
-    app, *template = argv[:split] or [""]
-    return run_safely(lambda: _main(root, app, template, [*argv[split + 1 :]], second_stage))
+    name, *template = argv[:split] or [""]
+    arguments = list(argv[split + 1 :])
+    return run_safely(lambda: _main(root, name, template, arguments, is_second_stage))
 
 
 def run_safely(run: Callable[[], int]) -> int:
@@ -121,87 +124,187 @@ def run_safely(run: Callable[[], int]) -> int:
         return 128 + stopped.number
 
 
-def _main(root: Path, app: str, template: Sequence[str], arguments: list[str], second_stage: bool) -> int:
+def _main(root: Path, name: str, template: Sequence[str], arguments: list[str], is_second_stage: bool) -> int:
     check_name("the project's folder", root)
     if os.pathsep in str(root):
         raise ConfigError(f"the project's folder {root} has a {os.pathsep}, which ends a folder on PATH: rename it")
     check_arguments(arguments)
-    module, environment, folder = _app_options(root, app), Environment(root, app), root / "apps" / app
-    usage = f"bash scripts/run_{app}.sh N{' COMMAND' if hasattr(module, 'COMMANDS') else ''} [options]"
+    app = App(root, name, module=_app_options(root, name), environment=Environment(root, name))
     if "--help" in arguments or "-h" in arguments:
-        parser = module.build_parser(usage=usage)
-        command = next((each for name, each in parser.commands().items() if name in arguments), parser)
-        command.add_argument("--dry-run", action="store_true", help="print the launcher's command and exit")
-        print(command.format_help() + "\n" + _help(app, module, parser.get_default("resume") is not None), end="")
+        _print_help(app, arguments)
         return 0
-    nproc, arguments = _ranks_per_node(arguments, usage)
-    dry_run = "--dry-run" in arguments
-    arguments = [argument for argument in arguments if argument != "--dry-run"]
-    options = module.parse(arguments, usage=usage)
+    job = _check_call(app, template, [argument for argument in arguments if argument != DRY_RUN])
+    if DRY_RUN in arguments:
+        _print_command(app, job)
+        return 0
+    if not is_second_stage:
+        _continue_in_environment(app, job.options)
+    return _run(app, job)
+
+
+@dataclass(frozen=True)
+class App:
+    """An app of a project.
+
+    Attributes:
+        root: the project's folder.
+        name: the app's name.
+        module: its options.py.
+        environment: its environment, which may not exist yet.
+    """
+
+    root: Path
+    name: str
+    module: Any
+    environment: Environment
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder with train.py."""
+        return self.root / "apps" / self.name
+
+    @property
+    def usage(self) -> str:
+        """Return the form of a call."""
+        if hasattr(self.module, "COMMANDS"):
+            return f"bash scripts/run_{self.name}.sh N COMMAND [options]"
+        return f"bash scripts/run_{self.name}.sh N [options]"
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call an optional function of options.py; return None without it."""
+        if hasattr(self.module, function):
+            return getattr(self.module, function)(*arguments)
+        return None
+
+
+# --- the first stage -------------------------------------------------------------------------------------------------
+
+
+def _check_call(app: App, template: Sequence[str], arguments: list[str]) -> Job:
+    """Return the job of a call. Raises ConfigError for each mistake that can be found without the framework."""
+    nproc, arguments = _ranks_per_node(arguments, app.usage)
+    options = app.module.parse(arguments, usage=app.usage)
     check_virtual_ranks(options, nproc)
-    if hasattr(module, "check_ranks"):
-        module.check_ranks(options, nproc)
-    machines = module.find_machines(options, nproc) if hasattr(module, "find_machines") else None
-    nodes = Nodes(machines[0], machines[1], None, None) if machines else read_nodes(os.environ)
+    app.call("check_ranks", options, nproc)
+    machines = app.call("find_machines", options, nproc)
+    if machines is None:
+        nodes = read_nodes(os.environ)
+    else:
+        count, rank = machines
+        nodes = Nodes(count, rank, master_addr=None, master_port=None)
     check_interface(os.environ)
     check_share_gpu(options, nodes.count)
     _check_paths(options)
-    tracked = [] if getattr(options, "track", None) is None else trackers.parse_names(options.track)
-
-    settings, check_start = getattr(module, "LAUNCHER", {}), getattr(module, "check_start", None)
-    job = Job(app, folder / "train.py", template, nproc, nodes, options, arguments, settings, check_start)
-    if dry_run:
-        python = os.environ.get("PYTHON") or str(environment.link / "bin" / "python")
-        logs = (options.run_dir or Path("runs", app, "UTC-TIME")) / "log"
-        print(shlex.join(job.command(python, nodes.master_port or 29500, logs)))
-        return 0
-    if not second_stage:
-        variables = module.setup_environment(options) if hasattr(module, "setup_environment") else {}
-        python = environments.given_python(root) or environment.ensure(variables)
-        os.environ["SAMESTEP_SECOND_STAGE"] = "1"
-        sys.stdout.flush()
-        try:
-            os.execv(python, [python, *sys.argv])
-        except OSError as error:
-            raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
-    warn_of_other_ranks(os.environ, nodes)
-    environment.check_requirements()
-    check_imports()
-    if hasattr(module, "check_installed"):
-        module.check_installed(options, nproc)
-    node = None
-    if nodes.need_preflight:
-        code = [*folder.glob("*.py"), *root.glob(f"scripts/run_{app}.sh")]
-        node = node_info(job, root, code, environment.versions())
-    if not tracked or nodes.rank > 0 or options.evaluate_only:  # machine 0 writes metrics.jsonl, if it trains
-        return run_job(job, node)
-    return run_job(job, node, trackers.TrackerProcess(root, tracked, trackers.find_python(root, tracked)))
-
-
-def _help(app: str, module: Any, trains: bool) -> str:
-    resume = "2 --run-dir runs/a"
-    examples = ["2 --max-steps 20", f"{resume}    # the same command resumes", f"{resume} --evaluate-only"]
-    calls = examples if trains else [f"2 {command}" for command in getattr(module, "COMMANDS", {"": ""})][:3]
-    return HELP.format(
-        app=app,
-        examples="\n".join(f"  bash scripts/run_{app}.sh {call}".rstrip() for call in calls),
-        prepares=" and prepares the data" if trains else "",
-        recovers="\nA job that fails restarts from its newest checkpoint." if trains else "",
-        stops=STOP_HELP if trains else "",
+    _tracker_names(options)
+    return Job(
+        name=app.name,
+        program=app.folder / "train.py",
+        template=template,
+        nproc=nproc,
+        nodes=nodes,
+        options=options,
+        arguments=arguments,
+        settings=getattr(app.module, "LAUNCHER", {}),
+        check_start=getattr(app.module, "check_start", None),
     )
+
+
+def _print_command(app: App, job: Job) -> None:
+    python = os.environ.get("PYTHON") or str(app.environment.link / "bin" / "python")
+    run_dir = job.options.run_dir or Path("runs", app.name, "UTC-TIME")
+    port = job.nodes.master_port or 29500
+    print(shlex.join(job.command(python, port, run_dir / "log")))
+
+
+def _continue_in_environment(app: App, options: Options) -> NoReturn:
+    """Make the app's environment, and run the second stage of this call in its Python."""
+    python = environments.given_python(app.root)
+    if python is None:
+        python = app.environment.ensure(app.call("setup_environment", options) or {})
+    os.environ["SAMESTEP_SECOND_STAGE"] = "1"
+    sys.stdout.flush()
+    try:
+        os.execv(python, [python, *sys.argv])
+    except OSError as error:
+        raise ConfigError(f"cannot run {python}: {error.strerror}: name an interpreter by PYTHON=") from None
+
+
+# --- the second stage ------------------------------------------------------------------------------------------------
+
+
+def _run(app: App, job: Job) -> int:
+    """Run the job in the app's environment, and return its exit code."""
+    warn_of_other_ranks(os.environ, job.nodes)
+    app.environment.check_requirements()
+    check_imports()
+    app.call("check_installed", job.options, job.nproc)
+    node = None
+    if job.nodes.need_preflight:
+        code = [*app.folder.glob("*.py"), *app.root.glob(f"scripts/run_{app.name}.sh")]
+        node = node_info(job, app.root, code=code, versions=app.environment.versions())
+    return run_job(job, node, _tracker_process(app.root, job))
+
+
+def _tracker_names(options: Options) -> list[str]:
+    names = getattr(options, "track", None)
+    if names is None:
+        return []
+    return trackers.parse_names(names)
+
+
+def _tracker_process(root: Path, job: Job) -> trackers.TrackerProcess | None:
+    """Return the process of --track; None if this machine writes no metrics.jsonl."""
+    names = _tracker_names(job.options)
+    if not names or job.nodes.rank > 0 or job.options.evaluate_only:
+        return None
+    return trackers.TrackerProcess(root, names, python=trackers.find_python(root, names))
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+
+def _print_help(app: App, arguments: Sequence[str]) -> None:
+    parser = app.module.build_parser(usage=app.usage)
+    trains = parser.get_default("resume") is not None
+    for name, command in parser.commands().items():
+        if name in arguments:
+            parser = command
+            break
+    parser.add_argument(DRY_RUN, action="store_true", help="print the launcher's command and exit")
+    print(parser.format_help())
+    print(_help(app, trains), end="")
+
+
+def _help(app: App, trains: bool) -> str:
+    if not trains:
+        commands = list(getattr(app.module, "COMMANDS", {"": ""}))
+        examples = _examples(app, [f"2 {command}" for command in commands[:3]])
+        return HELP.format(app=app.name, examples=examples, prepares="", recovers="", stops="")
+    resume = "2 --run-dir runs/a"
+    calls = ["2 --max-steps 20", f"{resume}    # the same command resumes", f"{resume} --evaluate-only"]
+    return HELP.format(
+        app=app.name,
+        examples=_examples(app, calls),
+        prepares=" and prepares the data",
+        recovers="\nA job that fails restarts from its newest checkpoint.",
+        stops=STOP_HELP,
+    )
+
+
+def _examples(app: App, calls: Sequence[str]) -> str:
+    return "\n".join(f"  bash scripts/run_{app.name}.sh {call}".rstrip() for call in calls)
 
 
 def _ranks_per_node(arguments: list[str], usage: str) -> tuple[int, list[str]]:
     """Return N and the remaining arguments. Raises ConfigError."""
     if arguments and not arguments[0].startswith("--"):
-        name, text, rest = "N", arguments[0], arguments[1:]
-    else:
-        name, text = env.first_set(os.environ, env.RANKS_PER_MACHINE)
-        rest = arguments
-        if not text:
-            example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
-            raise ConfigError(f"N, the number of ranks, is missing: {usage}, for example: {example}")
-    return parse_integer(name, text, least=1, most=MAX_RANKS), rest
+        first, *rest = arguments
+        return parse_integer("N", first, least=1, most=MAX_RANKS), rest
+    name, text = env.first_set(os.environ, env.RANKS_PER_MACHINE)
+    if not text:
+        example = usage.replace(" N", " 4").replace(" COMMAND", " all").replace(" [options]", "")
+        raise ConfigError(f"N, the number of ranks, is missing: {usage}, for example: {example}")
+    return parse_integer(name, text, least=1, most=MAX_RANKS), arguments
 
 
 def _app_options(root: Path, app: str) -> Any:
@@ -211,9 +314,9 @@ def _app_options(root: Path, app: str) -> Any:
     if spec is None or spec.loader is None or not path.exists():
         known = sorted(folder.parent.name for folder in root.glob("apps/*/options.py"))
         near = difflib.get_close_matches(app, known, n=1)
-        raise ConfigError(
-            f"unknown app {app}: " + (f"did you mean {near[0]}?" if near else f"apps: {', '.join(known)}")
-        )
+        if near:
+            raise ConfigError(f"unknown app {app}: did you mean {near[0]}?")
+        raise ConfigError(f"unknown app {app}: apps: {', '.join(known)}")
     _check_imports(path.parent)
     sys.path.append(str(path.parent))  # last, because apps give their files plain names
     module = importlib.util.module_from_spec(spec)
@@ -239,20 +342,27 @@ def _check_imports(folder: Path) -> None:
         except OSError:  # Python reports it, if the app imports the file
             continue
         for number, line in enumerate(text.splitlines(), start=1):
-            if old := MOVED.match(line):
+            old = MOVED.match(line)
+            if old:
                 name = old[1].replace(" import ", ".")
-                where = "its new name is in the table under 0.3.0 in CHANGELOG.md"
-                raise ConfigError(f"{path}:{number}: samestep 0.3 has no samestep.{name}: {where}")
+                raise ConfigError(
+                    f"{path}:{number}: samestep 0.3 has no samestep.{name}: "
+                    "its new name is in the table under 0.3.0 in CHANGELOG.md"
+                )
 
 
 def _check_paths(options: Options) -> None:
     """Raise ConfigError if --data-dir or --run-dir is a file, or --init-from is not a safetensors file."""
     check_run_dir(options.run_dir)
-    if getattr(options, "data_dir", None) is not None:
-        _check_directory("--data-dir", options.data_dir)
-    path = getattr(options, "init_from", None)
-    if path is None:
-        return
+    data_dir = getattr(options, "data_dir", None)
+    if data_dir is not None:
+        _check_directory("--data-dir", data_dir)
+    init_from = getattr(options, "init_from", None)
+    if init_from is not None:
+        _check_weights(init_from)
+
+
+def _check_weights(path: Path) -> None:
     status = look_up("--init-from", path)
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"--init-from {path}: the file is missing: name a run's model.safetensors")
@@ -298,8 +408,9 @@ def look_up(what: str, path: Path) -> os.stat_result | None:
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for an argument that is not UTF-8: logs, JSON and launchers pass it on."""
-    if wrong := [argument for argument in arguments if re.search(f"[{BYTES}]", argument)]:
-        raise ConfigError(f"the argument {wrong[0]!r} is not UTF-8: choose another name")
+    for argument in arguments:
+        if re.search(f"[{BYTES}]", argument):
+            raise ConfigError(f"the argument {argument!r} is not UTF-8: choose another name")
 
 
 def check_name(what: str, name: object) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import os
 import signal
@@ -96,14 +95,14 @@ def load(program: Program, arguments: Sequence[str]) -> bool:
     if reason:
         text = f"{program.path.name} {reason} at its import: the ranks start as programs (--start-method exec)"
         print(f"warning: {text}", file=sys.stderr, flush=True)
-    gc.freeze()  # a collection in a rank would copy the memory of all objects
     return not reason
 
 
 def _report_failed_import(failure: ImportFailed) -> None:
     """Print the failure once, and end this process: a restart would fail like this start."""
     print(untrusted.shown(f"error: {failure}", untrusted.MAX_LINE), file=sys.stderr, flush=True)
-    if run_dir := os.environ.get("SAMESTEP_RUN_DIR"):
+    run_dir = os.environ.get("SAMESTEP_RUN_DIR")
+    if run_dir:
         verdict = {"code": failure.exit_code, "job": os.environ.get("SAMESTEP_JOB")}
         untrusted.write_json(Path(run_dir, "log"), "no-restart", verdict, 0)
     sys.exit(failure.exit_code)

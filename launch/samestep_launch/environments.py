@@ -43,6 +43,7 @@ COMMAND = """\
 #!/bin/sh
 exec {python} -m samestep "$@"
 """
+BUILD = r"^([\w.-]+)==(\S+\+\S+)"  # a line of a lock: a package whose version has a local label
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # has builds for CPUs that PyPI lacks: torch 2.13.0+cpu
 # pip's message if a file has another hash than the lock lists, and how it names that file.
 MISMATCH = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
@@ -52,10 +53,12 @@ WHICH = re.compile(r"^ +([\w.-]+)\S* from (\S+).*?Got +([0-9a-f]{64})", re.DOTAL
 def find_wheel(root: Path) -> Path | None:
     """Return the wheel of core in a project that is a copy of one app; None if the project has the folder ``core``."""
     wheels = sorted(root.glob("vendor/samestep-*.whl"))
+    if not wheels:
+        return None
     if len(wheels) > 1:
         names = " and ".join(path.name for path in wheels)
         raise ConfigError(f"vendor/ has {names}: leave one of them there, and name it in tox.ini")
-    return wheels[0] if wheels else None
+    return wheels[0]
 
 
 def source_path(root: Path) -> list[str]:
@@ -69,22 +72,30 @@ def given_python(root: Path) -> str | None:
     The project's packages are put on PYTHONPATH, before a samestep that may be there. A wheel is not put there. It must
     be installed like the app's pins, because its data are files.
     """
-    given, path = os.environ.get("PYTHON"), os.environ.get("PYTHONPATH")
+    given = os.environ.get("PYTHON")
+    path = os.environ.get("PYTHONPATH")
     if (given or path) and find_wheel(root) is None:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*source_path(root), path]))
+        folders = source_path(root)
+        if path:
+            folders.append(path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     if not given:
         return None
     python = shutil.which(given)
     if python is None:
         raise ConfigError(f"PYTHON={given} is not an executable: name a Python interpreter, or unset it")
-    if os.path.abspath(python) != sys.executable:  # launch.sh has not started it: it may be any program
-        output = ""
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run([python, *IS_PYTHON], capture_output=True, text=True, errors="replace", timeout=60)
-            output = done.stdout.strip()
-        if output != "True":
-            raise ConfigError(f"PYTHON={given} is not a Python of at least 3.9: name one, or unset PYTHON")
+    was_started = os.path.abspath(python) == sys.executable  # by launch.sh; else it may be any program
+    if not was_started and not _is_python(python):
+        raise ConfigError(f"PYTHON={given} is not a Python of at least 3.9: name one, or unset PYTHON")
     return python
+
+
+def _is_python(program: str) -> bool:
+    try:
+        done = subprocess.run([program, *IS_PYTHON], capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.stdout.strip() == "True"
 
 
 class Environment:
@@ -99,9 +110,15 @@ class Environment:
     """
 
     def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name, self.link, app = root, name, root / ".venvs" / name, root / "apps" / name
-        self.source: Any = files(__package__) / "tracker_locks" if name == TRACKERS else app
-        self.setup, self._shown = app / "setup.sh", f"apps/{name}/requirements.in"  # for messages
+        app = root / "apps" / name
+        self.root = root
+        self.name = name
+        self.link = root / ".venvs" / name
+        self.source: Any = app
+        if name == TRACKERS:
+            self.source = files(__package__) / "tracker_locks"
+        self.setup = app / "setup.sh"
+        self._shown = f"apps/{name}/requirements.in"  # for messages
         self._requirements = read_text(self.source / "requirements.in") or ""
 
     def ensure(self, settings: Mapping[str, str]) -> str:
@@ -119,22 +136,25 @@ class Environment:
         locks = [_allow(path.read_text(), _allowed()) for path in self.locks()]
         self._check_pins(locks[0])
         if version is None or venv.name != self._key(version, settings, locks):
-            base, version = self._find_python()
-            venv = self.link.with_name(self._key(version, settings, locks))
-            try:
-                with _lock(venv):  # of two first starts the second waits and finds it made
-                    if _stamp(venv) is None:
-                        print_stderr(
-                            f"first start: making .venvs/{self.name} with Python {version}; pip's own progress follows"
-                        )
-                        self._make(venv, base, settings, locks)
-                        (venv / STAMP).write_text(version)
-                    _link(self.link, venv)
-            except OSError as error:
-                raise NonRetryableError(
-                    f"cannot make .venvs/{self.name}: {error}: or name an interpreter by PYTHON="
-                ) from error
+            venv = self._new(settings, locks)
         return str(venv / "bin" / "python")
+
+    def _new(self, settings: Mapping[str, str], locks: Sequence[str]) -> Path:
+        """Make an environment unless another app has one with the same content; link it; return its folder."""
+        base, version = self._find_python()
+        venv = self.link.with_name(self._key(version, settings, locks))
+        try:
+            with _lock(venv):  # of two first starts the second waits and finds it made
+                if _stamp(venv) is None:
+                    print_stderr(f"first start: making .venvs/{self.name} with Python {version}, which takes minutes")
+                    self._make(venv, base, settings=settings, locks=locks)
+                    (venv / STAMP).write_text(version)
+                _link(self.link, venv)
+        except OSError as error:
+            raise NonRetryableError(
+                f"cannot make .venvs/{self.name}: {error}: or name an interpreter by PYTHON="
+            ) from error
+        return venv
 
     def _key(self, version: str, settings: Mapping[str, str], locks: Sequence[str]) -> str:
         """Return the environment's name: 12 hexadecimal digits of everything that decides its content.
@@ -142,18 +162,18 @@ class Environment:
         ``locks`` are the candidates; pip's index decides between them.
         """
         setup = read_text(self.setup) or ""
-        lines = [[re.sub(r"(^|\s+)#.*", "", line).strip() for line in lock.splitlines()] for lock in locks]
         built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", self._requirements, re.MULTILINE)
         built_from = " ".join(re.findall(r"^# builds from: (.*)", setup, re.MULTILINE)).split()
         wheel = find_wheel(self.root)
-        content = [
+        content: list[Any] = [
             version,
-            [sorted(filter(None, each)) for each in lines],
+            [_requirement_lines(lock) for lock in locks],
             sorted(built),
             hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else source_path(self.root),
             [setup, *((self.source / name).read_text() for name in built_from)],
-            *([dict(sorted(settings.items()))] if settings else []),
         ]
+        if settings:
+            content.append(dict(sorted(settings.items())))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
     def locks(self) -> list[Any]:
@@ -171,7 +191,8 @@ class Environment:
                     f"SAMESTEP_LOCK={named}: {lock} is missing: name one of {', '.join(names)}, or unset it"
                 )
             return [lock]
-        cpu, cuda = self.source / "requirements-cpu.txt", self.source / "requirements-cuda.txt"
+        cpu = self.source / "requirements-cpu.txt"
+        cuda = self.source / "requirements-cuda.txt"
         if has_nvidia() and cuda.is_file():
             return [cuda]
         locks = [path for path in (cpu, cuda) if path.is_file()]
@@ -184,8 +205,12 @@ class Environment:
         pinned = re.findall(r"^([\w.-]+)==([^\s;+]+)", lock, re.MULTILINE)
         locked = {(_normal(name), version) for name, version in pinned}
         pattern = r"^([A-Za-z][\w.-]*)(\S*?(?:==(\S+))?)(?= |$)"
+        locked_names = {name for name, _ in locked}
         for name, more, version in re.findall(pattern, self._requirements, re.MULTILINE):
-            if (_normal(name), version) not in locked if version else _normal(name) not in dict(locked):
+            is_locked = _normal(name) in locked_names
+            if version:
+                is_locked = (_normal(name), version) in locked
+            if not is_locked:
                 raise ConfigError(
                     f"{self._shown} has {name}{more}, but its lock lacks it: "
                     f"`bash scripts/test.sh -e locks -- {self.name}` updates the lock"
@@ -195,7 +220,7 @@ class Environment:
         """Make all but the stamp, with the Python ``base``. Raises NonRetryableError, and then leaves nothing."""
         shutil.rmtree(venv, ignore_errors=True)  # left by a start that was killed
         python = str(venv / "bin" / "python")
-        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         wheel = find_wheel(self.root)
         try:
             self._run([base, "-m", "venv", str(venv)], settings)
@@ -206,12 +231,8 @@ class Environment:
             self._run([*pip, "--require-hashes", "--only-binary=:all:", *index, "-r", str(chosen)], settings)
             if wheel:  # it came with the project, and the environment's name depends on its content
                 self._run([*pip, "--no-index", str(wheel)], settings)
-            else:  # all that an editable install does, without a build
-                site_packages = next(venv.glob("lib/python*/site-packages"))
-                (site_packages / "samestep.pth").write_text("".join(f"{path}\n" for path in source_path(self.root)))
-                command = venv / "bin" / "samestep"
-                command.write_text(COMMAND.format(python=shlex.quote(python)))
-                command.chmod(0o755)
+            else:
+                self._link_packages(venv)
             if self.setup.exists():
                 self._run(["bash", str(self.setup), python], settings)
         except BaseException:
@@ -219,12 +240,21 @@ class Environment:
                 shutil.rmtree(venv, ignore_errors=True)
             raise
 
+    def _link_packages(self, venv: Path) -> None:
+        """Let an environment import the project's packages: all that an editable install does, without a build."""
+        site_packages = next(venv.glob("lib/python*/site-packages"))
+        (site_packages / "samestep.pth").write_text("".join(f"{path}\n" for path in source_path(self.root)))
+        command = venv / "bin" / "samestep"
+        command.write_text(COMMAND.format(python=shlex.quote(str(venv / "bin" / "python"))))
+        command.chmod(0o755)
+
     def _run(self, command: Sequence[str], settings: Mapping[str, str]) -> None:
         """Run a step of the set-up. Raises NonRetryableError if it fails."""
         held = ""  # pip's message about hashes, many lines that become one
-        locked = "--require-hashes" in command
         # pip writes to stdout, which belongs to the result.
-        stderr = subprocess.PIPE if locked else None  # a build keeps its own: it may be a terminal
+        stderr = None  # a build keeps its own: it may be a terminal
+        if "--require-hashes" in command:
+            stderr = subprocess.PIPE
         with _start(command, env={**os.environ, **settings}, stdout=sys.stderr, stderr=stderr) as step:
             for line in step.stderr or ():
                 if held or line.startswith(MISMATCH):
@@ -233,8 +263,10 @@ class Environment:
                     print(line, end="", file=sys.stderr, flush=True)
         if step.returncode == 0:
             return
-        if match := WHICH.search(held):
-            name, file, digest = match[1], unquote(match[2].partition("#")[0]).replace("file://", ""), match[3]
+        match = WHICH.search(held)
+        if match:
+            name, url, digest = match.groups()
+            file = unquote(url.partition("#")[0]).replace("file://", "")
             raise NonRetryableError(
                 f"{name}: {file} has SHA-256 {digest}, which {self.name}'s lock does not list: it is not the "
                 f'published file; if it is yours, export SAMESTEP_ALLOW="{name} sha256:{digest}" allows it'
@@ -245,14 +277,13 @@ class Environment:
     def _find_python(self) -> tuple[str, str]:
         """Return a Python that can make environments and has wheels of the app's pins, and its version."""
         line = re.search(r"^# python: (.*)$", self._requirements, re.MULTILINE)
-        versions = line.group(1).split() if line else ["3.11"]
-        for command in [*(f"python{version}" for version in versions), "python3", "python"]:
-            probe = "import platform, venv, ensurepip; print(platform.python_version())"
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                done = subprocess.run([command, "-c", probe], capture_output=True, text=True, timeout=60)
-                version = done.stdout.strip()
-                if done.returncode == 0 and ".".join(version.split(".")[:2]) in versions:
-                    return command, version
+        versions = line[1].split() if line else ["3.11"]
+        commands = [f"python{version}" for version in versions]
+        for command in [*commands, "python3", "python"]:
+            version = _python_version(command)
+            major_minor = ".".join(version.split(".")[:2])
+            if major_minor in versions:
+                return command, version
         raise ConfigError(
             f"no Python {', '.join(versions)} with the venv module was found: install one (Debian: apt-get install "
             "python3.11-venv), or name an interpreter that has the requirements by PYTHON=/path/to/python"
@@ -264,32 +295,63 @@ class Environment:
         A pin in a comment is of a package that the app's setup.sh builds. ``name==pin  # or other`` may be satisfied by
         ``other``, the same package built for other hardware.
         """
-        wheel = find_wheel(self.root)
         for name, pin, other in self.pins():
             names = [name, other] if other else [name]
-            present = next(((each, version) for each in names if (version := _installed(each))), None)
-            if present is None:
-                install = f"{sys.executable} -m pip install -r {self._shown}"
-                install += f" {wheel}" if wheel else ""
-                install += f", then bash {self.setup} {sys.executable}" if self.setup.exists() else ""
+            versions = {each: _installed(each) for each in names}
+            present = [each for each in names if versions[each]]
+            if not present:
                 raise ConfigError(
-                    f"{sys.executable} lacks {' or '.join(names)}: {install}; or unset PYTHON to have "
+                    f"{sys.executable} lacks {' or '.join(names)}: {self._install_command()}; or unset PYTHON to have "
                     f".venvs/{self.name} made"
                 )
-            if present[1].partition("+")[0] != pin:
-                print_stderr(f"warning: {present[0]} {present[1]} is installed; this app was tested with {pin}")
+            version = versions[present[0]] or ""
+            if version.partition("+")[0] != pin:
+                print_stderr(f"warning: {present[0]} {version} is installed; this app was tested with {pin}")
+
+    def _install_command(self) -> str:
+        command = f"{sys.executable} -m pip install -r {self._shown}"
+        wheel = find_wheel(self.root)
+        if wheel:
+            command += f" {wheel}"
+        if self.setup.exists():
+            command += f", then bash {self.setup} {sys.executable}"
+        return command
 
     def pins(self) -> list[tuple[str, str, str]]:
         """Return (name, version, alternative or "") of each pinned package, and of a wheel of core."""
         pins = re.findall(r"^(?:# )?([\w.-]+)==(\S+)(?: +# or ([\w.-]+))?", self._requirements, re.MULTILINE)
         wheel = find_wheel(self.root)
-        return [*pins, ("samestep", wheel.name.split("-")[1], "")] if wheel else pins
+        if wheel:
+            version = wheel.name.split("-")[1]
+            pins.append(("samestep", version, ""))
+        return pins
 
     def versions(self) -> dict[str, str]:
         """Return the versions of Python and of the installed pinned packages, which machines of one job must share."""
-        installed = {name: _installed(name) for name, _, _ in self.pins()}
-        python = ".".join(platform.python_version_tuple()[:2])
-        return {"Python": python, **{name: version for name, version in installed.items() if version}}
+        versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+        for name, _, _ in self.pins():
+            version = _installed(name)
+            if version:
+                versions[name] = version
+        return versions
+
+
+def _requirement_lines(lock: str) -> list[str]:
+    """Return the sorted lines of a lock without comments and blank lines."""
+    lines = [re.sub(r"(^|\s+)#.*", "", line).strip() for line in lock.splitlines()]
+    return sorted(line for line in lines if line)
+
+
+def _python_version(command: str) -> str:
+    """Return the version of a Python that can make environments; "" if the command is none."""
+    probe = "import platform, venv, ensurepip; print(platform.python_version())"
+    try:
+        done = subprocess.run([command, "-c", probe], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout.strip()
 
 
 def _stamp(venv: Path) -> str | None:
@@ -364,7 +426,9 @@ def _allow(lock: str, allowed: Mapping[str, Sequence[str]]) -> str:
 
     def entry(match: re.Match[str]) -> str:
         hashes = "".join(f" \\\n    --hash=sha256:{digest}" for digest in allowed.get(_normal(match[1]), ()))
-        return f"{match[1]}=={match[2]}{match[4]}{hashes}{match[5]}" if hashes else match[0]
+        if not hashes:
+            return match[0]
+        return f"{match[1]}=={match[2]}{match[4]}{hashes}{match[5]}"
 
     return re.sub(r"^([\w.-]+)==([^\s+;]+)(\+\S+)?(.*?)( \\)$", entry, lock, flags=re.MULTILINE)
 
@@ -394,20 +458,25 @@ def _obtainable(python: str, locks: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         NonRetryableError: pip finds the builds of none of them.
     """
-    index, limits = [f"--extra-index-url={CPU_INDEX}"], ["--retries=1", "--timeout=10"]
-    wanted = [re.findall(r"^([\w.-]+)==(\S+\+\S+)", lock, re.MULTILINE) for lock in locks]
-    for lock, builds in zip(locks, wanted):
-        for options in ([], index):
-            if all(version in _offered(python, name, [*options, *limits]) for name, version in builds):
+    for lock in locks:
+        builds = re.findall(BUILD, lock, re.MULTILINE)
+        for index in ([], [f"--extra-index-url={CPU_INDEX}"]):
+            options = [*index, "--retries=1", "--timeout=10"]
+            if all(version in _offered(python, name, options) for name, version in builds):
                 if lock != locks[0]:
                     print_stderr(
-                        f"no {' '.join(wanted[0][0])} is found, nor at {CPU_INDEX}: taking the build for NVIDIA GPUs, "
+                        f"no {_first_build(locks)} is found, nor at {CPU_INDEX}: taking the build for NVIDIA GPUs, "
                         "which runs on a CPU too and is GB larger"
                     )
-                return lock, options
+                return lock, index
     raise NonRetryableError(
-        f"no {' '.join(wanted[0][0])} is found, nor at {CPU_INDEX}: set PIP_FIND_LINKS or PIP_INDEX_URL for pip"
+        f"no {_first_build(locks)} is found, nor at {CPU_INDEX}: set PIP_FIND_LINKS or PIP_INDEX_URL for pip"
     )
+
+
+def _first_build(locks: Sequence[str]) -> str:
+    """Return the preferred lock's first package with a local label: "torch 2.13.0+cpu"."""
+    return " ".join(re.findall(BUILD, locks[0], re.MULTILINE)[0])
 
 
 def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
@@ -417,7 +486,9 @@ def _offered(python: str, name: str, options: Sequence[str]) -> list[str]:
         output, errors = step.communicate()
     sys.stderr.write(re.sub("(?m)^WARNING: pip index is currently an experimental command.*\n", "", errors))
     line = re.search(r"^Available versions: (.*)", output, re.MULTILINE)
-    return line[1].split(", ") if line else []
+    if line is None:
+        return []
+    return line[1].split(", ")
 
 
 def _link(link: Path, venv: Path) -> None:

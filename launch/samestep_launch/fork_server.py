@@ -34,7 +34,8 @@ class Launcher:
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
         """Without ``control``, the process itself is the launcher."""
-        self._process, self._control = process, control
+        self._process = process
+        self._control = control
         self._code: int | None = None
         self._ended = threading.Event()
         self.pid = process.pid
@@ -114,7 +115,8 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._process = self._control = None
+        self._process = None
+        self._control = None
 
 
 # --- in the server ---------------------------------------------------------------------------------------------------
@@ -184,7 +186,8 @@ def _next_start(control: socket.socket, code: int) -> tuple[list[str], dict[str,
         control.send(str(code).encode())
         message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE, 2)
     except OSError:
-        message, files = b"", []
+        message = b""
+        files = []
     if not message:
         os._exit(0)
     command, changes = json.loads(message)

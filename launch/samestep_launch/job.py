@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 MAY_DIFFER = ("data_dir", "init_from", "quiet", "requested_dataset", "run_dir")  # between machines
 TORCHRUN = "torch.distributed.run"  # module
 RANK_FORKER = "samestep_launch.rank_forker"
-# Seconds in which a machine that will not restart reports it to the others; LONG if they may not yet have noticed.
-SHORT, LONG = 10.0, 60.0
+# Seconds in which a machine that will not restart reports it to the others.
+REPORT_SECONDS = 10.0
+LONG_REPORT_SECONDS = 60.0  # if they may not have noticed yet
 # Files in a run's log folder that this program and its ranks write, read or remove, and their temporary ones.
 LOG_FILE = re.compile(r"\.?(alive|events|failure|hang|hanging|launcher|no-restart|rank|stack|stalled)\b.*")
 
@@ -144,10 +145,13 @@ def parse_integer(name: str, text: str, least: int, most: int | None = None, def
     """Return the integer ``text``, or ``default`` if it is empty. Raises ConfigError with the name and the limit."""
     if not text and default is not None:
         return default
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least or (most is not None and int(text) > most):
-        limit = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         raise ConfigError(f"{name}={text} is not a whole number {limit}")
-    return int(text)
+    number = int(text)
+    if number < least or (most is not None and number > most):
+        raise ConfigError(f"{name}={text} is not a whole number {limit}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -200,34 +204,56 @@ class Job:
         program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and
         if it forks the ranks.
         """
-        host = None if self.nodes.count > 1 else "127.0.0.1"
         values = {
             **vars(self.options),
+            **self._place(met),
             "python": python,
             "nproc": self.nproc,
             "nnodes": self.nodes.count,
             "node_rank": self.nodes.rank,
-            "host": met.address if met else host,
-            "master_addr": met.master if met else self.nodes.master_addr or "127.0.0.1",
             "master_port": port,
-            "world_size": sum(met.ranks) if met else self.nproc * self.nodes.count,
             "log_dir": logs,
             "app": self.program.parent,
             "train": self.program,
         }
-        forker = ["-m", RANK_FORKER, str(self.program)] if self.forks else []
-        lists = {"{options}": [*self.arguments, *more], "{arguments}": self.arguments, "{forker}": forker}
+        lists = {
+            "{options}": [*self.arguments, *more],
+            "{arguments}": self.arguments,
+            "{forker}": ["-m", RANK_FORKER, str(self.program)] if self.forks else [],
+        }
         command: list[str] = []
         for word in self.template:
             if word in lists:
                 command += lists[word]
-            elif word == TORCHRUN and self.forks:
-                command += [OUR_TORCHRUN, "--start-method=fork"]
-            elif word == TORCHRUN and self.nodes.count == 1:
-                command.append(OUR_TORCHRUN)
-            elif all(values[name] is not None for _, name, _, _ in Formatter().parse(word) if name):
+            elif word == TORCHRUN:
+                command += self._torchrun()
+            elif _has_values(word, values):
                 command.append(word.format(**values))
         return command
+
+    def _place(self, met: Rendezvous | None) -> dict[str, Any]:
+        """Return the addresses and the world size for `command`."""
+        if met:
+            return {"host": met.address, "master_addr": met.master, "world_size": sum(met.ranks)}
+        return {
+            "host": "127.0.0.1" if self.nodes.count == 1 else None,
+            "master_addr": self.nodes.master_addr or "127.0.0.1",
+            "world_size": self.nproc * self.nodes.count,
+        }
+
+    def _torchrun(self) -> list[str]:
+        """Return torchrun's module, or the one that replaces it, and its options."""
+        if self.forks:
+            return [OUR_TORCHRUN, "--start-method=fork"]
+        if self.nodes.count == 1:
+            return [OUR_TORCHRUN]
+        return [TORCHRUN]
+
+
+def _has_values(word: str, values: Mapping[str, Any]) -> bool:
+    """Return whether all blanks of a template's word have a value."""
+    names = [name for _, name, _, _ in Formatter().parse(word) if name]
+    return all(values[name] is not None for name in names)
 
 
 def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str, str]) -> NodeInfo:
@@ -251,7 +277,7 @@ def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str,
     )
 
 
-def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:  # noqa: C901
+def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = None) -> int:
     """Run the job, restart it after failures, and return the exit code.
 
     On several machines the others receive a message at its end, because they would wait for this machine.
@@ -261,23 +287,35 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         node: this machine's `node_info`, if the machines need a preflight.
         trackers: the process that passes metrics to trackers.
     """
-    state, reason, new, code = JobState(), "", job.options.run_dir is None, 1
-    server = ForkServer()
-    if job.forks:
-        state.start = server.start
+    state = JobState()
+    is_new = job.options.run_dir is None
+    code = 1
     try:
-        code = _run_with_restarts(job, node, state, trackers)
-        if code == 0:
-            reason = "has finished"
-        elif code < 128:  # the ranks of all machines take part in a stop
-            reason = f"has ended with code {code}: see its messages there"
+        code = _run_and_report(job, node, state, trackers)
         return code
     except supervise.Stopped as stopped:
         code = 128 + stopped.number
-        if state.name and state.verdict is None:  # else the ranks have recorded it, with the step
-            text = f"the launch script was stopped by signal {stopped.number}"
-            events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
-        if state.verdict is None:
+        raise
+    finally:
+        if is_new and not state.name and job.options.run_dir:  # nothing has started
+            shutil.rmtree(job.options.run_dir, ignore_errors=True)
+        if trackers:
+            trackers.finish(stopped=code > 128)
+
+
+def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:
+    """Run the job and return its exit code; report its end to the other machines."""
+    reason = ""  # for the other machines
+    try:
+        with contextlib.closing(ForkServer()) as server:
+            if job.forks:
+                state.start = server.start
+            code = _run_with_restarts(job, node, state, trackers)
+        reason = _reason(code)
+        return code
+    except supervise.Stopped as stopped:
+        if state.verdict is None:  # else the ranks have recorded it, with the step
+            _record_stop(job, state, stopped.number)
             reason = f"was stopped by signal {stopped.number}"
         raise
     except (ConfigError, NonRetryableError):  # of a preflight, which has reported it to all
@@ -286,17 +324,39 @@ def run_job(job: Job, node: NodeInfo | None, trackers: TrackerProcess | None = N
         reason = "has failed: see its messages there"
         raise
     finally:
-        server.close()
-        if new and not state.name and job.options.run_dir:  # nothing has started
-            shutil.rmtree(job.options.run_dir, ignore_errors=True)
-        if node and state.name and reason:
-            from samestep_launch import preflight
+        if node and reason:
+            _report_end(job, node, state, reason)
 
-            with contextlib.suppress(supervise.Stopped):
-                limit = SHORT if state.verdict is None else LONG  # without a verdict all machines see the failure
-                preflight.abort(replace(node, after=state.name), *job.nodes.place, reason, limit, job.nodes.secret)
-        if trackers:
-            trackers.finish(stopped=code > 128)
+
+def _reason(code: int) -> str:
+    """Return how a job has ended; "" if the other machines know it, because their ranks take part in a stop."""
+    if code == 0:
+        return "has finished"
+    if code < 128:
+        return f"has ended with code {code}: see its messages there"
+    return ""
+
+
+def _record_stop(job: Job, state: JobState, number: int) -> None:
+    if not state.name:  # nothing has started
+        return
+    text = f"the launch script was stopped by signal {number}"
+    events.append_event(job.options.run_dir / "log", events.SIGNAL, source="launcher", text=text)
+
+
+def _report_end(job: Job, node: NodeInfo, state: JobState, reason: str) -> None:
+    """Report to the other machines that this one will not restart, if it has started before."""
+    from samestep_launch import preflight
+
+    if not state.name:
+        return
+    limit = REPORT_SECONDS  # without a verdict all machines see the failure
+    if state.verdict is not None:
+        limit = LONG_REPORT_SECONDS
+    with contextlib.suppress(supervise.Stopped):
+        preflight.abort(
+            replace(node, after=state.name), *job.nodes.place, reason=reason, limit=limit, secret=job.nodes.secret
+        )
 
 
 # --- decided once, before the first start ------------------------------------------------------------------------
@@ -318,10 +378,14 @@ def _resolve(job: Job) -> dict[str, Any]:
 
         job.options.resolve_dataset = job.options.resolve_dataset or datasets.resolve
         resolved = rundir.resolve(job.name, job.options, verify=False)
-        lock, dataset = resolved.lock, resolved.dataset
+        lock = resolved.lock
+        dataset = resolved.dataset
         if job.check_start:
-            job.check_start(job.options, dataset.name, resolved.checkpoint.step if resolved.checkpoint else 0)
-        plan |= {"dataset": dataset.name, "fingerprint": dataset.fingerprint, "requested": resolved.requested_dataset}
+            first_step = resolved.checkpoint.step if resolved.checkpoint else 0
+            job.check_start(job.options, dataset.name, first_step)
+        plan["dataset"] = dataset.name
+        plan["fingerprint"] = dataset.fingerprint
+        plan["requested"] = resolved.requested_dataset
     else:
         _, lock = rundir.lock_run_dir(job.name, job.options.run_dir)
     _check_log(job)
@@ -364,7 +428,8 @@ def _preflight(job: Job, node: NodeInfo, resolve: Callable[[], Mapping[str, Any]
         if "dataset" in plan:
             resolve_dataset = job.options.resolve_dataset or datasets.resolve
             here = resolve_dataset(plan["dataset"], job.options.data_dir, fallback=False)
-            if here.fingerprint != (there := plan.get("fingerprint")):
+            there = plan.get("fingerprint")
+            if here.fingerprint != there:
                 raise ConfigError(
                     f"its {here.name} in {here.folder.resolve()} is not machine 0's (SHA-256 "
                     f"{str(here.fingerprint)[:12]}, there {str(there)[:12]}): put the same files there"
@@ -452,18 +517,26 @@ def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs
         return Decision(outcome.verdict)
     if -outcome.code in supervise.STOPS:  # someone stopped the launcher: no failure
         return Decision(128 - outcome.code)
-    see, ended = f"see {logs}/launcher.log and rank-*.log", f"the job ended with code {outcome.code}{outcome.crashes}"
+    see = f"see {logs}/launcher.log and rank-*.log"
     failure = outcome.failure
     if failure and outcome.repeats(history):
-        same = f"error: the job failed twice with the same error at step {failure.step}"
-        return Decision(1, f"{same}: {failure.text}: {see}")
-    if len(history) == 1 and not any(each.stepped is not False for each in (*history, outcome)):
-        return Decision(1, f"error: the job failed twice before its first step: {see}")  # a third start would fail too
-    if len(history) < max_restarts:
-        again = f"starting it again ({len(history) + 1} of {max_restarts})"
-        return Decision(None, f"warning: {ended}; {again}, logs in {logs}")
-    after = f" after {max_restarts} restarts" if max_restarts else ""
-    return Decision(1, f"error: {ended}{after}: {see}")
+        return Decision(
+            1, f"error: the job failed twice with the same error at step {failure.step}: {failure.text}: {see}"
+        )
+    if _never_stepped_twice([*history, outcome]):
+        return Decision(1, f"error: the job failed twice before its first step: {see}")
+    ended = f"the job ended with code {outcome.code}{outcome.crashes}"
+    restart = len(history) + 1
+    if restart <= max_restarts:
+        return Decision(None, f"warning: {ended}; starting it again ({restart} of {max_restarts}), logs in {logs}")
+    if max_restarts:
+        ended += f" after {max_restarts} restarts"
+    return Decision(1, f"error: {ended}: {see}")
+
+
+def _never_stepped_twice(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether these are the first two starts, and none made an update: a third start would fail too."""
+    return len(outcomes) == 2 and all(outcome.stepped is False for outcome in outcomes)
 
 
 def _run_with_restarts(job: Job, node: NodeInfo | None, state: JobState, trackers: TrackerProcess | None) -> int:
@@ -509,51 +582,119 @@ def attempt(
         Stopped: a signal arrived; the ranks have saved and ended.
     """
     state.name = plan.get("job") or uuid.uuid4().hex
-    run_dir: Path = job.options.run_dir
-    logs, resolved = run_dir / "log", []
-    if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
-        resolved = ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
+    logs = job.options.run_dir / "log"
     if job.nodes.rank == 0:  # machines may share the run dir
-        for name in ("no-restart", "stalled", "stack-0.txt", failures.FILE_NAME):  # of an earlier start
-            with contextlib.suppress(OSError):
-                Root(run_dir).unlink(f"log/{name}")
-    address = rendezvous.address if rendezvous else None
-    environ = supervise.environment(state.name, job.nproc, job.nodes.count, number, run_dir, address)
-    hint = f": the ranks save a step; again, to end at once; --run-dir={run_dir} resumes" if job.trains else ""
-    grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
-    # Ranks on other hosts, which horovodrun or mpirun starts from here, have neither this folder nor these files.
-    is_local = not os.environ.get("HOROVOD_HOSTS")
-    timeout = getattr(job.options, "timeout", math.inf), getattr(job.options, "first_step_timeout", 0.0) or 0.0
-    must_start = job.trains and job.has_heartbeats and is_local
-    watch = supervise.HeartbeatWatch(state.name, logs, *timeout, must_start)
-    tmpdir = user_folder.job_tmpdir(is_local)
+        _remove_traces(job.options.run_dir)
     try:
-        given = int(plan["port"]) if "port" in plan else job.nodes.master_port
-        with user_folder.reserved_port(given) as port, tmpdir as variables:
-            arguments = [f"--run-dir={run_dir}", *resolved]
-            command = job.command(sys.executable, port, logs, *arguments, met=rendezvous)
-            prefix, startup_grace = job.settings.get("line_prefix", ""), min(grace, supervise.STOP_SECONDS)
-            graces = grace, startup_grace if job.has_heartbeats else grace
-            environ |= variables
-            program = None if job.has_heartbeats else job.program
-            end = supervise.run_once(command, environ, logs, *graces, prefix, hint, program, watch, state.start)
+        end = _run_launcher(job, state, number, plan=plan, rendezvous=rendezvous)
     finally:
         state.verdict = _verdict(logs, state.name)
+    return _outcome_of(job, state, end)
+
+
+def _remove_traces(run_dir: Path) -> None:
+    """Remove the files by which an earlier start reported its end."""
+    for name in ("no-restart", "stalled", "stack-0.txt", failures.FILE_NAME):
+        with contextlib.suppress(OSError):
+            Root(run_dir).unlink(f"log/{name}")
+
+
+def _run_launcher(
+    job: Job, state: JobState, number: int, plan: Mapping[str, Any], rendezvous: Rendezvous | None
+) -> supervise.LauncherEnd:
+    """Start the launcher once, with a port and a temporary folder of its own; see `attempt`."""
+    run_dir: Path = job.options.run_dir
+    arguments = [f"--run-dir={run_dir}"]
+    if job.nodes.rank == 0 and "dataset" in plan:  # its rank 0 broadcasts it
+        arguments += ["--resume", f"--dataset={plan['dataset']}", f"--requested-dataset={plan['requested']}"]
+    environ = supervise.environment(
+        job=state.name,
+        nproc=job.nproc,
+        node_count=job.nodes.count,
+        attempt=number,
+        run_dir=run_dir,
+        address=rendezvous.address if rendezvous else None,
+    )
+    given_port = int(plan["port"]) if "port" in plan else job.nodes.master_port
+    with user_folder.reserved_port(given_port) as port, user_folder.job_tmpdir(_is_local()) as variables:
+        command = job.command(sys.executable, port, run_dir / "log", *arguments, met=rendezvous)
+        environ |= variables
+        start = _prepare_start(job, state, command=command, environ=environ)
+        return supervise.run_once(start)
+
+
+def _is_local() -> bool:
+    """Return whether all ranks that this machine starts run on it: horovodrun and mpirun may start others elsewhere.
+
+    Ranks on other hosts have neither this machine's temporary folder nor its files.
+    """
+    return not os.environ.get("HOROVOD_HOSTS")
+
+
+def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: Mapping[str, str]) -> supervise.Start:
+    """Return all that `supervise.run_once` needs to know."""
+    logs = job.options.run_dir / "log"
+    grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
+    startup_grace = grace
+    if job.has_heartbeats:
+        startup_grace = min(grace, supervise.STOP_SECONDS)
+    stop_hint = ""
+    if job.trains:
+        stop_hint = f": the ranks save a step; again, to end at once; --run-dir={job.options.run_dir} resumes"
+    watch = supervise.HeartbeatWatch(
+        state.name,
+        logs,
+        timeout=getattr(job.options, "timeout", math.inf),
+        first_step_timeout=getattr(job.options, "first_step_timeout", None) or 0.0,
+        must_start=job.trains and job.has_heartbeats and _is_local(),
+    )
+    return supervise.Start(
+        job=state.name,
+        command=command,
+        environ=environ,
+        logs=logs,
+        grace=grace,
+        startup_grace=startup_grace,
+        watch=watch,
+        line_prefix=job.settings.get("line_prefix", ""),
+        stop_hint=stop_hint,
+        program=None if job.has_heartbeats else job.program,
+        start=state.start,
+    )
+
+
+def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcome:
+    """Return how a start has ended, by what its ranks left in the log folder."""
+    logs = job.options.run_dir / "log"
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
-    complete = not (job.trains and job.nodes.rank == 0 and (logs / "stack-0.txt").is_file())
-    if end.code == 0 and complete:
+    may_be_killed = job.trains and job.nodes.rank == 0
+    is_complete = not (may_be_killed and (logs / "stack-0.txt").is_file())
+    if end.code == 0 and is_complete:
         return Outcome(0)
     from samestep.recovery import hang_diagnosis  # not before something has failed
 
+    return Outcome(
+        code=end.code,
+        complete=is_complete,
+        verdict=state.verdict,
+        stepped=_has_stepped(job, state, logs),
+        crashes=hang_diagnosis.crashes(logs, state.name, job.program.parent) or end.ended_rank,
+        failure=failures.read(logs, state.name),
+    )
+
+
+def _has_stepped(job: Job, state: JobState, logs: Path) -> bool | None:
+    """Return whether a rank made an update; None if that cannot be known."""
     beats = list(supervise.heartbeats(state.name, logs))
-    stepped = any(beat["updates"] > 0 for beat in beats) if beats or job.has_heartbeats else None
-    crashes = hang_diagnosis.crashes(logs, state.name, job.program.parent) or end.ended_rank
-    failure = failures.read(logs, state.name)
-    return Outcome(end.code, complete, state.verdict, stepped, crashes, failure)
+    if not beats and not job.has_heartbeats:
+        return None
+    return any(beat["updates"] > 0 for beat in beats)
 
 
 def _verdict(logs: Path, job: str) -> int | None:
     """Return the exit code that a rank of this start left because a restart cannot help; None if there is none."""
     verdict = untrusted.read_object(logs / "no-restart")
     is_code = untrusted.integer(1, 255)(verdict.get("code"))
-    return int(verdict["code"]) if is_code and verdict.get("job") in (None, job) else None
+    if not is_code or verdict.get("job") not in (None, job):
+        return None
+    return int(verdict["code"])

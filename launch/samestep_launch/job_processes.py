@@ -83,7 +83,8 @@ class JobProcesses:
 
     def kill_all(self, timeout: float) -> None:
         """Kill and reap all processes and wait until the last is gone: none may write while the next start runs."""
-        deadline, checks = time.monotonic() + timeout, 0
+        deadline = time.monotonic() + timeout
+        checks = 0
         while checks < CLEAN_CHECKS and time.monotonic() < deadline:
             left = self.find()
             checks = 0 if left else checks + 1
@@ -176,7 +177,8 @@ def _with_descendants(roots: Collection[int], table: Mapping[int, Process]) -> s
     children: dict[int, list[int]] = {}
     for pid, process in table.items():
         children.setdefault(process.parent, []).append(pid)
-    found, waiting = set[int](), [*roots]
+    found = set[int]()
+    waiting = [*roots]
     while waiting:
         pid = waiting.pop()
         if pid not in found:

@@ -58,14 +58,17 @@ Message = Mapping[str, Any]
 
 def _is_text(value: Any) -> bool:
     """Return whether a value can be a name or a path, printable, though perhaps not UTF-8."""
-    characters = value if isinstance(value, str) and len(value) <= 4096 else "\0"
-    return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in characters)
+    if not isinstance(value, str) or len(value) > 4096:
+        return False
+    return all(each.isprintable() or "\udc80" <= each <= "\udcff" for each in value)
 
 
 def _is_option(value: Any, depth: int = 0) -> bool:
     """Return whether a value is one of an option; nested deeper, it could not be compared."""
-    if isinstance(value, (list, dict)) and depth < 5:
-        return all(_is_option(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, list) and depth < 5:
+        return all(_is_option(each, depth + 1) for each in value)
+    if isinstance(value, dict) and depth < 5:
+        return all(_is_option(each, depth + 1) for each in value.values())
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -149,7 +152,9 @@ def digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
     """Return the first digits of each file's SHA-256, by its path in ``root``, or by its last two names outside."""
     digest = {}
     for path in sorted(paths):
-        name = path.relative_to(root) if path.is_relative_to(root) else Path(*path.parts[-2:])
+        name = Path(*path.parts[-2:])
+        if path.is_relative_to(root):
+            name = path.relative_to(root)
         digest[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return digest
 
@@ -166,21 +171,30 @@ def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> s
         return both("the app", first.app, other.app, "start the same script on all machines")
     if first.machines != other.machines:
         return both("NNODES", first.machines, other.machines, "set it to the number of machines on all")
-    if name := _first_difference(first.files, other.files):
-        return f"{name} differs between {first.name} and {other.name}: check out the same commit on all machines"
-    if name := _first_difference(first.versions, other.versions):
-        same = "install the same on all machines"
-        return both(name, first.versions.get(name, "missing"), other.versions.get(name, "missing"), same)
-    if name := _first_difference(first.options, other.options):
-        here, there = (json.dumps(node.options.get(name)) for node in (first, other))
-        return both(f"--{name.replace('_', '-')}", here, there, "give all machines the same options")
+    file = _first_difference(first.files, other.files)
+    if file:
+        return f"{file} differs between {first.name} and {other.name}: check out the same commit on all machines"
+    package = _first_difference(first.versions, other.versions)
+    if package:
+        here = first.versions.get(package, "missing")
+        there = other.versions.get(package, "missing")
+        return both(package, here, there, remedy="install the same on all machines")
+    option = _first_difference(first.options, other.options)
+    if option:
+        here = json.dumps(first.options.get(option))
+        there = json.dumps(other.options.get(option))
+        return both(f"--{option.replace('_', '-')}", here, there, remedy="give all machines the same options")
     if equal_ranks and first.ranks != other.ranks:
         return both("N", first.ranks, other.ranks, "this app's launcher wants as many ranks on each machine")
     return ""
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    return next((name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)), "")
+    """Return the first name with different values; "" if there is none."""
+    for name in sorted(first.keys() | other.keys()):
+        if first.get(name) != other.get(name):
+            return name
+    return ""
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
@@ -195,7 +209,8 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
     shown = untrusted.shown(path, limit=200)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
-            mode, secret = os.fstat(file.fileno()).st_mode, file.read(MAX_BYTES).strip()
+            mode = os.fstat(file.fileno()).st_mode
+            secret = file.read(MAX_BYTES).strip()
     except OSError as error:
         raise ConfigError(
             f"SAMESTEP_SECRET_FILE={shown}: {error.strerror}: name a file that holds the secret"
@@ -235,7 +250,8 @@ def preflight(
         ConfigError: something does not fit; the same on all machines.
         NonRetryableError: a machine is missing or fails; the same on all machines.
     """
-    node, place = _with_host(node), Place(address, port, time.monotonic() + limit, limit, secret)
+    node = _with_host(node)
+    place = Place(address, port, deadline=time.monotonic() + limit, limit=limit, secret=secret)
     if node.machine == 0:
         if not secret and not node.after:
             risk = "any host that reaches MASTER_PORT can stop this job"
@@ -253,9 +269,10 @@ def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret:
         while True:
             connection, message = listener.inbox.get()
             other = _as_node(message)
-            if "problem" in message:  # the others continue without a machine that has stopped
-                connection.send({"problem": message["problem"]})
-            elif other and (problem := difference(node, other)):
+            problem = message.get("problem")  # the others continue without a machine that has stopped
+            if other and problem is None:
+                problem = difference(node, other) or None
+            if problem is not None:
                 connection.send({"problem": problem})
             elif other:
                 connection.send({"here": True})
@@ -277,7 +294,8 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, se
 
     It returns when each has received the message or reports the same of itself, and after ``limit`` seconds.
     """
-    node, place = _with_host(node), Place(address, port, time.monotonic() + limit, limit, secret)
+    node = _with_host(node)
+    place = Place(address, port, deadline=time.monotonic() + limit, limit=limit, secret=secret)
     abort_message = {**asdict(node), "problem": f"{node.name} {reason}", "fatal": True}
     with contextlib.suppress(OSError, ConfigError):
         if node.machine == 0:
@@ -336,12 +354,14 @@ class JsonConnection:
     """A connection that carries one JSON object per line. Raises OSError if the other end is gone already."""
 
     def __init__(self, connection: socket.socket, secret: bytes = b"") -> None:
-        self._connection, self._secret = connection, secret
+        self._connection = connection
+        self._secret = secret
         self._received = bytearray()
         self._keys: tuple[bytes, bytes] | None = None  # for sending, for receiving; None before nonces
         self._counts = [0, 0]  # of lines sent, received
         self._sending = threading.Lock()
-        self.here, self.there = (_plain(each[0]) for each in (connection.getsockname(), connection.getpeername()))
+        self.here = _plain(connection.getsockname()[0])
+        self.there = _plain(connection.getpeername()[0])
         # A host without power or cable sends nothing more: keepalive detects it after 9 s.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
@@ -416,7 +436,8 @@ class JsonConnection:
         """
         line = self._read_line(deadline)
         if line and self._keys:
-            proof, line = line[:65], line[65:]  # hexadecimal digits of SHA-256, and a space
+            proof = line[:65]  # hexadecimal digits of SHA-256, and a space
+            line = line[65:]
             if not hmac.compare_digest(proof, self._proof(1, line)):
                 raise ConfigError(DIFFERENT_SECRETS)
         try:
@@ -471,7 +492,8 @@ class _Listener:
 
     def __init__(self, node: NodeInfo, place: Place) -> None:
         self.inbox: queue.Queue[tuple[JsonConnection, Message]] = queue.Queue()
-        self._node, self._secret = node, place.secret
+        self._node = node
+        self._secret = place.secret
         self._strangers: list[JsonConnection] = []
         self._refused: set[str] = set()
         self._socket = _listen(place)
@@ -539,7 +561,9 @@ class _Host:
     """Machine 0's part."""
 
     def __init__(self, node: NodeInfo, place: Place, equal_ranks: bool) -> None:
-        self._node, self._place, self._equal_ranks = node, place, equal_ranks
+        self._node = node
+        self._place = place
+        self._equal_ranks = equal_ranks
         self._peers: dict[int, tuple[NodeInfo, JsonConnection]] = {}  # by their machine's number
         self._over = threading.Event()
 
@@ -589,48 +613,72 @@ class _Host:
         self, failed: str, counts: Callable[[Message], bool], deadline: float, may_reconnect: bool = False
     ) -> None:
         """Wait until each other machine has sent a message that ``counts``. Raises ConfigError, NonRetryableError."""
-        missing, notice = set(range(1, self._node.machines)), time.monotonic() + WAIT_NOTICE_AFTER
+        missing = set(range(1, self._node.machines))
+        notice = time.monotonic() + WAIT_NOTICE_AFTER
         while missing:
             if time.monotonic() > deadline:
                 names = ", ".join(map(self._name, sorted(missing)))
                 within = f"within {self._place.limit:g} s{self._hint(missing)}"
                 raise NonRetryableError(f"{names} of {self._node.machines} {failed} {within}")
             if time.monotonic() > notice:
-                notice = float("inf")
-                machines = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))}"
-                print_stderr(f"waiting for {machines} of {self._node.machines} at {self._place}")
-            with contextlib.suppress(queue.Empty):
+                notice = math.inf
+                self._print_missing(missing)
+            try:
                 connection, message = self._inbox.get(timeout=0.2)
-                number = self._identify(connection, message)
-                if number is not None and message and counts(message):
-                    missing.discard(number)
-                elif number is not None and not message:
-                    if not may_reconnect:
-                        raise NonRetryableError(
-                            f"{self._name(number)} was lost before the start: see its messages there"
-                        )
-                    del self._peers[number]
-                    missing.add(number)
+            except queue.Empty:
+                continue
+            number = self._identify(connection, message)
+            if number is None:
+                continue
+            if not message:
+                self._lose(number, may_reconnect)
+                missing.add(number)
+            elif counts(message):
+                missing.discard(number)
+
+    def _print_missing(self, missing: set[int]) -> None:
+        noun = "machines" if len(missing) > 1 else "machine"
+        numbers = ", ".join(map(str, sorted(missing)))
+        print_stderr(f"waiting for {noun} {numbers} of {self._node.machines} at {self._place}")
+
+    def _lose(self, number: int, may_reconnect: bool) -> None:
+        """Forget a machine whose connection has ended. Raises NonRetryableError if it may not come back."""
+        if not may_reconnect:
+            raise NonRetryableError(f"{self._name(number)} was lost before the start: see its messages there")
+        del self._peers[number]
 
     def _identify(self, connection: JsonConnection, message: Message) -> int | None:
         """Return the number of the machine that sent a message; None for another program. Admits new machines."""
-        number = next((number for number, (_, each) in self._peers.items() if each is connection), None)
+        number = self._number_of(connection)
         if "problem" in message and (number is not None or message.get("after") == self._node.after):
             connection.send({"problem": message["problem"], "fatal": message.get("fatal")})  # `abort` waits for it
             raise _as_error(message)
-        if number is None and (node := _as_node(message)):
-            number = self._admit(node, connection)
-        return number
+        if number is not None:
+            return number
+        node = _as_node(message)
+        if node is None:
+            return None
+        return self._admit(node, connection)
+
+    def _number_of(self, connection: JsonConnection) -> int | None:
+        for number, (_, each) in self._peers.items():
+            if each is connection:
+                return number
+        return None
 
     def _admit(self, node: NodeInfo, connection: JsonConnection) -> int:
         """Compare a new machine with the others and add it to the peers. Raises ConfigError, also on that machine."""
-        if node.machine in self._peers and self._peers[node.machine][1].ended:  # its end is still in the queue
-            del self._peers[node.machine]
-        for other in (self._node, *(peer for peer, _ in self._peers.values())):
-            if problem := difference(other, node, self._equal_ranks):
+        if node.machine in self._peers:
+            _, earlier = self._peers[node.machine]
+            if earlier.ended:  # its end is still in the queue
+                del self._peers[node.machine]
+        peers = [peer for peer, _ in self._peers.values()]
+        for other in (self._node, *peers):
+            problem = difference(other, node, self._equal_ranks)
+            if problem:
                 connection.send({"problem": problem})
                 raise ConfigError(problem)
-        self._peers[node.machine] = node, connection
+        self._peers[node.machine] = (node, connection)
         connection.send({"here": True})
         return node.machine
 
@@ -641,7 +689,8 @@ class _Host:
         while leaving and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 connection, message = self._inbox.get(timeout=0.1)
-                leaving -= set() if message else {connection}
+                if not message:
+                    leaving.discard(connection)
         for _, connection in self._peers.values():
             connection.close()
 
@@ -650,7 +699,10 @@ class _Host:
             connection.send(values)
 
     def _name(self, number: int) -> str:
-        return self._peers[number][0].name if number in self._peers else f"machine {number}"
+        if number not in self._peers:
+            return f"machine {number}"
+        node, _ = self._peers[number]
+        return node.name
 
     def _hint(self, missing: set[int]) -> str:
         if missing <= self._peers.keys():
@@ -667,7 +719,8 @@ def _join(node: NodeInfo, place: Place, prepare: Callable[[Message], None]) -> R
         connection, trouble = _connect(place)
         if connection:
             try:
-                if rendezvous := _follow(node, place, connection, prepare):
+                rendezvous = _follow(node, place, connection=connection, prepare=prepare)
+                if rendezvous:
                     return rendezvous
                 trouble = "the peer ended the connection: it may be another program, or another version"
             except TimeoutError:
@@ -682,7 +735,7 @@ def _join(node: NodeInfo, place: Place, prepare: Callable[[Message], None]) -> R
                 f"{node.name} did not reach machine 0 at {place} within {place.limit:g} s: {trouble}"
             )
         if time.monotonic() > notice:
-            notice = float("inf")
+            notice = math.inf
             print_stderr(f"waiting for machine 0 at {place}: {trouble}")
         time.sleep(RETRY)
 
@@ -698,7 +751,8 @@ def _follow(
     with _named(node):
         prepare(message["plan"])
     connection.send({"ready": True})
-    if "start" not in (ready := _wait_for_host(place, connection)):
+    ready = _wait_for_host(place, connection)
+    if "start" not in ready:
         raise NonRetryableError(f"machine 0 at {place} was lost before the start: see its messages there")
     return Rendezvous(tuple(ready["start"]), connection.here, connection.there, message["plan"])
 
@@ -730,10 +784,14 @@ def _as_error(message: Message) -> ConfigError | NonRetryableError:
 def _as_node(message: Message) -> NodeInfo | None:
     """Return the machine that a message describes; None if it describes none."""
     names = {each.name for each in fields(NodeInfo)}
-    with contextlib.suppress(TypeError):  # a field is missing
-        node = NodeInfo(**{name: value for name, value in message.items() if name in names})
-        return node if node.machine < node.machines else None
-    return None
+    values = {name: value for name, value in message.items() if name in names}
+    try:
+        node = NodeInfo(**values)
+    except TypeError:  # a field is missing
+        return None
+    if node.machine >= node.machines:
+        return None
+    return node
 
 
 @contextlib.contextmanager

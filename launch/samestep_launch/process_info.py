@@ -49,7 +49,8 @@ def _pack(words: Iterable[str], size: int) -> bytes:
     """Return as many words as fit, each with a NUL at its end."""
     packed = b""
     for word in words:
-        if len(packed) + len(entry := os.fsencode(word) + b"\0") <= size:
+        entry = os.fsencode(word) + b"\0"
+        if len(packed) + len(entry) <= size:
             packed += entry
     return packed
 

@@ -35,7 +35,8 @@ MAX_MESSAGE = 2**20  # bytes; the kernel limits a command to less
 
 def main() -> None:
     """Import the program, and fork for each start of the job."""
-    control, arguments = fork_server.control_socket(), sys.argv[1:]
+    control = fork_server.control_socket()
+    arguments = sys.argv[1:]
     with importing():  # torch imports numpy
         from samestep_launch.elastic_agent import load
     program = Program(Path(arguments[0]))

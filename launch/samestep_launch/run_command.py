@@ -31,16 +31,19 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from samestep import ConfigError, __version__
+from samestep.env import Launcher, startable_launchers
 from samestep.options import EXEC, FORK, GROUPS, Parser, add_start_method, bounded_int, seconds
 
 from samestep_launch import program as programs
 from samestep_launch.app import MAX_RANKS, check_arguments, check_run_dir, look_up, run_safely
 from samestep_launch.imports import check_imports
 from samestep_launch.job import Job, node_info, parse_integer, read_nodes, run_job, warn_of_other_ranks
-from samestep_launch.launchers import DIRECT, LAUNCHERS, Launcher
 from samestep_launch.machine import check_interface
+
+LAUNCHERS = startable_launchers()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,22 +55,41 @@ def _main(arguments: Sequence[str]) -> int:
     check_arguments(arguments)
     options = build_parser().parse(arguments)
     check_run_dir(options.run_dir)
-    status, program = look_up("PROGRAM", Path(options.program)), Path(options.program).resolve()
+    status = look_up("PROGRAM", Path(options.program))
+    program = Path(options.program).resolve()
     if status is None or not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"PROGRAM {options.program}: the file is missing: name a Python program")
     if options.start_method == FORK:
         _check_fork(options.launcher, program)
-    launcher, nodes = _find_launcher(options.launcher, options.nproc), read_nodes(os.environ)
+    launcher = _find_launcher(options.launcher, options.nproc)
+    nodes = read_nodes(os.environ)
     check_interface(os.environ)
     check_imports()
     warn_of_other_ranks(os.environ, nodes)
     # Defaults of the options of `samestep.options.add_common`.
     os.environ.update(SAMESTEP_TIMEOUT=str(options.timeout), SAMESTEP_GRACE=str(options.grace))
-    template = [*launcher.command.split(), "{train}", "{arguments}"]
-    settings = options.nproc, nodes, options, options.arguments, launcher.settings
-    job = Job(program.stem, program, template, *settings, has_heartbeats=False)
-    versions = {"Python": ".".join(map(str, sys.version_info[:2])), "samestep": __version__}
-    return run_job(job, node_info(job, program.parent, [program], versions) if nodes.need_preflight else None)
+    command = "{python}"  # one process
+    settings: dict[str, Any] = {}
+    if launcher:
+        command = launcher.command
+        settings = {"line_prefix": launcher.line_prefix, "equal_ranks": launcher.equal_ranks}
+    job = Job(
+        name=program.stem,
+        program=program,
+        template=[*command.split(), "{train}", "{arguments}"],
+        nproc=options.nproc,
+        nodes=nodes,
+        options=options,
+        arguments=options.arguments,
+        settings=settings,
+        has_heartbeats=False,
+    )
+    node = None
+    if nodes.need_preflight:
+        python = ".".join(map(str, sys.version_info[:2]))
+        versions = {"Python": python, "samestep": __version__}
+        node = node_info(job, program.parent, code=[program], versions=versions)
+    return run_job(job, node)
 
 
 def build_parser() -> Parser:
@@ -108,15 +130,15 @@ def _check_fork(launcher: str | None, program: Path) -> None:
     programs.check(program)
 
 
-def _find_launcher(name: str | None, nproc: int) -> Launcher:
-    """Return the launcher to use. Raises ConfigError if it is not installed."""
+def _find_launcher(name: str | None, nproc: int) -> Launcher | None:
+    """Return the launcher to use; None for one process without any. Raises ConfigError if it is not installed."""
     if name is None and importlib.util.find_spec("torch") is None:
         if nproc > 1:
             raise ConfigError(f"-n {nproc}: {sys.executable} has no torch: name a --launcher of {', '.join(LAUNCHERS)}")
-        return DIRECT
+        return None
     launcher = LAUNCHERS[name or "torchrun"]
     if launcher.module and importlib.util.find_spec(launcher.module) is None:
         raise ConfigError(f"--launcher {name}: {sys.executable} has no module {launcher.module}: install it there")
-    if not launcher.module and shutil.which(name or "") is None:
-        raise ConfigError(f"--launcher {name}: {name} is not on PATH: install it")
+    if launcher.program and shutil.which(launcher.program) is None:
+        raise ConfigError(f"--launcher {name}: {launcher.program} is not on PATH: install it")
     return launcher

@@ -48,9 +48,11 @@ class StderrForwarder:
             show: prints a text, and the characters at its end, on the console.
         """
         self.ends = RankEnds()
-        self._source, self._log = source, log
+        self._source = source
+        self._log = log
         self._prefix = re.compile(line_prefix.encode())
-        self._shows, self._show = shows, show
+        self._shows = shows
+        self._show = show
         self._line = b""  # the line that has not ended, up to MAX_SHOWN
         self._is_cut = False
         self._shown_bytes = 0  # of the line
@@ -64,11 +66,16 @@ class StderrForwarder:
                 self._write_log(chunk)
                 for piece in chunk.splitlines(keepends=True):
                     self._take(piece)
-                if self._line and not select.select([self._source], [], [], PAUSE_SECONDS)[0]:
+                if self._line and not self._has_more():
                     self._show_unfinished_line()
             if self._line:
                 self._end_line("\n")
         os.close(self._source)
+
+    def _has_more(self) -> bool:
+        """Wait for more output, or until the writers pause; return whether there is some, or the end."""
+        readable, _, _ = select.select([self._source], [], [], PAUSE_SECONDS)
+        return bool(readable)
 
     def _write_log(self, chunk: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the job
@@ -85,21 +92,37 @@ class StderrForwarder:
             self._end_line("\r")
 
     def _end_line(self, terminator: str) -> None:
-        match = self._prefix.match(self._line)
-        line = self._line[match.end() :] if match else self._line
+        line = self._line
+        match = self._prefix.match(line)
+        if match:
+            line = line[match.end() :]
         self.ends.read(line)
-        if not _is_message(line):
-            self._show_rest(line, f" [...]{terminator}" if self._is_cut else terminator)
-        elif line not in self._messages and not (self._has_error and LOST_CONNECTION.match(line)):
+        if _is_message(line):
+            self._show_message(line, terminator)
+        elif self._is_cut:
+            self._show_rest(line, f" [...]{terminator}")
+        else:
+            self._show_rest(line, terminator)
+        self._line = b""
+        self._is_cut = False
+        self._shown_bytes = 0
+
+    def _show_message(self, line: bytes, terminator: str) -> None:
+        """Show a message once; after an error, no other rank's error about a lost connection."""
+        follows_error = self._has_error and LOST_CONNECTION.match(line)
+        if line not in self._messages and not follows_error:
             self._messages.add(line)
             self._show(line.decode(errors="replace").rstrip(), terminator)
-        self._has_error = self._has_error or line.startswith(b"error: ")
-        self._line, self._is_cut, self._shown_bytes = b"", False, 0
+        if line.startswith(b"error: "):
+            self._has_error = True
 
     def _show_unfinished_line(self) -> None:
         match = self._prefix.match(self._line)
-        if match and not _is_message(self._line[match.end() :]):
-            self._show_rest(self._line[match.end() :], "")
+        if match is None:
+            return
+        line = self._line[match.end() :]
+        if not _is_message(line):
+            self._show_rest(line, "")
 
     def _show_rest(self, line: bytes, end: str) -> None:
         """Show what the console has not shown of the line."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
@@ -87,18 +88,25 @@ def environment(
     # Another launcher may have left its variables. The ranks of this job get their places from its own launcher.
     stale = env.launcher_variables()
     removed = ("PET_", "SAMESTEP_SECRET")
-    environ = {name: value for name, value in os.environ.items() if name not in stale and not name.startswith(removed)}
+    environ = {}
+    for name, value in os.environ.items():
+        if name not in stale and not name.startswith(removed):
+            environ[name] = value
     environ.update(
         SAMESTEP_JOB=job,
         SAMESTEP_LAUNCHER=f"{os.getpid()}@{socket.gethostname()}",
         SAMESTEP_RESTARTS=str(attempt),
         SAMESTEP_RUN_DIR=str(run_dir),
     )
-    environ["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, machine.processors() // nproc))
+    if not environ.get("OMP_NUM_THREADS"):
+        environ["OMP_NUM_THREADS"] = str(max(1, machine.processors() // nproc))
     # Some launchers call `python` by name, which must be this one.
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     # The requested number: a rank that finds another one has lost others. Each machine may have another N.
-    environ |= {"SAMESTEP_RANKS": str(nproc)} if node_count == 1 else {"SAMESTEP_MACHINES": str(node_count)}
+    if node_count == 1:
+        environ["SAMESTEP_RANKS"] = str(nproc)
+    else:
+        environ["SAMESTEP_MACHINES"] = str(node_count)
     # gloo would listen on the address of the host's name, which other machines may not reach.
     interface = machine.interface_of("127.0.0.1" if node_count == 1 else address)
     if interface and not environ.get(machine.GLOO_INTERFACE):
@@ -146,66 +154,89 @@ class LauncherEnd(NamedTuple):
     ended_rank: str = ""
 
 
-def run_once(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    logs: Path,
-    grace: float,
-    startup_grace: float,
-    line_prefix: str = "",
-    stop_hint: str = "",
-    program: Path | None = None,
-    watch: HeartbeatWatch | None = None,
-    start: Starter = start_program,
-) -> LauncherEnd:
-    """Run the launcher once; return how it ended when all of the job's processes have ended.
+@dataclass(frozen=True)
+class Start:
+    """One start of a launcher.
 
-    Args:
+    Attributes:
+        job: its name, the same on all machines.
         command: the launcher's command.
         environ: from `environment`.
         logs: the run dir's ``log`` folder.
         grace: seconds in which ranks save and exit after a signal.
         startup_grace: the same, if no rank has written a heartbeat.
+        watch: finds ranks that cannot report a hang themselves.
         line_prefix: a regular expression for the launcher's prefix of each line of a rank's stderr.
         stop_hint: follows "stopping (SIGTERM)" on the console.
         program: the ranks' program, if it may have no watchdog. The console then shows all of stderr, and not only
             one-line messages, until a rank writes a heartbeat: programs with a watchdog keep their output in log
             files. And ranks get a signal also without a heartbeat.
-        watch: finds ranks that cannot report a hang themselves.
         start: starts the launcher.
+    """
+
+    job: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    logs: Path
+    grace: float
+    startup_grace: float
+    watch: HeartbeatWatch
+    line_prefix: str = ""
+    stop_hint: str = ""
+    program: Path | None = None
+    start: Starter = start_program
+
+    def keeps_files(self) -> bool:
+        """Return whether the launcher keeps its ranks' output in files: its command names the logs' folder."""
+        return any(str(self.logs) in word for word in self.command)
+
+    def shows_stderr(self) -> bool:
+        """Return whether the console shows all of stderr."""
+        return self.program is not None and not any(heartbeats(self.job, self.logs))
+
+    def ranks_without_heartbeat(self, launcher: int, processes: JobProcesses) -> list[int]:
+        """Return the processes that may be ranks without a watchdog; ``launcher`` is the process that was started."""
+        if self.program is None:
+            return []
+        is_rank = str(self.program) == self.command[1]  # one rank, without a launcher
+        if is_rank:
+            return [launcher]
+        return processes.ranks(self.program)
+
+
+def run_once(start: Start) -> LauncherEnd:
+    """Run the launcher once; return how it ended when all of the job's processes have ended.
 
     Raises:
         Stopped: a signal arrived, and all of the job's processes have ended.
         ConfigError: launcher.log cannot be written.
     """
-    job, log = environ["SAMESTEP_JOB"], open_log(logs / "launcher.log")
+    log = open_log(start.logs / "launcher.log")
     with contextlib.suppress(OSError):  # a full disk must not end the job
-        log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(command)}\n".encode())
+        log.write(f"\n{time.strftime('%Y-%m-%dT%H:%M:%S')} {shlex.join(start.command)}\n".encode())
     # The launcher's stderr goes through this pipe. Ranks whose launcher keeps their output in files open the pipe too,
-    # and this process's stdout. Such a launcher (its command names the logs' folder) then repeats those files on its
-    # own stdout, which belongs in the log.
+    # and this process's stdout. Such a launcher then repeats those files on its own stdout, which belongs in the log.
     messages, errors = os.pipe()
-    keeps_files = any(str(logs) in word for word in command) and _can_be_opened(1)
-    shows = (lambda: not any(heartbeats(job, logs))) if program else bool
-    forwarder = StderrForwarder(messages, log, line_prefix, shows, print_stderr)
+    output = errors if start.keeps_files() and _can_be_opened(1) else 1
+    forwarder = StderrForwarder(
+        messages, log, line_prefix=start.line_prefix, shows=start.shows_stderr, show=print_stderr
+    )
     forwarding = threading.Thread(target=forwarder.run, daemon=True)
     forwarding.start()
-    processes = JobProcesses(job)
-    stopping = _Stopping(processes, job, logs, grace, startup_grace)
+    processes = JobProcesses(start.job)
+    stopping = _Stopping(start, processes)
     process = None
     with processes:
         try:
-            process = start(command, {**environ, "SAMESTEP_ERRORS": str(errors)}, errors if keeps_files else 1, errors)
+            environ = {**start.environ, "SAMESTEP_ERRORS": str(errors)}
+            process = start.start(start.command, environ, output, errors)
             processes.launcher = process.pid
-            if program:
-                is_launcher = str(program) == command[1]
-                stopping.find_ranks = (lambda: [process.pid]) if is_launcher else (lambda: processes.ranks(program))
-            code = _wait(process, processes, job, logs, watch)
+            code = _wait(process, processes, start)
             if -code in STOPS:  # someone stopped the launcher: its ranks must still save
                 stopping.stop(process, -code)
         except Stopped as stopped:
             after_echo = "\n" if sys.stderr.isatty() else ""  # of ^C
-            print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){stop_hint}")
+            print_stderr(f"{after_echo}stopping ({signal.Signals(stopped.number).name}){start.stop_hint}")
             stopping.stop(process, stopped.number)
             raise
         finally:
@@ -220,7 +251,7 @@ def run_once(
     return LauncherEnd(code, forwarder.ends.describe())
 
 
-def _wait(process: Process, processes: JobProcesses, job: str, logs: Path, watch: HeartbeatWatch | None) -> int:
+def _wait(process: Process, processes: JobProcesses, start: Start) -> int:
     """Wait until the launcher has ended; return its exit code.
 
     A watchdog reports a stalled rank on the console and by the file ``stalled``. The job is then killed here, because
@@ -233,8 +264,8 @@ def _wait(process: Process, processes: JobProcesses, job: str, logs: Path, watch
         if not waiter.is_alive():
             return process.wait()
         # Machines may share the run dir: this start's alone counts.
-        is_stalled = untrusted.read_object(logs / "stalled").get("job") == job
-        if is_stalled or (watch and watch.finds_hang(processes)):
+        is_stalled = untrusted.read_object(start.logs / "stalled").get("job") == start.job
+        if is_stalled or start.watch.finds_hang(processes):
             job_processes.send(processes.find(), signal.SIGKILL)
         processes.reap()
 
@@ -248,12 +279,17 @@ class HeartbeatWatch:
 
     def __init__(self, job: str, logs: Path, timeout: float, first_step_timeout: float, must_start: bool) -> None:
         """Take the job's timeouts in seconds, and whether its ranks must write heartbeats."""
-        self._job, self._logs, self._timeout, self._first_step_timeout = job, logs, timeout, first_step_timeout
-        self._must_start, self._is_done = must_start, False
+        self._job = job
+        self._logs = logs
+        self._timeout = timeout
+        self._first_step_timeout = first_step_timeout
+        self._must_start = must_start
+        self._is_done = False
         self._changes: dict[Path, tuple[object, float]] = {}  # a file's state, and when it was first seen
         self._ranks: dict[Path, dict[str, Any]] = {}  # heartbeats of this job on this machine
         self._elsewhere: set[Path] = set()
-        self._begun = self._checked = time.monotonic()
+        self._begun = time.monotonic()
+        self._checked = self._begun
 
     def finds_hang(self, processes: JobProcesses) -> bool:
         """Return whether there is such a hang, which is reported when it is found."""
@@ -261,7 +297,9 @@ class HeartbeatWatch:
         if now - self._checked < HEARTBEAT_SECONDS or self._is_done:
             return False
         if now - self._checked > PAUSE_SECONDS:
-            self._begun, self._changes = now, {path: (state, now) for path, (state, _) in self._changes.items()}
+            self._begun = now
+            for path in self._changes:
+                self._set_changed(path, now)
         self._checked = now
         self._read(now)
         fields = self._hang(now, processes)
@@ -271,40 +309,61 @@ class HeartbeatWatch:
             events.append_event(self._logs, events.HANG, source="launcher", **fields)
         return self._is_done
 
+    def _set_changed(self, path: Path, now: float) -> None:
+        state, _ = self._changes[path]
+        self._changes[path] = (state, now)
+
     def _read(self, now: float) -> None:
         for path in set(self._logs.glob("alive-*")) - self._elsewhere:
-            with contextlib.suppress(OSError):
+            try:
                 status = path.lstat()
-                state = (status.st_ino, status.st_mtime_ns, status.st_size)
-                if self._changes.get(path, (None,))[0] == state:
-                    continue
-                self._changes[path] = state, now
-                beat = _heartbeat(path, self._job)
-                if beat and beat["host"] == socket.gethostname():
-                    self._ranks[path] = beat
-                elif beat:
-                    self._elsewhere.add(path)
+            except OSError:
+                continue
+            state = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if path in self._changes and self._changes[path][0] == state:
+                continue
+            self._changes[path] = (state, now)
+            beat = _heartbeat(path, self._job)
+            if beat:
+                self._add(path, beat)
+
+    def _add(self, path: Path, beat: dict[str, Any]) -> None:
+        if beat["host"] == socket.gethostname():
+            self._ranks[path] = beat
+        else:
+            self._elsewhere.add(path)
 
     def _hang(self, now: float, processes: JobProcesses) -> dict[str, Any]:
+        """Return the fields of a hang's event; {} if there is none."""
         limit = max(self._timeout, self._first_step_timeout, START_SECONDS)
-        if self._must_start and not (self._ranks or self._elsewhere) and now - self._begun > limit:
+        none_has_begun = not self._ranks and not self._elsewhere
+        if self._must_start and none_has_begun and now - self._begun > limit:
             return {"text": f"no rank has written a heartbeat within {limit:g} s: see {self._logs}/launcher.log"}
         for path, beat in self._ranks.items():
-            rank, changed = beat["rank"], self._changes[path][1]
-            before_first = self._first_step_timeout if not beat["updates"] else 0.0
-            if now - changed <= (before_first or self._timeout) + DIAGNOSIS_SECONDS:
+            _, changed = self._changes[path]
+            silent = now - changed
+            if silent <= self._limit(beat) + DIAGNOSIS_SECONDS:
                 continue
-            # A rank that has ended, or is about to, has removed its stacks.
-            if beat["pid"] in processes.find() and (self._logs / f"stack-{rank}.txt").exists():
-                name = f"rank {rank} ({untrusted.shown(beat['host'])}, pid {beat['pid']})"
-                text = f"{name} has written no heartbeat for {now - changed:.0f} s, last alive at step {beat['step']}"
-                return {
-                    "rank": rank,
-                    "step": beat["step"],
-                    "text": f"{text}: its process is stopped, frozen or blocked",
-                }
-            self._changes[path] = self._changes[path][0], now
+            if self._is_running(beat, processes):
+                name = f"rank {beat['rank']} ({untrusted.shown(beat['host'])}, pid {beat['pid']})"
+                text = (
+                    f"{name} has written no heartbeat for {silent:.0f} s, last alive at step {beat['step']}: "
+                    "its process is stopped, frozen or blocked"
+                )
+                return {"rank": beat["rank"], "step": beat["step"], "text": text}
+            self._set_changed(path, now)
         return {}
+
+    def _limit(self, beat: Mapping[str, Any]) -> float:
+        """Return the seconds after which a rank's own watchdog reports a hang."""
+        if beat["updates"] == 0 and self._first_step_timeout:
+            return self._first_step_timeout
+        return self._timeout
+
+    def _is_running(self, beat: Mapping[str, Any], processes: JobProcesses) -> bool:
+        """Return whether a rank has not ended. If it has, or is about to, it has removed its stacks."""
+        has_stacks = (self._logs / f"stack-{beat['rank']}.txt").exists()
+        return has_stacks and beat["pid"] in processes.find()
 
 
 def open_log(path: Path) -> IO[bytes]:
@@ -339,34 +398,45 @@ class _Stopping:
     repeats the first.
     """
 
-    def __init__(self, processes: JobProcesses, job: str, logs: Path, grace: float, startup_grace: float) -> None:
-        self._processes, self._job, self._logs = processes, job, logs
-        self._grace, self._startup_grace = grace, startup_grace
+    def __init__(self, start: Start, processes: JobProcesses) -> None:
+        self._start = start
+        self._processes = processes
         self._signaled: list[int] = []  # the ranks, until all have ended
-        self.find_ranks: Callable[[], list[int]] = list  # finds the ranks if none has a heartbeat
+        self._has_heartbeat = False
+        self._deadline = 0.0
 
     def stop(self, process: Process | None, number: int) -> None:
         """Send the signal and wait. ``process``: the launcher, if it has been started."""
-        has_heartbeat = False
-        begun = deadline = time.monotonic()
+        begun = time.monotonic()
         state = _StopState.SIGNAL
         while state is not _StopState.ENDED:
             try:
                 if state is _StopState.SIGNAL:
                     with block_signals():
-                        ranks = self._ranks_with_heartbeat()
-                        has_heartbeat = bool(ranks)
-                        deadline += self._grace + 1.0 if ranks else self._startup_grace  # ranks end by themselves
-                        self._send(ranks or self.find_ranks(), number)
+                        self._signal_ranks(process, number)
                         state = _StopState.WAIT
-                while time.monotonic() < deadline and self._waits_for(process):
+                while time.monotonic() < self._deadline and self._waits_for(process):
                     time.sleep(0.05)
                 state = _StopState.ENDED
             except Stopped as again:
                 if again.number == signal.SIGINT or time.monotonic() > begun + REPEATED:
                     return
-        if has_heartbeat and self._processes.find():
-            print_stderr(f"killed after {self._grace:g} s (--grace): steps since the last checkpoint are not saved")
+        if self._has_heartbeat and self._processes.find():
+            grace = f"{self._start.grace:g} s (--grace)"
+            print_stderr(f"killed after {grace}: steps since the last checkpoint are not saved")
+
+    def _signal_ranks(self, process: Process | None, number: int) -> None:
+        """Send the signal to the ranks, and set the deadline."""
+        begun = time.monotonic()
+        ranks = self._ranks_with_heartbeat()
+        self._has_heartbeat = bool(ranks)
+        if ranks:
+            self._deadline = begun + self._start.grace + 1.0  # ranks end by themselves
+        else:
+            self._deadline = begun + self._start.startup_grace
+            if process:
+                ranks = self._start.ranks_without_heartbeat(process.pid, self._processes)
+        self._send(ranks, number)
 
     def _send(self, ranks: list[int], number: int) -> None:
         self._signaled = ranks
@@ -380,29 +450,36 @@ class _Stopping:
         left = self._processes.find()
         if process and process.poll() is None:
             return True
-        if self._signaled and not {*left} & {*self._signaled}:
+        if self._signaled and set(left).isdisjoint(self._signaled):
             job_processes.send(left, signal.SIGTERM)
             self._signaled = []
         return bool(left)
 
     def _ranks_with_heartbeat(self) -> list[int]:
-        here, host = self._processes.find(), socket.gethostname()
-        beats = heartbeats(self._job, self._logs)
+        here = self._processes.find()
+        host = socket.gethostname()
+        beats = heartbeats(self._start.job, self._start.logs)
         return [beat["pid"] for beat in beats if beat["host"] == host and beat["pid"] in here]
 
 
 def heartbeats(job: str, logs: Path) -> Iterator[dict[str, Any]]:
     """Yield the heartbeats that the job's ranks have written to ``logs``; damaged ones are left out."""
-    yield from filter(None, (_heartbeat(path, job) for path in logs.glob("alive-*")))
+    for path in logs.glob("alive-*"):
+        beat = _heartbeat(path, job)
+        if beat:
+            yield beat
 
 
 def _heartbeat(path: Path, job: str) -> dict[str, Any]:
     """Return a heartbeat of this job; {} for another job's, and for anything that no rank writes."""
     beat = {"host": "", "pid": 0, "rank": 0, "step": 0, "updates": 0, **untrusted.read_object(path)}
-    with contextlib.suppress(ValueError):
+    try:
         untrusted.check(beat, HEARTBEAT)
-        return beat if beat.get("job") == job else {}
-    return {}
+    except ValueError:
+        return {}
+    if beat.get("job") != job:
+        return {}
+    return beat
 
 
 def read_text(path: Any) -> str | None:

@@ -43,8 +43,9 @@ def parse_names(text: str) -> list[str]:
     except argparse.ArgumentTypeError:
         raise ConfigError(f"SAMESTEP_TRACK_SECONDS={seconds}: give seconds from 0 to 1e7, or unset it") from None
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise ConfigError(f"--track: unknown tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas")
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"--track: unknown tracker {name!r}: name some of {','.join(TRACKERS)}, with commas")
     return list(dict.fromkeys(names))
 
 
@@ -58,8 +59,9 @@ def find_python(root: Path, names: Sequence[str]) -> str:
     environment = Environment(root, NAME)
     if not os.environ.get("PYTHON"):
         return environment.ensure({})
-    packages = [package for name in names for package in TRACKERS[name]]
-    missing = [package for package in packages if importlib.util.find_spec(MODULES.get(package, package)) is None]
+    missing = []
+    for name in names:
+        missing += [package for package in TRACKERS[name] if not _is_installed(package)]
     if missing:
         pins = {name: f"{name}=={version}" for name, version, _ in environment.pins()}
         install = f"{sys.executable} -m pip install {' '.join(pins[each] for each in missing)}"
@@ -70,11 +72,17 @@ def find_python(root: Path, names: Sequence[str]) -> str:
     return sys.executable
 
 
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(MODULES.get(package, package)) is not None
+
+
 class TrackerProcess:
     """The tracker process. `start` starts it, also after a crash; `finish` waits for its last lines."""
 
     def __init__(self, root: Path, names: Sequence[str], python: str) -> None:
-        self._root, self._names, self._python = root, names, python
+        self._root = root
+        self._names = names
+        self._python = python
         self._run_dir: Path | None = None
         self._process: subprocess.Popen[str] | None = None
 
@@ -113,7 +121,8 @@ class TrackerProcess:
         if self._process is None:
             return
         self._process.communicate()  # closes its pipes
-        code, self._process = self._process.returncode, None
+        code = self._process.returncode
+        self._process = None
         print_stderr(f"warning: --track: its process ended with code {code}, see {self._run_dir}/log/track.log; {then}")
 
     def finish(self, stopped: bool) -> None:
@@ -125,29 +134,39 @@ class TrackerProcess:
             return
         if self._process and self._process.poll() is not None:
             self._report_end("once more, for the rest")
-        limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or (STOP_SECONDS if stopped else FINISH_SECONDS))
-        output, late = "", True
-        try:
-            self._process = self._process or self._popen(self._run_dir)
-            if self._process:
-                output = self._process.communicate(timeout=limit)[0]
-                late = self._process.returncode not in (0, 1)
-        except (Stopped, subprocess.TimeoutExpired):
-            pass
-        finally:
-            if self._process and self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
-        lines = [shown(line, limit=500) for line in output.splitlines()]
-        problems = dict(line.split(": ", 1) for line in lines if ": " in line)
-        if late:
-            problems = dict.fromkeys(self._names, f"not done {limit:g} s after the job") | problems
-        for name, problem in problems.items():
+        limit = STOP_SECONDS if stopped else FINISH_SECONDS
+        limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or limit)
+        for name, problem in self._wait_for_end(self._run_dir, limit).items():
             print_stderr(
                 f"warning: --track: {name} is incomplete ({problem}): to complete it, run {self._command(name)}"
             )
 
+    def _wait_for_end(self, run_dir: Path, limit: float) -> dict[str, str]:
+        """Wait for at most ``limit`` seconds; return the problem of each incomplete tracker."""
+        late = dict.fromkeys(self._names, f"not done {limit:g} s after the job")
+        try:
+            if self._process is None:
+                self._process = self._popen(run_dir)
+            if self._process is None:  # it could not start
+                return late
+            output, _ = self._process.communicate(timeout=limit)
+        except (Stopped, subprocess.TimeoutExpired):
+            return late
+        finally:
+            if self._process and self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+        problems = {}
+        for line in output.splitlines():
+            name, separator, problem = shown(line, limit=500).partition(": ")
+            if separator:
+                problems[name] = problem
+        has_ended = self._process.returncode in (0, 1)
+        return problems if has_ended else {**late, **problems}
+
     def _command(self, name: str) -> str:
-        path = [f"PYTHONPATH={shlex.quote(str(self._root / 'core'))}"] if os.environ.get("PYTHON") else []
-        command = [self._python, "-m", "samestep", "track", str(self._run_dir), "--to", name]
-        return " ".join([*path, shlex.join(command)])
+        """Return the command by which a user completes a tracker."""
+        command = shlex.join([self._python, "-m", "samestep", "track", str(self._run_dir), "--to", name])
+        if os.environ.get("PYTHON"):
+            return f"PYTHONPATH={shlex.quote(str(self._root / 'core'))} {command}"
+        return command

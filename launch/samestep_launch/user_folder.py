@@ -142,7 +142,8 @@ def job_tmpdir(is_local: bool) -> Iterator[dict[str, str]]:
     is_short = base.is_absolute() and len(os.fsencode(base)) <= MAX_TMPDIR
     parent = user_folder(base) if is_local and is_short else None
     variables: dict[str, str] = {}
-    folder = lock = None
+    folder = None
+    lock = None
     try:
         with contextlib.suppress(OSError):
             if parent is not None:

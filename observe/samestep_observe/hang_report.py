@@ -17,7 +17,6 @@ writes the file.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import shutil
@@ -48,33 +47,58 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_call(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == len(_CALL) and all(kind(each) for kind, each in zip(_CALL, value))
+    if not isinstance(value, list) or len(value) != len(_CALL):
+        return False
+    return all(kind(each) for kind, each in zip(_CALL, value))
 
 
 def _is_thread(value: Any) -> bool:
-    return isinstance(value, dict) and _TEXT(value.get("name")) and _is_list(value.get("calls"), _is_call)
+    if not isinstance(value, dict):
+        return False
+    return _TEXT(value.get("name")) and _is_list(value.get("calls"), _is_call)
 
 
 def _is_list(value: Any, of: Check) -> bool:
     return isinstance(value, list) and all(map(of, value))
 
 
-_TEXT, _COUNT, _RANKS = text(10_000), integer(0, 2**62), integer(0, 2**20)
+def _is_collective(value: Any) -> bool:
+    if not value:
+        return True  # none is pending
+    if not isinstance(value, dict):
+        return False
+    return _TEXT(value.get("name")) and isinstance(value.get("pending"), bool)
+
+
+_TEXT = text(10_000)
+_COUNT = integer(0, 2**62)
+_RANKS = integer(0, 2**20)
 _CALL = (_TEXT, _COUNT, _TEXT, _TEXT)  # file, line, function, code
-_COLLECTIVE = {"name": _TEXT, "pending": lambda value: isinstance(value, bool)}
-_OPTIONAL: dict[str, Check] = {"collective": lambda value: not value or isinstance(value, dict), "waited": _is_time}
-_OPTIONAL |= {"trouble": _TEXT, "verdict": _TEXT}
+_OPTIONAL: dict[str, Check] = {
+    "collective": _is_collective,
+    "waited": _is_time,
+    "trouble": _TEXT,
+    "verdict": _TEXT,
+}
 _HEARTBEAT: dict[str, Check] = {"rank": _RANKS, "pid": _COUNT, "step": _COUNT, "time": _is_time, "host": _TEXT}
-_HANG = {**_HEARTBEAT, "world_size": _RANKS, "threads": lambda value: _is_list(value, _is_thread)}
+_HANG: dict[str, Check] = {
+    **_HEARTBEAT,
+    "world_size": _RANKS,
+    "threads": lambda value: _is_list(value, _is_thread),
+}
 
 
 def _is_state(values: RankState, required: Mapping[str, Check]) -> bool:
     """Return whether values are of the kinds that a rank writes."""
-    with contextlib.suppress(ValueError):
-        check(values, {**required, **{name: kind for name, kind in _OPTIONAL.items() if name in values}})
-        check(values.get("collective") or {"name": "", "pending": False}, _COLLECTIVE)
-        return True
-    return False
+    kinds = dict(required)
+    for name, kind in _OPTIONAL.items():
+        if name in values:
+            kinds[name] = kind
+    try:
+        check(values, kinds)
+    except ValueError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,8 +110,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(options: Options) -> None:
-    states = [state for run_dir in options.run_dirs for state in newest(run_dir)]
-    lines = report(states, options.threads, shutil.get_terminal_size((100, 24)).columns)
+    states: list[RankState] = []
+    for run_dir in options.run_dirs:
+        states += newest(run_dir)
+    columns = shutil.get_terminal_size((100, 24)).columns
+    lines = report(states, bool(options.threads), columns)
     print("\n".join(map(printable, lines)))
 
 
@@ -95,8 +122,10 @@ def newest(run_dir: Path) -> list[RankState]:
     """Return the ranks' states at the newest hang in a run dir. Raises ConfigError without a folder or a hang."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder: give a run dir, the folder that holds log/")
-    states: list[RankState] = [state for state in run_reader.hangs(run_dir)[0] if _is_state(state, _HANG)]
-    states = states or list(_blocked_ranks(run_dir / "log"))
+    hangs, _ = run_reader.hangs(run_dir)
+    states: list[RankState] = [state for state in hangs if _is_state(state, _HANG)]
+    if not states:
+        states = list(_blocked_ranks(run_dir / "log"))
     if not states:
         raise ConfigError(
             f"{run_dir / 'log'} holds no hang: ranks write hang-<r>.json there when one made no progress for --timeout "
@@ -109,7 +138,8 @@ def newest(run_dir: Path) -> list[RankState]:
 def _blocked_ranks(log: Path) -> Iterator[RankState]:
     """Yield ranks whose interpreter is blocked, if no other rank could describe them: last heartbeat and stacks."""
     for path in log.glob("stack-*.txt"):
-        heartbeat, _ = run_reader.read_object(log / f"alive-{re.sub(r'[^0-9]', '', path.name)}")
+        rank = re.sub(r"[^0-9]", "", path.name)
+        heartbeat, _ = run_reader.read_object(log / f"alive-{rank}")
         stacks = read_stacks(path)
         if stacks and _is_state(heartbeat, _HEARTBEAT):
             threads = [{"name": str(i or "MainThread"), "calls": calls} for i, calls in enumerate(stacks)]
@@ -118,55 +148,104 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
 
 def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list[str]:
     """Return the lines to print. A rank's own file is preferred to another rank's file about it."""
-    by_rank = {state["rank"]: state for state in sorted(states, key=lambda state: "written_by" not in state)}
+    others_first = sorted(states, key=lambda state: "written_by" not in state)
+    by_rank = {state["rank"]: state for state in others_first}
     ranks = [by_rank[rank] for rank in sorted(by_rank)]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(state["time"] for state in ranks)))
+    lines = [_heading(ranks), *_diagnoses(ranks)]
+    lines += _side_by_side(_blocks(ranks, all_threads), columns)
+    world_size = max(state["world_size"] for state in ranks)
+    missing = set(range(world_size)) - by_rank.keys()
+    if missing:
+        noun = "ranks" if len(missing) > 1 else "rank"
+        lines.append("")
+        lines.append(
+            f"{noun} {format_ranges(missing)}: nothing here; if they ran on another machine, "
+            "run this there, or give that machine's copy of the run dir as a further RUN_DIR"
+        )
+    return lines
+
+
+def _heading(ranks: Sequence[RankState]) -> str:
+    last = max(state["time"] for state in ranks)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
     waited = max(state.get("waited", 0.0) for state in ranks)
-    lines = [f"{when}: no progress for {waited:.0f} s" if waited else f"{when}: the last heartbeat"]
-    diagnoses = {state["verdict"]: state["host"] for state in ranks if "verdict" in state}
-    lines += [f"as seen from {host}: {text}" if len(diagnoses) > 1 else text for text, host in diagnoses.items()]
+    if waited:
+        return f"{when}: no progress for {waited:.0f} s"
+    return f"{when}: the last heartbeat"
+
+
+def _diagnoses(ranks: Sequence[RankState]) -> list[str]:
+    """Return the diagnosis, with hosts if they differ."""
+    host_of = {state["verdict"]: state["host"] for state in ranks if "verdict" in state}
+    if len(host_of) <= 1:
+        return list(host_of)
+    return [f"as seen from {host}: {verdict}" for verdict, host in host_of.items()]
+
+
+def _blocks(ranks: Sequence[RankState], all_threads: bool) -> list[list[str]]:
+    """Return the lines of each group of ranks at the same location, smallest groups first."""
     groups: dict[tuple[str, ...], list[RankState]] = {}
     for state in ranks:
-        groups.setdefault(tuple(_description(state, all_threads)), []).append(state)
-    smallest_first = sorted(groups.items(), key=lambda item: (len(item[1]), item[1][0]["rank"]))
-    lines += _side_by_side([[*_names(group), *description] for description, group in smallest_first], columns)
-    if missing := set(range(max(state["world_size"] for state in ranks))) - by_rank.keys():
-        lines += ["", f"rank{'s' * (len(missing) > 1)} {format_ranges(missing)}: nothing here; if they ran on another "]
-        lines[-1] += "machine, run this there, or give that machine's copy of the run dir as a further RUN_DIR"
-    return lines
+        description = tuple(_description(state, all_threads))
+        groups.setdefault(description, []).append(state)
+    blocks = []
+    for description, group in sorted(groups.items(), key=lambda item: (len(item[1]), item[1][0]["rank"])):
+        blocks.append([*_names(group), *description])
+    return blocks
 
 
 def _names(group: Sequence[RankState]) -> list[str]:
     if len(group) <= MAX_LISTED:
         return [f"rank {state['rank']}  {state['host']}  pid {state['pid']}  step {state['step']}" for state in group]
-    hosts, steps = sorted({state["host"] for state in group}), sorted({state["step"] for state in group})
-    line = f"ranks {format_ranges(state['rank'] for state in group)}  {', '.join(hosts)}  step {steps[0]}"
-    return [line + (f" to {steps[-1]}" if len(steps) > 1 else "")]
+    ranks = format_ranges(state["rank"] for state in group)
+    hosts = sorted({state["host"] for state in group})
+    first = min(state["step"] for state in group)
+    last = max(state["step"] for state in group)
+    steps = f"step {first}"
+    if last > first:
+        steps = f"step {first} to {last}"
+    return [f"ranks {ranks}  {', '.join(hosts)}  {steps}"]
 
 
 def _description(state: RankState, all_threads: bool) -> Iterator[str]:
     """Yield a rank's lines, which are equal for ranks at one location: a collective has its number and shape."""
-    if collective := state.get("collective"):
+    collective = state.get("collective")
+    if collective:
         yield f"{'in' if collective['pending'] else 'last collective:'} {collective['name']}"
-    if trouble := state.get("trouble"):
+    trouble = state.get("trouble")
+    if trouble:
         yield trouble
-    for thread in state["threads"] if all_threads else state["threads"][:1]:
-        if all_threads:
+    if all_threads:
+        for thread in state["threads"]:
             yield f"thread {thread['name']}"
-        for file, line, function, code in thread["calls"]:
-            yield f"  {'/'.join(Path(file).parts[-2:])}:{line} {function}"
-            if code:
-                yield f"      {code}"
+            yield from _calls(thread)
+    else:
+        for thread in state["threads"][:1]:
+            yield from _calls(thread)
+
+
+def _calls(thread: Mapping[str, Any]) -> Iterator[str]:
+    for file, line, function, code in thread["calls"]:
+        short_path = "/".join(Path(file).parts[-2:])
+        yield f"  {short_path}:{line} {function}"
+        if code:
+            yield f"      {code}"
 
 
 def _side_by_side(blocks: Sequence[Sequence[str]], columns: int) -> Iterator[str]:
     count = 2 if columns >= 2 * MIN_COLUMNS + 2 else 1
     width = (columns - 2 * (count - 1)) // count
-    for i in range(0, len(blocks), count):
+    for first in range(0, len(blocks), count):
         yield ""
-        for row in itertools.zip_longest(*blocks[i : i + count], fillvalue=""):
-            cells = [text if len(text) <= width else f"{text[: width - 3]}..." for text in row]
-            yield "  ".join(text.ljust(width) for text in cells).rstrip()
+        for row in itertools.zip_longest(*blocks[first : first + count], fillvalue=""):
+            cells = [_cut(text, width).ljust(width) for text in row]
+            yield "  ".join(cells).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    return f"{text[: width - 3]}..."
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,12 +32,13 @@ from samestep.untrusted import shown
 from samestep_observe import report_page, run_reader
 from samestep_observe.command import new_parser, run_command
 from samestep_observe.report_page import EQUAL, KINDS, Line, Page, Panel, Table, Timeline, Verdict
-from samestep_observe.run_reader import Curve, RunData, finite_number, world_size_of
+from samestep_observe.run_reader import Curve, RunData, count_of, finite_number, world_size_of
 
 # This module selects panels and tables. `report_page` turns them into HTML, with plots as SVG, without a plotting
 # library, so that the page is light, and sharp at any width.
 MAX_POINTS = 400  # of a curve that are drawn
-TOLERANCE, TOLERANCE_FLOAT64 = 1e-4, 1e-9  # relative differences of losses up to which runs match
+TOLERANCE = 1e-4  # relative difference of losses up to which runs match
+TOLERANCE_FLOAT64 = 1e-9  # likewise, if both runs have --dtype float64
 MAX_DIFFERENCE = 1e300  # a larger one is drawn there
 LAST_EVALUATION = ("test_loss", "test_accuracy", "bits_per_byte")  # shown for a run without a result
 RESULTS = (  # fields of result.json, in this order; other numbers follow
@@ -64,7 +66,7 @@ def _run(options: Options) -> None:
     _write(options.output, report_page.html_of(page).encode(), "-o")
     if options.png:
         _write(options.png, _draw(page), "--png")
-    print(f"{shown(options.output, limit=500)}: {len(page.names)} run{'s' * (len(page.names) != 1)}")
+    print(f"{shown(options.output, limit=500)}: {count_of(len(page.names), 'run')}")
 
 
 def _write(path: Path, content: bytes, option: str) -> None:
@@ -80,192 +82,334 @@ def _write(path: Path, content: bytes, option: str) -> None:
 def build(runs: Sequence[RunData]) -> Page:
     """Return the content of a page; runs are compared with the first."""
     names = names_of([run.folder for run in runs])
-    notes = []
-    if any(not run.trains for run in runs):
-        notes.append("collectives_lab measures and does not train: it has no curves; its measurements are listed below")
-    if len({run.app for run in runs if run.trains and run.app}) > 1:
-        notes.append("the runs are of several apps: compare losses only if model and data are the same")
-    notes += [
-        f"{name} has no log/launcher.log, which only the launch scripts write"
-        for name, run in zip(names, runs)
-        if report_page.NO_LAUNCHER_LOG in run.problems
-    ]
     timelines = [_timeline(index, run) for index, run in enumerate(runs) if run.trains]
     tables = [table for table in _tables(runs, names) if table.rows]
-    verdicts = [_verdict(runs, names, i) for i in range(1, len(runs)) if runs[i].trains and runs[0].trains]
-    return Page(names, runs, verdicts, list(_panels(runs)), timelines, tables, notes)
+    return Page(
+        names=names,
+        runs=runs,
+        verdicts=_verdicts(runs, names),
+        panels=list(_panels(runs)),
+        timelines=timelines,
+        tables=tables,
+        notes=_notes(runs, names),
+    )
+
+
+def _notes(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
+    notes = []
+    trained = [run for run in runs if run.trains]
+    if len(trained) < len(runs):
+        notes.append("collectives_lab measures and does not train: it has no curves; its measurements are listed below")
+    apps = {run.app for run in trained if run.app}
+    if len(apps) > 1:
+        notes.append("the runs are of several apps: compare losses only if model and data are the same")
+    for name, run in zip(names, runs):
+        if report_page.NO_LAUNCHER_LOG in run.problems:
+            notes.append(f"{name} has no log/launcher.log, which only the launch scripts write")
+    return notes
+
+
+def _verdicts(runs: Sequence[RunData], names: Sequence[str]) -> list[Verdict]:
+    """Return a verdict for each run that trained, except the first; none if the first only measured."""
+    if not runs[0].trains:
+        return []
+    return [_verdict(runs, names, index) for index in range(1, len(runs)) if runs[index].trains]
 
 
 def _verdict(runs: Sequence[RunData], names: Sequence[str], index: int) -> Verdict:
     """Return whether a run's losses match the first run's, in words."""
-    first, name, differences = names[0], names[index], loss_divergence(runs[0], runs[index])
+    first = names[0]
+    name = names[index]
+    differences = loss_divergence(runs[0], runs[index])
     if not differences:
         return Verdict(False, f"{name} and {first} have no step in common")
-    is_float64 = all(_options_of(run).get("dtype") == "float64" for run in (runs[0], runs[index]))
-    tolerance = TOLERANCE_FLOAT64 if is_float64 else TOLERANCE
-    largest, count = max(differences.values()), f"{len(differences):,} step{'s' * (len(differences) != 1)}"
+    tolerance = _tolerance(runs[0], runs[index])
+    largest = max(differences.values())
+    steps = count_of(len(differences), "step")
     if largest == 0:
-        return Verdict(True, f"{name} matches {first} in all bits of the loss at {count}")
+        return Verdict(True, f"{name} matches {first} in all bits of the loss at {steps}")
     if largest <= tolerance:
-        return Verdict(True, f"{name} matches {first} to {largest:.0e} in the loss at {count}")
+        return Verdict(True, f"{name} matches {first} to {largest:.0e} in the loss at {steps}")
     step = next(step for step, difference in differences.items() if difference > tolerance)
-    start = f"{name} differs from {first} from step {step:,} on, by {differences[step]:.2g}"
-    return Verdict(False, f"{start}; {largest:.2g} at most (tolerance {tolerance:.0e})")
+    return Verdict(
+        False,
+        f"{name} differs from {first} from step {step:,} on, by {differences[step]:.2g}; "
+        f"{largest:.2g} at most (tolerance {tolerance:.0e})",
+    )
+
+
+def _tolerance(first: RunData, run: RunData) -> float:
+    dtypes = {_options_of(each).get("dtype") for each in (first, run)}
+    if dtypes == {"float64"}:
+        return TOLERANCE_FLOAT64
+    return TOLERANCE
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of paths that are unique; equal paths get a number."""
     parts = [folder.resolve().parts for folder in folders]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
+    longest = max(map(len, parts))
+    for count in range(1, longest + 1):
+        ends = ["/".join(part[-count:]) for part in parts]
+        if len(set(ends)) == len(set(parts)):
             break
-    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+    names = []
+    for number, end in enumerate(ends, 1):
+        is_unique = ends.count(end) == 1
+        names.append(end if is_unique else f"{end} ({number})")
+    return names
 
 
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
     """Return a curve of at most MAX_POINTS points: the least and the greatest of each section, so no peak is lost."""
-    count, sections = len(steps), MAX_POINTS // 2 - 1
-    kept = set(range(count)) if count <= MAX_POINTS else {0, count - 1}
-    for i in range(sections if count > MAX_POINTS else 0):
-        section = range(i * count // sections, (i + 1) * count // sections)
-        kept |= {min(section, key=values.__getitem__), max(section, key=values.__getitem__)}
-    order = sorted(kept)
-    return Line(run, name, [steps[i] for i in order], [values[i] for i in order], count, dashed)
+    points = _points_to_draw(values)
+    return Line(
+        run,
+        name,
+        steps=[steps[point] for point in points],
+        values=[values[point] for point in points],
+        total=len(steps),
+        dashed=dashed,
+    )
+
+
+def _points_to_draw(values: Sequence[float]) -> Sequence[int]:
+    """Return the indices of the points to draw, in rising order."""
+    count = len(values)
+    if count <= MAX_POINTS:
+        return range(count)
+    points = {0, count - 1}
+    sections = MAX_POINTS // 2 - 1
+    for index in range(sections):
+        first = index * count // sections
+        end = (index + 1) * count // sections
+        section = range(first, end)
+        points.add(min(section, key=values.__getitem__))
+        points.add(max(section, key=values.__getitem__))
+    return sorted(points)
 
 
 def _panel_order(name: str) -> tuple[bool, bool, str]:
-    return name == "samples_per_second", name.removeprefix("test_") != "loss", name
+    is_speed = name == "samples_per_second"
+    is_loss = name.removeprefix("test_") == "loss"
+    return is_speed, not is_loss, name
 
 
 def _panels(runs: Sequence[RunData]) -> Iterator[Panel]:
-    measured = {name for run in runs for name in run.metrics.curves}
+    measured: set[str] = set()
+    for run in runs:
+        measured.update(run.metrics.curves)
     for name in sorted(measured, key=_panel_order):
-        if name.startswith("test_") and name.removeprefix("test_") in measured:
-            continue
-        notes = ["dashed, with points: test"] if f"test_{name}" in measured else []
-        if name == "loss" and len(runs) > 1:
-            notes.append("earlier runs are drawn wider, so that equal curves show as bands")
-        if name == "samples_per_second":
-            notes.append("between two lines of metrics.jsonl, including evaluations and checkpoints")
-        lines = [
-            thin(i, each, curve.steps, curve.values, dashed=each.startswith("test_") or each == "bits_per_byte")
-            for i, run in enumerate(runs)
-            for each in (name, f"test_{name}")
-            if (curve := run.metrics.curves.get(each))
-        ]
-        label = "samples/s" if name == "samples_per_second" else name.replace("_", " ")
-        yield Panel(name.replace("_", " ").capitalize(), label, lines, _note(notes, lines))
+        has_own_panel = not name.startswith("test_") or name.removeprefix("test_") not in measured
+        if has_own_panel:
+            yield _panel(runs, name)
         if name == "loss":
             yield from _differences(runs)
 
 
+def _panel(runs: Sequence[RunData], name: str) -> Panel:
+    """Return the plot of a measurement, with its test counterpart."""
+    lines = list(_lines(runs, name))
+    notes = []
+    if any(line.name == f"test_{name}" for line in lines):
+        notes.append("dashed, with points: test")
+    if name == "loss" and len(runs) > 1:
+        notes.append("earlier runs are drawn wider, so that equal curves show as bands")
+    title = name.replace("_", " ")
+    label = title
+    if name == "samples_per_second":
+        label = "samples/s"
+        notes.append("between two lines of metrics.jsonl, including evaluations and checkpoints")
+    return Panel(title.capitalize(), label, lines=lines, note=_note(notes, lines))
+
+
+def _lines(runs: Sequence[RunData], name: str) -> Iterator[Line]:
+    for index, run in enumerate(runs):
+        for each in (name, f"test_{name}"):
+            curve = run.metrics.curves.get(each)
+            is_test = each.startswith("test_") or each == "bits_per_byte"
+            if curve:
+                yield thin(index, each, steps=curve.steps, values=curve.values, dashed=is_test)
+
+
 def _note(notes: Sequence[str], lines: Sequence[Line]) -> str:
     longest = max(lines, key=lambda line: line.total)
-    thinned = f"thinned out, from {longest.total:,} points to {len(longest.steps)} in the longest: each section keeps "
-    thinned += "its least and its greatest value"
-    return "; ".join([*notes, thinned] if longest.total > len(longest.steps) else notes)
+    drawn = len(longest.steps)
+    if longest.total == drawn:
+        return "; ".join(notes)
+    thinned = (
+        f"thinned out, from {longest.total:,} points to {drawn} in the longest: "
+        "each section keeps its least and its greatest value"
+    )
+    return "; ".join([*notes, thinned])
 
 
 def loss_divergence(first: RunData, run: RunData) -> dict[int, float]:
     """Return by step |loss - first's| / |first's|, without the division if the first's is 0, for common steps."""
-    curves = [each.metrics.curves.get("loss", Curve()) for each in (first, run)]
-    a, b = (dict(zip(curve.steps, curve.values)) for curve in curves)
-    return {step: abs(a[step] - b[step]) / (abs(a[step]) or 1.0) for step in sorted(a.keys() & b.keys())}
+    expected = _losses(first)
+    losses = _losses(run)
+    divergence = {}
+    for step in sorted(expected.keys() & losses.keys()):
+        difference = abs(expected[step] - losses[step])
+        divergence[step] = difference / (abs(expected[step]) or 1.0)
+    return divergence
+
+
+def _losses(run: RunData) -> dict[int, float]:
+    curve = run.metrics.curves.get("loss", Curve())
+    return dict(zip(curve.steps, curve.values))
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[Panel]:
     lines = []
-    for i, run in enumerate(runs[1:], 1):
-        if differences := loss_divergence(runs[0], run):
+    for index in range(1, len(runs)):
+        differences = loss_divergence(runs[0], runs[index])
+        if differences:
             values = [min(max(each, EQUAL), MAX_DIFFERENCE) for each in differences.values()]
-            lines.append(thin(i, "difference", list(differences), values))
+            lines.append(thin(index, "difference", steps=list(differences), values=values))
     if lines:
         note = "|loss - first's| / |first's| at the steps that both logged; the lowest line is 0: equal bits"
-        yield Panel("Difference from the first run", "relative difference", lines, _note([note], lines), log=True)
+        yield Panel(
+            "Difference from the first run", "relative difference", lines=lines, note=_note([note], lines), log=True
+        )
 
 
 def _timeline(index: int, run: RunData) -> Timeline:
     shown = [event for event in run.events if event.step is not None]
-    saved = [each.step for each in run.checkpoints if not each.quarantined and not each.problem]
-    steps = [run.metrics.step or 0, *(event.step or 0 for event in shown), *(each.step for each in run.checkpoints)]
-    return Timeline(index, max(steps), saved, shown)
+    good = [each.step for each in run.checkpoints if each.is_good]
+    steps = [run.metrics.step or 0]
+    steps += [event.step or 0 for event in shown]
+    steps += [each.step for each in run.checkpoints]
+    return Timeline(index, last=max(steps), saved=good, events=shown)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _tables(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Table]:
-    def rows(of: Callable[[RunData], Iterable[Sequence[str]]]) -> list[list[str]]:
-        return [[name, *row] for name, run in zip(names, runs) for row in of(run)]
+    def rows(rows_of: Callable[[RunData], Iterable[Sequence[str]]]) -> list[list[str]]:
+        """Return the rows of all runs, each with its run's name first."""
+        named = []
+        for name, run in zip(names, runs):
+            named += [[name, *row] for row in rows_of(run)]
+        return named
 
     yield _results(runs, names)
-    head = ["run", "steps in common", "largest relative difference", "at step", "losses"]
-    yield Table("Losses against the first run", head, rows(partial(_compare, runs[0])))
-    yield from _header_tables(runs, names, "Options", _options_of)
-    yield from _header_tables(runs, names, "Versions and machines", _machine_of)
-    launches = [f"{name} {len(run.log.launches)}" for name, run in zip(names, runs) if len(run.log.launches) > 1]
-    note = "times are by the clock of each line's own machine"
-    note += f"; number of launches: {', '.join(launches)}" if launches else ""
-    yield Table("What happened", ["run", "", "step", "time", "what", "file"], rows(_event_rows), note)
+    yield Table(
+        "Losses against the first run",
+        ["run", "steps in common", "largest relative difference", "at step", "losses"],
+        rows(partial(_comparison_rows, runs[0])),
+    )
+    yield from _header_tables(runs, names, title="Options", values_of=_options_of)
+    yield from _header_tables(runs, names, title="Versions and machines", values_of=_machine_of)
+    yield Table(
+        "What happened",
+        ["run", "", "step", "time", "what", "file"],
+        rows(_event_rows),
+        note=_launches_note(runs, names),
+    )
     stragglers = rows(_straggler_rows)
     if not stragglers and any(run.trains for run in runs):
         stragglers = [["no straggler was reported", "", "", "", "", ""]]
-    note = "seconds per step in the phase in which a straggler lost the most, and the median of the others; a run "
-    note += "records no phases of other ranks"
-    head = ["run", "step", "rank", "phase", "seconds per step", "others"]
-    yield Table("Time by phase and rank", head, stragglers, note)
-    note = "a run keeps only the newest checkpoints (--keep-checkpoints)"
-    yield Table("Checkpoints", ["run", "step", "bytes", ""], rows(_checkpoint_rows), note, folded=True)
+    yield Table(
+        "Time by phase and rank",
+        ["run", "step", "rank", "phase", "seconds per step", "others"],
+        stragglers,
+        note="seconds per step in the phase in which a straggler lost the most, and the median of the others; a run "
+        "records no phases of other ranks",
+    )
+    yield Table(
+        "Checkpoints",
+        ["run", "step", "bytes", ""],
+        rows(_checkpoint_rows),
+        note="a run keeps only the newest checkpoints (--keep-checkpoints)",
+        folded=True,
+    )
     yield Table("Evaluations by --evaluate-only", ["run", "", "value"], rows(_evaluation_rows))
-    head = ["run", "command", "ranks", "measured", "its own page"]
-    yield Table("Measurements of collectives_lab", head, rows(_lab_rows))
+    yield Table(
+        "Measurements of collectives_lab", ["run", "command", "ranks", "measured", "its own page"], rows(_lab_rows)
+    )
+
+
+def _launches_note(runs: Sequence[RunData], names: Sequence[str]) -> str:
+    note = "times are by the clock of each line's own machine"
+    launches = []
+    for name, run in zip(names, runs):
+        count = len(run.log.launches)
+        if count > 1:
+            launches.append(f"{name} {count}")
+    if not launches:
+        return note
+    return f"{note}; number of launches: {', '.join(launches)}"
 
 
 def _results(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     results = [run.result or _so_far(run) for run in runs]
-    numbers = {name for result in results for name, value in result.items() if finite_number(value) is not None}
-    columns = [*(name for name in RESULTS if name in numbers), *sorted(numbers - {*RESULTS} - OTHER_FIELDS)]
-    head = ["run", "app", "state", "framework", "ranks", *(name.replace("_", " ") for name in columns), "weights"]
-    first, rows = results[0].get("weights_sha256"), []
+    columns = _result_columns(results)
+    titles = [column.replace("_", " ") for column in columns]
+    rows = []
     for name, run, result in zip(names, runs, results):
-        fields = ("framework", "framework_version", "backend")
-        framework = " ".join(str(result[field]) for field in fields if result.get(field))
-        digest = str(result.get("weights_sha256") or "")
-        weights = digest[:12] + (" = first" if digest and digest == first and run is not runs[0] else "")
-        values = [show(result.get(column)) for column in columns]
-        rows.append(
-            [
-                name,
-                run.app or "?",
-                run.state.name,
-                framework,
-                show(world_size_of(run.metrics.header, run.result)),
-                *values,
-                weights,
-            ]
-        )
-    note = "weights: the first digits of the SHA-256 of all weights; = first: the same bits as the first run's; a run "
-    note += "without a result shows its last step and its last evaluation"
-    return Table("Results", head, rows, note)
+        world_size = world_size_of(run.metrics.header, run.result)
+        cells = [name, run.app or "?", run.state.name, _framework(result), show(world_size)]
+        cells += [show(result.get(column)) for column in columns]
+        cells.append(_weights(result, results[0]))
+        rows.append(cells)
+    return Table(
+        "Results",
+        ["run", "app", "state", "framework", "ranks", *titles, "weights"],
+        rows,
+        note="weights: the first digits of the SHA-256 of all weights; = first: the same bits as the first run's; a "
+        "run without a result shows its last step and its last evaluation",
+    )
+
+
+def _result_columns(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of numbers that a result has: the known ones in their order, then the others."""
+    numbers: set[str] = set()
+    for result in results:
+        numbers.update(name for name, value in result.items() if finite_number(value) is not None)
+    known = [name for name in RESULTS if name in numbers]
+    others = numbers - set(RESULTS) - OTHER_FIELDS
+    return [*known, *sorted(others)]
+
+
+def _framework(result: Mapping[str, Any]) -> str:
+    values = [result.get(name) for name in ("framework", "framework_version", "backend")]
+    return " ".join(str(value) for value in values if value)
+
+
+def _weights(result: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    digest = str(result.get("weights_sha256") or "")
+    if not digest or result is first:
+        return digest[:12]
+    is_equal = digest == first.get("weights_sha256")
+    return f"{digest[:12]} = first" if is_equal else digest[:12]
 
 
 def _so_far(run: RunData) -> dict[str, Any]:
     """Return the last step and the last evaluation of a run without a result."""
-    last = {name: curve.values[-1] for name, curve in run.metrics.curves.items() if name in LAST_EVALUATION}
-    return last if run.metrics.step is None else {"steps": run.metrics.step, **last}
+    values: dict[str, Any] = {}
+    if run.metrics.step is not None:
+        values["steps"] = run.metrics.step
+    for name, curve in run.metrics.curves.items():
+        if name in LAST_EVALUATION:
+            values[name] = curve.values[-1]
+    return values
 
 
-def _compare(first: RunData, run: RunData) -> Iterator[Sequence[str]]:
+def _comparison_rows(first: RunData, run: RunData) -> Iterator[Sequence[str]]:
     if run is first or not run.trains:
         return
     differences = loss_divergence(first, run)
     if not differences:
         yield "0", "", "", "no step that both logged: give both the same --log-every"
         return
-    worst, count = max(differences, key=differences.__getitem__), len(differences)
-    equal = sum(each == 0 for each in differences.values())
-    bits = "equal in all bits" if equal == count else f"equal in {equal} of {count}"
+    count = len(differences)
+    worst = max(differences, key=differences.__getitem__)
+    equal_count = sum(difference == 0 for difference in differences.values())
+    bits = "equal in all bits"
+    if equal_count < count:
+        bits = f"equal in {equal_count} of {count}"
     yield str(count), f"{differences[worst]:.2g}", str(worst), bits
 
 
@@ -275,46 +419,85 @@ def _options_of(run: RunData) -> Mapping[str, Any]:
 
 
 def _machine_of(run: RunData) -> Mapping[str, Any]:
-    world = run_reader.get_object(run.metrics.header, "world")
     other = ("app", "time", "world", "options", "step")
     machine = {name: value for name, value in run.metrics.header.items() if name not in other}
-    return {**machine, **{name: world[name] for name in ("world_size", "node_count", "launcher") if name in world}}
+    world = run_reader.get_object(run.metrics.header, "world")
+    for name in ("world_size", "node_count", "launcher"):
+        if name in world:
+            machine[name] = world[name]
+    return machine
 
 
 def _header_tables(
     runs: Sequence[RunData], names: Sequence[str], title: str, values_of: Callable[[RunData], Mapping[str, Any]]
 ) -> Iterator[Table]:
     """Yield two tables: values that differ between runs, and, folded, equal values."""
-    known = {name: values for name, run in zip(names, runs) if (values := values_of(run))}
-    keys = sorted({key for values in known.values() for key in values})
-    exact = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in known.values()]
-    unequal = [key for key in keys if len({values.get(key) for values in exact}) > 1]
-    equal = [[key, show(next(iter(known.values()))[key])] for key in keys if key not in unequal]
+    by_run = {name: values_of(run) for name, run in zip(names, runs)}
+    known = {name: values for name, values in by_run.items() if values}  # of runs that have a header
+    columns = list(known.values())
+    equal, different = _split_by_equality(columns)
+    equal_rows = [[key, show(columns[0][key])] for key in equal]
     if len(known) <= 1:
-        yield Table(title, ["", "value"], equal, folded=True)
+        yield Table(title, ["", "value"], equal_rows, folded=True)
         return
-    rows = [[key, *(show(values[key]) if key in values else "-" for values in known.values())] for key in unequal]
-    cells = [(row, column) for row in range(len(rows)) for column in range(len(known))]
-    marked = frozenset((r, c + 1) for r, c in cells if exact[c].get(unequal[r]) != exact[0].get(unequal[r]))
-    head = [title.lower().split()[0].rstrip("s"), *known]
-    yield Table(f"{title} that differ", head, rows, "marked: different from the first run's", marked)
-    yield Table(f"{title} that are equal", ["", "in all runs"], equal, folded=True)
+    rows = []
+    marked: set[tuple[int, int]] = set()
+    for row, key in enumerate(different):
+        texts = [_exact(values, key) for values in columns]
+        marked.update((row, column) for column, text in enumerate(texts, 1) if text != texts[0])
+        rows.append([key, *(show(values[key]) if key in values else "-" for values in columns)])
+    kind = title.lower().split()[0].rstrip("s")
+    yield Table(
+        f"{title} that differ",
+        [kind, *known],
+        rows,
+        note="marked: different from the first run's",
+        marked=frozenset(marked),
+    )
+    yield Table(f"{title} that are equal", ["", "in all runs"], equal_rows, folded=True)
+
+
+def _split_by_equality(columns: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the sorted keys with equal values in all columns, and the others."""
+    keys: set[str] = set()
+    for values in columns:
+        keys.update(values)
+    equal = []
+    different = []
+    for key in sorted(keys):
+        texts = {_exact(values, key) for values in columns}
+        if len(texts) == 1:
+            equal.append(key)
+        else:
+            different.append(key)
+    return equal, different
+
+
+def _exact(values: Mapping[str, Any], key: str) -> str | None:
+    """Return a value with its type, to compare: 1 differs from 1.0 and true. None if it is missing."""
+    if key not in values:
+        return None
+    return json.dumps(values[key], sort_keys=True)
 
 
 def _event_rows(run: RunData) -> Iterator[Sequence[str]]:
     for event in run.events:
-        yield KINDS[event.kind][0], show(event.step), event.when, event.text, event.file
+        words, _ = KINDS[event.kind]
+        yield words, show(event.step), event.when, event.text, event.file
 
 
 def _straggler_rows(run: RunData) -> Iterator[Sequence[str]]:
     for step, straggler in run.metrics.stragglers:
-        yield str(step), *(show(straggler.get(name)) for name in ("rank", "phase", "seconds", "others"))
+        values = [show(straggler.get(name)) for name in ("rank", "phase", "seconds", "others")]
+        yield [str(step), *values]
 
 
 def _checkpoint_rows(run: RunData) -> Iterator[Sequence[str]]:
     for each in run.checkpoints:
-        quarantined = f"quarantined: {each.quarantined}" if each.quarantined else ""
-        yield str(each.step), f"{each.size:,}", quarantined or each.problem or "its manifest and sizes are good"
+        state = each.problem or "its manifest and sizes are good"
+        if each.quarantined:
+            state = f"quarantined: {each.quarantined}"
+        yield str(each.step), f"{each.size:,}", state
 
 
 def _evaluation_rows(run: RunData) -> Iterator[Sequence[str]]:
@@ -324,19 +507,30 @@ def _evaluation_rows(run: RunData) -> Iterator[Sequence[str]]:
 
 
 def _lab_rows(run: RunData) -> Iterator[Sequence[str]]:
-    if not run.trains:
-        files = [str(each) for each in run.result["files"]] if isinstance(run.result["files"], list) else []
-        measured = {file.partition("-")[0].removesuffix(".json") for file in files if file.endswith(".json")}
-        page = str(run.folder / "report.html") if "report.html" in files else "none yet: its command report makes it"
-        commands = ", ".join(sorted(measured - {"result"}))
-        yield show(run.result.get("command")), show(world_size_of(run.metrics.header, run.result)), commands, page
+    if run.trains:
+        return
+    files = run.result["files"]
+    if not isinstance(files, list):
+        files = []
+    names = [str(each) for each in files]
+    measured = {name.partition("-")[0].removesuffix(".json") for name in names if name.endswith(".json")}
+    measured.discard("result")
+    page = "none yet: its command report makes it"
+    if "report.html" in names:
+        page = str(run.folder / "report.html")
+    world_size = world_size_of(run.metrics.header, run.result)
+    yield show(run.result.get("command")), show(world_size), ", ".join(sorted(measured)), page
 
 
 def show(value: Any) -> str:
     """Return a value of JSON as a short text."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return json.dumps(value)
 
 
 # --- the picture -----------------------------------------------------------------------------------------------------
@@ -346,23 +540,31 @@ def _draw(page: Page) -> bytes:
     """Return the panels as a PNG."""
     from matplotlib.figure import Figure  # an optional dependency
 
-    rows = max(1, -(-len(page.panels) // 2))
+    rows = max(1, math.ceil(len(page.panels) / 2))
     figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")
-    cells = list(figure.subplots(rows, 2, squeeze=False).flat)
-    for axis, panel in zip(cells, page.panels):
+    axes = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for axis, panel in zip(axes, page.panels):
         for line in panel.lines:
-            label = None if line.dashed else page.names[line.run].replace("$", r"\$").lstrip("_")
-            style: dict[str, Any] = {"linestyle": "--", "marker": "."} if line.dashed else {}
-            width = report_page.width(line.run, len(page.names))
-            axis.plot(line.steps, line.values, color=f"C{line.run % 10}", label=label, linewidth=width, **style)
-        axis.set(title=panel.title, xlabel="step", ylabel=panel.label, yscale="log" if panel.log else "linear")
-    for axis in cells[len(page.panels) :]:
+            _draw_line(axis, line, page.names)
+        scale = "log" if panel.log else "linear"
+        axis.set(title=panel.title, xlabel="step", ylabel=panel.label, yscale=scale)
+    for axis in axes[len(page.panels) :]:
         axis.set_axis_off()
-    if page.panels and cells[0].get_legend_handles_labels()[1]:
-        cells[0].legend(fontsize="small")
+    _, labels = axes[0].get_legend_handles_labels()
+    if labels:
+        axes[0].legend(fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     return content.getvalue()
+
+
+def _draw_line(axis: Any, line: Line, names: Sequence[str]) -> None:
+    style: dict[str, Any] = {"color": f"C{line.run % 10}", "linewidth": report_page.width(line.run, len(names))}
+    if line.dashed:
+        style.update(linestyle="--", marker=".")
+    else:
+        style["label"] = names[line.run].replace("$", r"\$").lstrip("_")
+    axis.plot(line.steps, line.values, **style)
 
 
 if __name__ == "__main__":

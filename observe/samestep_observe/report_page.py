@@ -21,11 +21,12 @@ from typing import NamedTuple
 from samestep import events
 from samestep.untrusted import printable
 
-from samestep_observe.run_reader import RESTART, STRAGGLER, Event, RunData
+from samestep_observe.run_reader import RESTART, STRAGGLER, Event, RunData, count_of
 
 FOLDER = Path(__file__).with_name("page")
 HEIGHT = 240  # pixels of a plot; its width is the window's
 UNITS = 1000  # of a plot's own coordinates, both ways
+LANE_HEIGHT = 44  # pixels of a run in the plot of events
 COLORS = 8
 MARGIN = 0.04  # of a plot's height, above and below its curves
 NO_LAUNCHER_LOG = "log/launcher.log: missing"  # a note, because only the launch scripts write it
@@ -61,6 +62,12 @@ class Panel(NamedTuple):
     lines: list[Line]
     note: str = ""
     log: bool = False
+
+    def limits(self) -> tuple[float, float]:
+        """Return the least and the greatest value."""
+        lowest = min(min(line.values) for line in self.lines)
+        highest = max(max(line.values) for line in self.lines)
+        return lowest, highest
 
 
 class Timeline(NamedTuple):
@@ -114,74 +121,105 @@ def width(run: int, count: int) -> float:
 
 def html_of(page: Page) -> str:
     """Return the whole page."""
-    template, style, script = ((FOLDER / f"report.{kind}").read_text() for kind in ("html", "css", "js"))
-    data = [
-        [[line.run, line.name, line.steps, [float(f"{value:.6g}") for value in line.values]] for line in panel.lines]
-        for panel in page.panels
-    ]
+    style = (FOLDER / "report.css").read_text()
+    script = (FOLDER / "report.js").read_text()
+    template = (FOLDER / "report.html").read_text()
     return Template(template).substitute(
         style=style,
         script=script,
         style_digest=_digest(style),
         script_digest=_digest(script),
-        title=text(page.names[0] + (f" and {len(page.names) - 1} more" if len(page.names) > 1 else "")),
+        title=text(_title(page)),
         verdict="\n".join(_verdicts(page)),
         date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         legend="\n".join(_legend(page)),
         results="\n".join(_table(page.tables[0])),
         notes="\n".join(f'<p class="note">{text(note)}</p>' for note in page.notes),
         problems="\n".join(_problems(page)),
-        panels="\n".join(part for index, panel in enumerate(page.panels) for part in _panel(page, panel, index)),
+        panels="\n".join(_panels(page)),
         timelines="\n".join(_timelines(page)),
-        tables="\n".join(part for table in page.tables[1:] for part in _table(table)),
-        data=json.dumps({"names": page.names, "panels": data}, separators=(",", ":")).replace("<", "\\u003c"),
+        tables="\n".join(_tables(page)),
+        data=_script_data(page),
     )
 
 
+def _title(page: Page) -> str:
+    others = len(page.names) - 1
+    if not others:
+        return page.names[0]
+    return f"{page.names[0]} and {others} more"
+
+
+def _script_data(page: Page) -> str:
+    """Return the curves as JSON for the script: per panel and line the run, name, steps and values."""
+    panels = []
+    for panel in page.panels:
+        lines = []
+        for line in panel.lines:
+            values = [float(f"{value:.6g}") for value in line.values]
+            lines.append([line.run, line.name, line.steps, values])
+        panels.append(lines)
+    content = json.dumps({"names": page.names, "panels": panels}, separators=(",", ":"))
+    return content.replace("<", "\\u003c")  # so that no text ends the script
+
+
 def _digest(content: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _verdicts(page: Page) -> Iterable[str]:
     """Yield the heading, and a list if there are several verdicts."""
     verdicts = page.verdicts
-    count = sum(verdict.matches for verdict in verdicts)
-    heading = f"{page.names[0]}: {page.runs[0].state.text}"
-    if verdicts:
-        of_several = f"{count} of {len(verdicts)} runs match {page.names[0]}"
-        heading = verdicts[0].text if len(verdicts) == 1 else of_several
-    yield f"<h1{_match(count == len(verdicts)) if verdicts else ''}>{text(heading)}</h1>"
-    if len(verdicts) > 1:
-        items = (f"<li{_match(verdict.matches)}>{text(verdict.text)}</li>" for verdict in verdicts)
+    first = page.names[0]
+    if not verdicts:
+        heading = f"{first}: {page.runs[0].state.text}"
+        yield f"<h1>{text(heading)}</h1>"
+    elif len(verdicts) == 1:
+        yield f'<h1 class="{_match(verdicts[0].matches)}">{text(verdicts[0].text)}</h1>'
+    else:
+        count = sum(verdict.matches for verdict in verdicts)
+        heading = f"{count} of {len(verdicts)} runs match {first}"
+        yield f'<h1 class="{_match(count == len(verdicts))}">{text(heading)}</h1>'
+        items = [f'<li class="{_match(verdict.matches)}">{text(verdict.text)}</li>' for verdict in verdicts]
         yield f"<ul>{''.join(items)}</ul>"
 
 
 def _match(matches: bool) -> str:
-    return f' class="{"match" if matches else "differs"}"'
+    return "match" if matches else "differs"
 
 
 def _legend(page: Page) -> Iterable[str]:
-    for i, (name, run) in enumerate(zip(page.names, page.runs)):
-        app, state = run.app or "unknown app", run.state
+    for index, (name, run) in enumerate(zip(page.names, page.runs)):
+        app = run.app or "unknown app"
         yield (
-            f'<button type="button" class="c{i % COLORS}" data-run="{i}" aria-pressed="true">'
-            f'<svg class="key" width="26" height="10" aria-hidden="true"><path class="curve{_dash(i)}" d="M2 5 H24"/>'
-            f'</svg><b>{text(name)}</b> <span>{text(app)}: <span class="state {state.name}">{text(state.text)}</span>'
+            f'<button type="button" class="{_color(index)}" data-run="{index}" aria-pressed="true">'
+            '<svg class="key" width="26" height="10" aria-hidden="true">'
+            f'<path class="curve{_dash(index)}" d="M2 5 H24"/></svg><b>{text(name)}</b> '
+            f'<span>{text(app)}: <span class="state {run.state.name}">{text(run.state.text)}</span>'
             f"<br><code>{text(run.folder)}</code></span></button>"
         )
 
 
+def _color(run: int) -> str:
+    return f"c{run % COLORS}"
+
+
 def _dash(run: int) -> str:
     """Return a CSS class for runs that share a color with an earlier one."""
-    return f" d{min(run // COLORS, 3)}" if run >= COLORS else ""
+    if run < COLORS:
+        return ""
+    return f" d{min(run // COLORS, 3)}"
 
 
 def _problems(page: Page) -> Iterable[str]:
-    problems = [[each for each in run.problems if each != NO_LAUNCHER_LOG] for run in page.runs]
-    if any(problems):
+    items = []
+    for name, run in zip(page.names, page.runs):
+        problems = [problem for problem in run.problems if problem != NO_LAUNCHER_LOG]
+        items += [f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in problems]
+    if items:
         yield '<section class="problems"><h2>Missing or damaged</h2><ul>'
-        for name, of_run in zip(page.names, problems):
-            yield from (f"<li><b>{text(name)}</b> {text(problem)}</li>" for problem in of_run)
+        yield from items
         yield "</ul></section>"
 
 
@@ -196,43 +234,71 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     unit = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw)
     first = math.ceil(low / unit)
-    return [i * unit for i in range(first, first + 3 * most) if i * unit <= high]
+    candidates = [count * unit for count in range(first, first + 3 * most)]
+    return [value for value in candidates if value <= high]
 
 
 class _Scale:
     """Map steps and values to a plot's coordinates, from 0 to 1."""
 
     def __init__(self, low: float, high: float, log: bool, last: int) -> None:
-        self.log, self.last = log, last
+        self.log = log
+        self.last = last
         if log:
             low = math.floor(math.log10(low))
             high = max(math.ceil(math.log10(high)), low + 4)
         if not high > low:
-            low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-        self.low, self.high = float(low), float(high)
+            low -= (abs(low) or 1) / 2
+            high += (abs(high) or 1) / 2
+        self.low = float(low)
+        self.high = float(high)
+
+    def x(self, step: int) -> float:
+        """Return the distance from the left, as a share of the width."""
+        return step / self.last
 
     def y(self, value: float) -> float:
-        """Return the distance from the top."""
-        value = math.log10(value) if self.log else value
-        share = (self.high / 2 - value / 2) / (self.high / 2 - self.low / 2)  # halves: their difference is finite
-        return MARGIN + (1 - 2 * MARGIN) * share
+        """Return the distance from the top, as a share of the height."""
+        if self.log:
+            value = math.log10(value)
+        below_top = self.high / 2 - value / 2  # halves, so that the difference is finite
+        height = self.high / 2 - self.low / 2
+        return MARGIN + (1 - 2 * MARGIN) * (below_top / height)
 
     def marks(self) -> list[tuple[float, str]]:
         """Return the heights of grid lines, and their labels."""
         if not self.log:
             return [(self.y(value), f"{value:.6g}") for value in _ticks(self.low, self.high, 5)]
         powers = sorted({round(value) for value in _ticks(self.low, self.high, 6)})
-        return [(self.y(10.0**power), "0" if power <= -17 else f"1e{power}") for power in powers]
+        return [(self.y(10.0**power), _power_label(power)) for power in powers]
 
 
-def _panel(page: Page, panel: Panel, index: int) -> Iterable[str]:
-    ends = [line.steps[-1] for each in page.panels for line in each.lines]
-    values = [value for line in panel.lines for value in line.values]
-    low, high = min(values), max(values)
-    scale = _Scale(low, high, panel.log, max(ends) or 1)  # one axis of steps for all
-    lowest, highest = ("0" if value == EQUAL else f"{value:.4g}" for value in (low, high))
-    runs = len({line.run for line in panel.lines})
-    summary = f"{runs} run{'s' * (runs != 1)}, to step {scale.last}, values from {lowest} to {highest}"
+def _power_label(power: int) -> str:
+    if power <= -17:  # where EQUAL is drawn
+        return "0"
+    return f"1e{power}"
+
+
+def _panels(page: Page) -> Iterable[str]:
+    last = 1  # step of all plots, which have one axis of steps
+    for panel in page.panels:
+        last = max(last, *(line.steps[-1] for line in panel.lines))
+    for index, panel in enumerate(page.panels):
+        yield from _panel(page, panel, index, last)
+
+
+def _summary(panel: Panel, last: int) -> str:
+    """Return a plot in words, for readers who do not see it."""
+    low, high = panel.limits()
+    lowest = "0" if low == EQUAL else f"{low:.4g}"
+    highest = "0" if high == EQUAL else f"{high:.4g}"
+    runs = {line.run for line in panel.lines}
+    return f"{count_of(len(runs), 'run')}, to step {last}, values from {lowest} to {highest}"
+
+
+def _panel(page: Page, panel: Panel, index: int, last: int) -> Iterable[str]:
+    low, high = panel.limits()
+    scale = _Scale(low, high, log=panel.log, last=last)
     yield f'<figure data-panel="{index}"><figcaption id="t{index}"><h2>{text(panel.title)}</h2></figcaption>'
     yield (
         f'<svg class="plot" width="100%" height="{HEIGHT + 40}" role="img" tabindex="0" data-last="{scale.last}" '
@@ -250,7 +316,8 @@ def _panel(page: Page, panel: Panel, index: int) -> Iterable[str]:
     yield "</svg>"
     yield f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}" hidden/></svg>'
     yield f'<output id="o{index}" aria-live="polite"></output>'
-    yield f'<p class="note" id="n{index}">{text(_sentences(summary, panel.note))}</p></figure>'
+    note = _sentences(_summary(panel, last), panel.note)
+    yield f'<p class="note" id="n{index}">{text(note)}</p></figure>'
 
 
 def _sentences(*texts: str) -> str:
@@ -261,47 +328,65 @@ def _steps(last: int, top: int) -> Iterable[str]:
     """Yield the axis of steps: its name and its labels."""
     yield f'<text class="axis" x="50%" y="{top + 34}">step</text>'
     for value in _ticks(0, last, 5):
-        if value == int(value):
-            at = 100 * value / last
-            anchor = "start" if at < 3 else "end" if at > 97 else "middle"
-            yield f'<text class="tick" x="{at:.2f}%" y="{top + 16}" text-anchor="{anchor}">'
-            yield f"{int(value):,}</text>"
+        if value != int(value):
+            continue
+        at = 100 * value / last
+        yield f'<text class="tick" x="{at:.2f}%" y="{top + 16}" text-anchor="{_anchor(at)}">'
+        yield f"{int(value):,}</text>"
+
+
+def _anchor(percent: float) -> str:
+    """Return which part of a label stands at its place, so that it stays inside the plot."""
+    if percent < 3:
+        return "start"
+    if percent > 97:
+        return "end"
+    return "middle"
 
 
 def _curve(line: Line, scale: _Scale, stroke: float) -> str:
-    points = [(s / scale.last * UNITS, scale.y(v) * UNITS) for s, v in zip(line.steps, line.values)]
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    classes = f"curve{' test' * line.dashed}{_dash(line.run)}"
-    drawn = f'<path class="{classes}" stroke-width="{stroke:.2f}" d="M{path}"/>'
+    points = []
+    for step, value in zip(line.steps, line.values):
+        x = scale.x(step) * UNITS
+        y = scale.y(value) * UNITS
+        points.append(f"{x:.1f} {y:.1f}")
+    classes = "curve test" if line.dashed else "curve"
+    path = "L".join(points)
+    drawn = f'<path class="{classes}{_dash(line.run)}" stroke-width="{stroke:.2f}" d="M{path}"/>'
     if line.dashed or len(points) == 1:  # a line of no length with round ends is a point, at any stretch
-        dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
+        dots = "".join(f"M{point}h0" for point in points)
         drawn += f'<path class="dots" stroke-width="{stroke + 3.5:.2f}" d="{dots}"/>'
-    return f'<g class="c{line.run % COLORS}" data-run="{line.run}">{drawn}</g>'
+    return f'<g class="{_color(line.run)}" data-run="{line.run}">{drawn}</g>'
 
 
 def _timelines(page: Page) -> Iterable[str]:
     if not page.timelines:
         return
-    last, height = max(timeline.last for timeline in page.timelines) or 1, 44
-    total = height * len(page.timelines)
+    last = max(timeline.last for timeline in page.timelines) or 1
+    height = LANE_HEIGHT * len(page.timelines)
     yield '<figure class="lanes"><figcaption id="tl"><h2>What happened, by step</h2></figcaption>'
-    yield f'<svg class="plot" width="100%" height="{total + 40}" role="img" aria-labelledby="tl" aria-describedby="nl">'
+    yield f'<svg class="plot" width="100%" height="{height + 40}" role="img" aria-labelledby="tl"'
+    yield ' aria-describedby="nl">'
     for row, timeline in enumerate(page.timelines):
-        yield f'<g class="c{timeline.run % COLORS}" data-run="{timeline.run}">'
-        yield from _timeline(page, timeline, row * height + 28, last)
+        yield f'<g class="{_color(timeline.run)}" data-run="{timeline.run}">'
+        yield from _timeline(page, timeline, row * LANE_HEIGHT + 28, last)
         yield "</g>"
-    yield from _steps(last, total)
+    yield from _steps(last, height)
     yield "</svg>"
-    present = {event.kind for timeline in page.timelines for event in timeline.events}
-    keys = [
-        f'<span><svg width="14" height="14" aria-hidden="true"><svg x="7" y="7" overflow="visible"><path class="event '
-        f'{kind}" d="{shape}"/></svg></svg> {text(words)}</span>'
-        for kind, (words, shape) in KINDS.items()
-        if kind in present
-    ]
+    yield f'<p class="note keys" id="nl">{" ".join(_timeline_keys(page))}</p></figure>'
+
+
+def _timeline_keys(page: Page) -> Iterable[str]:
     tick = '<svg width="14" height="14" aria-hidden="true"><path class="saved" d="M7 1 V13"/></svg>'
-    keys = [f"<span>{tick} checkpoint</span>", *keys, "<span>the line ends where the run did.</span>"]
-    yield f'<p class="note keys" id="nl">{" ".join(keys)}</p></figure>'
+    yield f"<span>{tick} checkpoint</span>"
+    present: set[str] = set()
+    for timeline in page.timelines:
+        present.update(event.kind for event in timeline.events)
+    for kind, (words, shape) in KINDS.items():
+        if kind in present:
+            path = f'<svg x="7" y="7" overflow="visible"><path class="event {kind}" d="{shape}"/></svg>'
+            yield f'<span><svg width="14" height="14" aria-hidden="true">{path}</svg> {text(words)}</span>'
+    yield "<span>the line ends where the run did.</span>"
 
 
 def _timeline(page: Page, timeline: Timeline, y: int, last: int) -> Iterable[str]:
@@ -314,21 +399,34 @@ def _timeline(page: Page, timeline: Timeline, y: int, last: int) -> Iterable[str
         yield f"checkpoint at step {step}</title></line>"
     for event in timeline.events:
         at = 100 * (event.step or 0) / last
+        _, shape = KINDS[event.kind]
         yield f'<svg x="{at:.2f}%" y="{y}" overflow="visible">'
-        yield f'<path class="event {event.kind}" d="{KINDS[event.kind][1]}">'
+        yield f'<path class="event {event.kind}" d="{shape}">'
         yield f"<title>step {event.step}: {text(event.text)}</title></path></svg>"
 
 
+def _tables(page: Page) -> Iterable[str]:
+    for table in page.tables[1:]:
+        yield from _table(table)
+
+
 def _table(table: Table) -> Iterable[str]:
-    tag = "details" if table.folded else "section"
-    title = f"<h2>{text(table.title)}</h2>"
-    yield f"<{tag}>{f'<summary>{title}</summary>' if table.folded else title}"
-    yield '<div class="wide" tabindex="0" role="region" aria-label="' + text(table.title) + '"><table><thead><tr>'
-    yield "".join(f'<th scope="col">{text(each)}</th>' for each in table.head) + "</tr></thead><tbody>"
-    for r, row in enumerate(table.rows):
-        yield "<tr>" + "".join(_cell(value, c, (r, c) in table.marked) for c, value in enumerate(row)) + "</tr>"
+    title = text(table.title)
+    if table.folded:
+        yield f"<details><summary><h2>{title}</h2></summary>"
+    else:
+        yield f"<section><h2>{title}</h2>"
+    yield f'<div class="wide" tabindex="0" role="region" aria-label="{title}"><table><thead><tr>'
+    for name in table.head:
+        yield f'<th scope="col">{text(name)}</th>'
+    yield "</tr></thead><tbody>"
+    for row, values in enumerate(table.rows):
+        cells = [_cell(value, column, (row, column) in table.marked) for column, value in enumerate(values)]
+        yield f"<tr>{''.join(cells)}</tr>"
     yield "</tbody></table></div>"
-    yield (f'<p class="note">{text(_sentences(table.note))}</p>' if table.note else "") + f"</{tag}>"
+    if table.note:
+        yield f'<p class="note">{text(_sentences(table.note))}</p>'
+    yield "</details>" if table.folded else "</section>"
 
 
 def _cell(value: str, column: int, marked: bool) -> str:

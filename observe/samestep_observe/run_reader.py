@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from samestep import ConfigError, checkpoint, events, untrusted
 from samestep.rundir import LAUNCHER_BYTE, WRITER_BYTE
@@ -35,7 +35,8 @@ MAX_DEPTH = 50  # of JSON
 MAX_HOST = 255  # characters of a host's name
 
 # Kinds of events that no log file has: START of events.jsonl, from the second on, and the stragglers of metrics.jsonl.
-RESTART, STRAGGLER = "restart", "straggler"
+RESTART = "restart"
+STRAGGLER = "straggler"
 # Kinds of the lines in log/rank-<r>.log, for run dirs of samestep 0.1, without events.jsonl. The first match counts.
 # With --log-format full, the level before the time, and the place in the code after it.
 _TIMED_LINE = re.compile(r"(?:[A-Z]+\|)?(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\|[^|]*\|\d+\|)? (.*)", re.DOTALL)
@@ -46,37 +47,67 @@ _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length,
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number: also Infinity and NaN, and no boolean."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def finite_number(value: Any) -> float | None:
     """Return a finite number of JSON as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         return None
-    with contextlib.suppress(OverflowError):
-        return float(value) if math.isfinite(value) else None
-    return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def non_negative_int(value: Any) -> int | None:
     """Return an integer of JSON from 0 to 2**63 - 1; None for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    if not 0 <= value < 2**63:
+        return None
+    return value
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "1,000 ranks"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
 
 
 def get_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the object ``values[name]`` of JSON; {} if there is none."""
     value = values.get(name)
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def parse(text: bytes) -> dict[str, Any] | None:
     """Return an object of JSON; None for anything else, and for nesting that a program could not print."""
-    with contextlib.suppress(ValueError):
+    try:
         values = untrusted.parse_object(text)
-        return values if text.count(b"[") + text.count(b"{") < MAX_DEPTH or _is_flat(values, MAX_DEPTH) else None
-    return None
+    except ValueError:
+        return None
+    brackets = text.count(b"[") + text.count(b"{")
+    if brackets >= MAX_DEPTH and not _is_flat(values, MAX_DEPTH):
+        return None
+    return values
 
 
 def _is_flat(value: Any, depth: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_is_flat(each, depth - 1) for each in inner)
+    """Return whether JSON has fewer than ``depth`` levels."""
+    if depth <= 0:
+        return False
+    if isinstance(value, dict):
+        return all(_is_flat(each, depth - 1) for each in value.values())
+    if isinstance(value, list):
+        return all(_is_flat(each, depth - 1) for each in value)
+    return True
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
@@ -89,33 +120,50 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
     if not content.strip():
         return {}, "empty"
     values = parse(content)
-    return ({}, "damaged: not a JSON object") if values is None else (values, "")
+    if values is None:
+        return {}, "damaged: not a JSON object"
+    return values, ""
 
 
 def _reason(error: OSError) -> str:
-    return "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return error.strerror or str(error)
 
 
 def _problem(path: Path) -> str:
     """Return why a file has nothing to read, or ""."""
     try:
         with open_to_read(path) as file:
-            return "" if os.fstat(file.fileno()).st_size else "empty"
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         return _reason(error)
+    return "" if size else "empty"
 
 
 class FileTail:
-    """Read the lines that are appended to a file. Another file may take its place, as metrics.jsonl's at a resume."""
+    """Read new lines of a growing file.
+
+    If another file takes its place, as at a resume that replaces metrics.jsonl, reading restarts at the first line.
+    """
 
     def __init__(self, path: Path, block: int = BLOCK, keep_open: bool = False) -> None:
-        """``block`` is in bytes. An open file keeps its inode from being reused, so no other file is taken for it."""
-        self.path, self.problem = path, "missing"  # why nothing can be read, or ""
+        """Read from ``path``.
+
+        Args:
+            path: the file, which may be missing.
+            block: bytes of one read.
+            keep_open: keep the file open, so that its inode is not reused and no other file is taken for it.
+        """
+        self.path = path
+        self.problem = "missing"  # why nothing can be read, or ""
         self.rest = b""  # the line that has no end yet
         self.at_end = True
-        self._block, self._keep_open = block, keep_open
+        self._block = block
+        self._keep_open = keep_open
         self._opened: Any = None
-        self._identity, self._position = (0, 0), 0
+        self._identity = (0, 0)  # device and inode
+        self._position = 0
 
     def new_lines(self, on_new_file: Callable[[], object] = lambda: None, blocks: int = MAX_BLOCKS) -> Iterator[bytes]:
         """Yield the lines that were added since the last call, from at most ``blocks`` blocks.
@@ -126,22 +174,37 @@ class FileTail:
         try:
             with open_to_read(self.path) as file:
                 status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._position:
-                    on_new_file()
-                    self._identity, self._position, self.rest = (status.st_dev, status.st_ino), 0, b""
-                    self._opened = os.fdopen(os.dup(file.fileno()), "rb") if self._keep_open else None
+                self._restart_if_replaced(file, status, on_new_file)
                 self.problem = "" if status.st_size else "empty"
                 file.seek(self._position)
                 for _ in range(blocks):
-                    content = file.read(self._block)
-                    self._position, self.at_end = self._position + len(content), len(content) < self._block
-                    *lines, self.rest = (self.rest + content).split(b"\n")
-                    self.rest = self.rest if len(self.rest) <= BLOCK else b""
-                    yield from lines
+                    yield from self._next_block(file)
                     if self.at_end:
                         break
         except OSError as error:
             self.problem = _reason(error)
+
+    def _restart_if_replaced(self, file: IO[bytes], status: os.stat_result, on_new_file: Callable[[], object]) -> None:
+        identity = (status.st_dev, status.st_ino)
+        if identity == self._identity and status.st_size >= self._position:
+            return
+        on_new_file()
+        self._identity = identity
+        self._position = 0
+        self.rest = b""
+        self._opened = None
+        if self._keep_open:
+            self._opened = os.fdopen(os.dup(file.fileno()), "rb")
+
+    def _next_block(self, file: IO[bytes]) -> list[bytes]:
+        """Return the lines that end in the next block."""
+        content = file.read(self._block)
+        self._position += len(content)
+        self.at_end = len(content) < self._block
+        *lines, self.rest = (self.rest + content).split(b"\n")
+        if len(self.rest) > BLOCK:
+            self.rest = b""
+        return lines
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -164,14 +227,19 @@ class Start(NamedTuple):
 
 def app_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Return the app's name, by the header of metrics.jsonl or else the result; "" if both lack it."""
-    names = (header.get("app"), result.get("app"))
-    return next((name for name in names if isinstance(name, str) and name), "")
+    for name in (header.get("app"), result.get("app")):
+        if isinstance(name, str) and name:
+            return name
+    return ""
 
 
 def world_size_of(header: Mapping[str, Any], result: Mapping[str, Any]) -> int | None:
     """Return the number of ranks, by the header of metrics.jsonl or else the result; None if both lack it."""
-    sizes = (non_negative_int(values.get("world_size")) for values in (get_object(header, "world"), result))
-    return next(filter(None, sizes), None)
+    for values in (get_object(header, "world"), result):
+        world_size = non_negative_int(values.get("world_size"))
+        if world_size:
+            return world_size
+    return None
 
 
 class MetricsReader:
@@ -186,68 +254,98 @@ class MetricsReader:
         self.curves: dict[str, Curve] = {}
         self.stragglers: list[tuple[int, dict[str, Any]]] = []  # the step, and its record
         self.step: int | None = None  # the last one
-        self._line_count = self._damaged_count = self._first_damaged = self._not_finite = self._surplus = 0
+        self._line_count = 0
+        self._damaged_count = 0
+        self._first_damaged = 0  # the number of a line, from 1
+        self._not_finite_count = 0
+        self._surplus_count = 0
 
     def read(self) -> None:
         """Read the lines that were added since the last call."""
         for line in self._tail.new_lines(self._reset):
             self._line_count += 1
-            if not self._add(parse(line)):
-                self._damaged_count += 1
-                self._first_damaged = self._first_damaged or self._line_count
+            if self._add(parse(line)):
+                continue
+            self._damaged_count += 1
+            if not self._first_damaged:
+                self._first_damaged = self._line_count
 
     @property
     def header(self) -> dict[str, Any]:
         """Return the header of the last start; {} if there is none."""
-        return self.starts[-1].header if self.starts else {}
+        if not self.starts:
+            return {}
+        return self.starts[-1].header
 
     def problems(self) -> list[str]:
         """Return the file's problems, a line each."""
-        if self._tail.problem:
-            return [f"metrics.jsonl: {self._tail.problem}"]
-        lines = f"{self._damaged_count} lines left out, from line {self._first_damaged} on"
-        checks = (
-            (self._tail.rest, "its last line is cut off"),
-            (self._damaged_count, f"damaged: {lines}: not a run's, or not in the order of steps"),
-            (self._not_finite, f"{self._not_finite} values left out: not finite numbers"),
-            (self._surplus, f"{self._surplus} values left out: of more than {MAX_CURVES} measurements"),
-            (not self.starts, "its header is missing: options, versions and ranks are unknown"),
-            (self.step is None, "no step is recorded"),
-        )
-        return [f"metrics.jsonl: {text}" for is_wrong, text in checks if is_wrong]
+        problems = [self._tail.problem] if self._tail.problem else self._content_problems()
+        return [f"metrics.jsonl: {problem}" for problem in problems]
+
+    def _content_problems(self) -> list[str]:
+        problems = []
+        if self._tail.rest:
+            problems.append("its last line is cut off")
+        if self._damaged_count:
+            problems.append(
+                f"damaged: {self._damaged_count} lines left out, from line {self._first_damaged} on: "
+                "not a run's, or not in the order of steps"
+            )
+        if self._not_finite_count:
+            problems.append(f"{self._not_finite_count} values left out: not finite numbers")
+        if self._surplus_count:
+            problems.append(f"{self._surplus_count} values left out: of more than {MAX_CURVES} measurements")
+        if not self.starts:
+            problems.append("its header is missing: options, versions and ranks are unknown")
+        if self.step is None:
+            problems.append("no step is recorded")
+        return problems
 
     def _add(self, line: dict[str, Any] | None) -> bool:
         """Return whether the line is one of a run, in its order."""
         if line is None:
             return False
-        if "step" not in line:
-            resumed = get_object(line, "resumed")
-            step = non_negative_int(resumed.get("step")) if resumed else 0
-            if step is None or not ({"app", "options", "world"} & (resumed or line).keys()):
-                return False
-            self.starts.append(Start(step, resumed or line))
-            return True
+        if "step" in line:
+            return self._add_step(line)
+        return self._add_start(line)
+
+    def _add_start(self, line: dict[str, Any]) -> bool:
+        """Add a start: the file's first line, or ``{"resumed": header}``."""
+        resumed = get_object(line, "resumed")
+        header = resumed or line
+        step = non_negative_int(resumed.get("step")) if resumed else 0
+        is_header = not header.keys().isdisjoint({"app", "options", "world"})
+        if step is None or not is_header:
+            return False
+        self.starts.append(Start(step, header))
+        return True
+
+    def _add_step(self, line: dict[str, Any]) -> bool:
         step = non_negative_int(line["step"])
-        if step is None or (self.step is not None and step <= self.step):
+        if step is None:
+            return False
+        if self.step is not None and step <= self.step:
             return False
         self.step = step
         for name, value in line.items():
-            if name in NOT_MEASURED or isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            number = finite_number(value)
-            if number is None:
-                self._not_finite += 1
-                continue
-            if name not in self.curves and len(self.curves) >= MAX_CURVES:
-                self._surplus += 1
-                continue
-            curve = self.curves.setdefault(name, Curve())
-            curve.steps.append(step)
-            curve.values.append(number)
+            if name not in NOT_MEASURED and _is_number(value):
+                self._add_value(step, name, value)
         stragglers = line.get("stragglers")
-        for straggler in stragglers if isinstance(stragglers, list) else ():
-            self.stragglers += [(step, straggler)] if isinstance(straggler, dict) else []
+        if isinstance(stragglers, list):
+            self.stragglers += [(step, straggler) for straggler in stragglers if isinstance(straggler, dict)]
         return True
+
+    def _add_value(self, step: int, name: str, value: float) -> None:
+        number = finite_number(value)
+        if number is None:
+            self._not_finite_count += 1
+            return
+        if name not in self.curves and len(self.curves) >= MAX_CURVES:
+            self._surplus_count += 1
+            return
+        curve = self.curves.setdefault(name, Curve())
+        curve.steps.append(step)
+        curve.values.append(number)
 
 
 # --- checkpoints and ranks' files ------------------------------------------------------------------------------------
@@ -263,28 +361,44 @@ class SavedCheckpoint(NamedTuple):
     time: float  # of its file system, in seconds since 1970
     problem: str
 
+    @property
+    def is_good(self) -> bool:
+        """Return whether a resume may read it, by its manifest and sizes."""
+        return not self.quarantined and not self.problem
+
 
 def checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
     """Return the checkpoints, oldest first, without half-written ones. Only manifests and sizes are checked."""
     saved = []
     with contextlib.suppress(OSError):
         for folder in (run_dir / "checkpoints").iterdir():
-            if not (match := re.fullmatch(r"(?:(unequal|damaged)-)?step-(\d{8,18})", folder.name)):
-                continue
-            problem, size, changed = "", 0, 0.0
-            if not match[1]:
-                try:
-                    open_to_read(folder / "manifest.json").close()
-                    checkpoint.read(folder, verify=False)
-                except OSError as error:
-                    problem = f"manifest.json: {_reason(error)}"
-                except checkpoint.CorruptCheckpoint as error:
-                    problem = untrusted.shown(error, limit=1000)
-            with contextlib.suppress(OSError):  # it may be deleted at this moment
-                changed = folder.stat().st_mtime
-                size = sum(path.lstat().st_size for path in folder.iterdir())
-            saved.append(SavedCheckpoint(folder, int(match[2]), match[1] or "", size, changed, problem))
+            match = re.fullmatch(r"(?:(unequal|damaged)-)?step-(\d{8,18})", folder.name)
+            if match:
+                saved.append(_saved_checkpoint(folder, quarantined=match[1] or "", step=int(match[2])))
     return sorted(saved, key=lambda each: (each.step, each.quarantined))
+
+
+def _saved_checkpoint(folder: Path, quarantined: str, step: int) -> SavedCheckpoint:
+    problem = ""
+    if not quarantined:
+        problem = _checkpoint_problem(folder)
+    changed = 0.0
+    size = 0
+    with contextlib.suppress(OSError):  # it may be deleted at this moment
+        changed = folder.stat().st_mtime
+        size = sum(path.lstat().st_size for path in folder.iterdir())
+    return SavedCheckpoint(folder, step, quarantined=quarantined, size=size, time=changed, problem=problem)
+
+
+def _checkpoint_problem(folder: Path) -> str:
+    try:
+        open_to_read(folder / "manifest.json").close()
+        checkpoint.read(folder, verify=False)
+    except OSError as error:
+        return f"manifest.json: {_reason(error)}"
+    except checkpoint.CorruptCheckpoint as error:
+        return untrusted.shown(error, limit=1000)
+    return ""
 
 
 class Heartbeat(NamedTuple):
@@ -304,39 +418,67 @@ def heartbeats(run_dir: Path) -> tuple[dict[int, Heartbeat], list[str]]:
 
     The newest start is rank 0's; without a rank 0, the last heartbeat decides. It may have fewer ranks than another.
     """
-    files, problems = _read_rank_files(run_dir, "alive-*", ("rank", "pid", "step", "time"), "a heartbeat")
-    beats = {}
-    for values in files:
-        rank, host, job = values["rank"], str(values.get("host", ""))[:MAX_HOST], str(values.get("job", ""))
-        location = format_location(values.get("at"))
-        beats[rank] = Heartbeat(rank, host, values["pid"], job, values["step"], values["time"], location)
-    newest_beat = beats.get(0) or max(beats.values(), key=lambda beat: beat.time, default=None)
-    return {rank: beat for rank, beat in sorted(beats.items()) if newest_beat and beat.job == newest_beat.job}, problems
+    files, problems = _read_rank_files(run_dir, "alive-*", required=("rank", "pid", "step", "time"), what="a heartbeat")
+    beats = {values["rank"]: _heartbeat(values) for values in files}
+    if not beats:
+        return {}, problems
+    newest_beat = beats.get(0)
+    if newest_beat is None:
+        newest_beat = max(beats.values(), key=lambda beat: beat.time)
+    same_start = {rank: beat for rank, beat in sorted(beats.items()) if beat.job == newest_beat.job}
+    return same_start, problems
+
+
+def _heartbeat(values: Mapping[str, Any]) -> Heartbeat:
+    host = str(values.get("host", ""))
+    return Heartbeat(
+        rank=values["rank"],
+        host=host[:MAX_HOST],
+        pid=values["pid"],
+        job=str(values.get("job", "")),
+        step=values["step"],
+        time=values["time"],
+        location=format_location(values.get("at")),
+    )
 
 
 def format_location(at: Any) -> str:
     """Return a heartbeat's location as "train.py:105 in train"; "" if it has none."""
-    if isinstance(at, list) and len(at) >= 3 and non_negative_int(at[1]) is not None:
-        return f"{os.path.basename(str(at[0]))}:{at[1]} in {at[2]}"
-    return ""
+    if not isinstance(at, list) or len(at) < 3:
+        return ""
+    path, line, function = at[:3]
+    if non_negative_int(line) is None:
+        return ""
+    return f"{os.path.basename(str(path))}:{line} in {function}"
 
 
 def hangs(run_dir: Path) -> RankFiles:
     """Return the states that ranks left at a hang, by rank, and the problems of others."""
-    files, problems = _read_rank_files(run_dir, "hang-*.json", ("rank", "step"), "a rank's state at a hang")
+    files, problems = _read_rank_files(
+        run_dir, "hang-*.json", required=("rank", "step"), what="a rank's state at a hang"
+    )
     return sorted(files, key=lambda values: int(values["rank"])), problems
 
 
 def _read_rank_files(run_dir: Path, pattern: str, required: Sequence[str], what: str) -> RankFiles:
-    files, problems = [], []
+    files = []
+    problems = []
     for path in sorted((run_dir / "log").glob(pattern)):
         values, problem = read_object(path)
-        numbers = [(finite_number if name == "time" else non_negative_int)(values.get(name)) for name in required]
-        if problem or None in numbers:
-            problems.append(f"log/{path.name}: {problem or f'damaged: not {what}'}")
+        if problem:
+            problems.append(f"log/{path.name}: {problem}")
+        elif not all(_has_number(values, name) for name in required):
+            problems.append(f"log/{path.name}: damaged: not {what}")
         else:
             files.append(values)
     return files, problems
+
+
+def _has_number(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name)
+    if name == "time":
+        return finite_number(value) is not None
+    return non_negative_int(value) is not None
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -364,10 +506,11 @@ class EventLog:
         self.last_step: int | None = None  # at which training ends
         self.launches: list[str] = []  # times at which the launcher was started
         self.tail: list[str] = []  # the last lines of launcher.log
-        self._launcher, self._recorded = (FileTail(self._folder / name) for name in ("launcher.log", events.FILE_NAME))
+        self._launcher = FileTail(self._folder / "launcher.log")
+        self._recorded = FileTail(self._folder / events.FILE_NAME)
         self._events: list[Event] = []
-        self._damaged = 0
-        self._is_blank = False
+        self._damaged_count = 0
+        self._is_blank = False  # the last line of launcher.log
 
     def read(self) -> None:
         """Read the lines that were added since the last call."""
@@ -382,9 +525,13 @@ class EventLog:
         problems = problems or {"rank-0.log": "missing"}
         problems["launcher.log"] = self._launcher.problem
         if self._recorded.problem != "missing":  # nothing has happened yet
-            damaged = f"damaged: {self._damaged} lines left out: not events" if self._damaged else ""
-            problems[events.FILE_NAME] = self._recorded.problem or damaged
+            problems[events.FILE_NAME] = self._recorded.problem or self._damage()
         return [f"log/{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
+
+    def _damage(self) -> str:
+        if not self._damaged_count:
+            return ""
+        return f"damaged: {self._damaged_count} lines left out: not events"
 
     def events(self) -> list[Event]:
         """Return the events in the order of time, without the first start.
@@ -393,43 +540,57 @@ class EventLog:
         """
         unique: dict[str, Event] = {}
         for event in sorted(self._events, key=lambda each: each.when):
-            unique.setdefault(f"{event.when} {event.text}" if event.kind == RESTART else event.text, event)
+            key = event.text
+            if event.kind == RESTART:
+                key = f"{event.when} {event.text}"
+            unique.setdefault(key, event)
         first_start = next((event for event in unique.values() if event.kind == RESTART), None)
         return [event for event in unique.values() if event is not first_start or event.step]
 
     def _reset_launcher(self) -> None:
-        self.launches, self.tail, self._is_blank = [], [], False
+        self.launches = []
+        self.tail = []
+        self._is_blank = False
 
     def _reset_recorded(self) -> None:
-        self._damaged, self._events = 0, []
+        self._damaged_count = 0
+        self._events = []
 
     def _add_launcher_line(self, line: str) -> None:
-        if self._is_blank and (timed := _TIMED_LINE.match(line)):
+        timed = _TIMED_LINE.match(line)
+        if self._is_blank and timed:
             self.launches.append(f"{timed[1]} {timed[2]}")
         self._is_blank = not line.strip()
         if not self._is_blank:
             self.tail = [*self.tail[-19:], line]
 
     def _add_recorded(self, values: Mapping[str, Any]) -> None:
-        kind, seconds = values.get("kind"), finite_number(values.get("time"))
-        if kind not in events.KINDS or seconds is None or not 0 <= seconds < MAX_TIME:
-            self._damaged += 1
+        kind = values.get("kind")
+        seconds = finite_number(values.get("time"))
+        if kind not in events.KINDS or seconds is None:
+            self._damaged_count += 1
+            return
+        if not 0 <= seconds < MAX_TIME:
+            self._damaged_count += 1
             return
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-        ranks, step, last_step = (non_negative_int(values.get(name)) for name in ("ranks", "step", "last_step"))
+        step = non_negative_int(values.get("step"))
         if kind == events.START:
-            self._add_start(when, ranks or 0, step or 0, last_step)
+            self.last_step = non_negative_int(values.get("last_step"))
+            ranks = non_negative_int(values.get("ranks"))
+            self._add_start(when, step or 0, ranks or 0)
         else:
-            self._add_event(kind, step, when, str(values.get("text", kind)))
+            self._add_event(kind, step, when=when, text=str(values.get("text", kind)))
 
-    def _add_start(self, when: str, ranks: int, step: int, last_step: int | None) -> None:
-        self.last_step = last_step
-        text = f"resumed at step {step}, {ranks} rank{'s' * (ranks != 1)}" if step else f"began, {ranks} ranks"
-        self._add_event(RESTART, step, when, text)
+    def _add_start(self, when: str, step: int, ranks: int) -> None:
+        text = f"began, {ranks} ranks"
+        if step:
+            text = f"resumed at step {step}, {count_of(ranks, 'rank')}"
+        self._add_event(RESTART, step, when=when, text=text)
 
     def _add_event(self, kind: str, step: int | None, when: str, text: str) -> None:
         text = text.removeprefix("error: ").removeprefix("warning: ")
-        self._events.append(Event(kind, step, when, text, f"log/{events.FILE_NAME}"))
+        self._events.append(Event(kind, step, when=when, text=text, file=f"log/{events.FILE_NAME}"))
 
 
 # --- the state of a run ----------------------------------------------------------------------------------------------
@@ -440,11 +601,18 @@ def is_held(run_dir: Path) -> bool | None:
 
     Another machine's lock is seen if the file system has locks over the network.
     """
-    queries = [struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0) for byte in (LAUNCHER_BYTE, WRITER_BYTE)]
-    with contextlib.suppress(OSError, struct.error), open_to_read(run_dir / ".lock") as file:
-        holders = [struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query)) for query in queries]
-        return any(kind != fcntl.F_UNLCK for kind, *_ in holders)
-    return None
+    try:
+        with open_to_read(run_dir / ".lock") as file:
+            return any(_is_byte_held(file, byte) for byte in (LAUNCHER_BYTE, WRITER_BYTE))
+    except (OSError, struct.error):
+        return None
+
+
+def _is_byte_held(file: IO[bytes], byte: int) -> bool:
+    query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+    kind, *_ = struct.unpack(_FLOCK, answer)
+    return bool(kind != fcntl.F_UNLCK)
 
 
 class State(NamedTuple):
@@ -458,23 +626,45 @@ def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
     """Return the state of a run by its files. ``step`` is the last one recorded, ``result`` is result.json."""
     log = run_dir / "log"
     has_ranks = any(log.glob("alive-*"))
+    has_begun = step is not None or has_ranks
     if is_held(run_dir):
-        return State("running", "running" if step is not None or has_ranks else "starting")
-    steps = non_negative_int(result.get("steps"))
-    if result and (steps is None or step is None or steps >= step):
-        return State("finished", "finished" + (f" at step {steps}" if steps is not None else ""))
-    code = non_negative_int(read_object(log / "no-restart")[0].get("code"))
-    at = f" at step {step}" if step is not None else ""
+        return State("running", "running" if has_begun else "starting")
+    if result and not _is_behind(result, step):
+        return State("finished", f"finished{_at_step(result.get('steps'))}")
+    no_restart, _ = read_object(log / "no-restart")
+    code = non_negative_int(no_restart.get("code"))
+    at = _at_step(step)
     if code is not None and code > 128:
-        name = next((each.name for each in signal.Signals if each.value == code - 128), f"signal {code - 128}")
+        name = _signal_name(code - 128)
         return State("stopped", f"stopped by {name}{at}; the same --run-dir resumes from there")
     if code is not None:
         return State("failed", f"failed with exit code {code}{at}")
     if (log / "stalled").exists():
         return State("failed", f"ended by a hang{at}")
-    if step is None and not has_ranks:
+    if not has_begun:
         return State("new", "no rank has started yet")
     return State("ended", f"ended without a result{at}: killed, or copied while it ran")
+
+
+def _is_behind(result: Mapping[str, Any], step: int | None) -> bool:
+    """Return whether a later start went beyond the step of the result."""
+    steps = non_negative_int(result.get("steps"))
+    if steps is None or step is None:
+        return False
+    return steps < step
+
+
+def _at_step(step: Any) -> str:
+    if non_negative_int(step) is None:
+        return ""
+    return f" at step {step}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass
@@ -500,78 +690,132 @@ class RunData:
     @property
     def trains(self) -> bool:
         """Return whether the run has steps; collectives_lab only measures."""
-        return not ("command" in self.result and "files" in self.result) or self.metrics.step is not None
+        only_measures = "command" in self.result and "files" in self.result
+        return not only_measures or self.metrics.step is not None
 
 
 def read(run_dir: Path) -> RunData:
     """Read all that a run dir holds. Raises ConfigError if it is none."""
     check(run_dir)
-    metrics, log = MetricsReader(run_dir), EventLog(run_dir)
+    metrics = MetricsReader(run_dir)
     metrics.read()
+    log = EventLog(run_dir)
     log.read()
     result, result_problem = read_object(run_dir / "result.json")
     evaluation, evaluation_problem = read_object(run_dir / "evaluation.json")
-    saved, (hang_states, hang_problems) = checkpoints(run_dir), hangs(run_dir)
-    run_state = state(run_dir, metrics.step, result)
-    data = RunData(run_dir, metrics, log, result, evaluation, saved, hang_states, run_state, log.events(), [])
+    hang_states, hang_problems = hangs(run_dir)
+    data = RunData(
+        folder=run_dir,
+        metrics=metrics,
+        log=log,
+        result=result,
+        evaluation=evaluation,
+        checkpoints=checkpoints(run_dir),
+        hangs=hang_states,
+        state=state(run_dir, metrics.step, result),
+        events=log.events(),
+        problems=[],
+    )
     data.events += _events_of_files(data)
-    if result_problem not in ("", "missing") or (
-        result_problem and run_state.name == "ended"
-    ):  # else the state shows it
+    is_missing = result_problem == "missing"
+    if result_problem and (not is_missing or data.state.name == "ended"):  # else the state shows it
         data.problems.append(f"result.json: {result_problem}")
     if evaluation_problem not in ("", "missing"):
         data.problems.append(f"evaluation.json: {evaluation_problem}")
     if data.trains:
-        data.problems += [*metrics.problems(), *log.problems(), *hang_problems, *heartbeats(run_dir)[1]]
-        data.problems += [f"checkpoints/{each.folder.name}: damaged: {each.problem}" for each in saved if each.problem]
-        if not saved:
-            data.problems.append(f"checkpoints: {'empty' if (run_dir / 'checkpoints').is_dir() else 'missing'}")
+        _, heartbeat_problems = heartbeats(run_dir)
+        data.problems += [*metrics.problems(), *log.problems(), *hang_problems, *heartbeat_problems]
+        data.problems += _checkpoint_problems(data)
     return data
 
 
-def _events_of_files(data: RunData) -> list[Event]:
-    """Return the events that other files show and that were not logged; the log of rank 0 may be missing."""
-    logged, unlogged = {event.kind for event in data.events}, []
+def _checkpoint_problems(data: RunData) -> Iterator[str]:
+    for each in data.checkpoints:
+        if each.problem:
+            yield f"checkpoints/{each.folder.name}: damaged: {each.problem}"
+    if not data.checkpoints:
+        has_folder = (data.folder / "checkpoints").is_dir()
+        yield f"checkpoints: {'empty' if has_folder else 'missing'}"
+
+
+def _events_of_files(data: RunData) -> Iterator[Event]:
+    """Yield the events that other files show and that were not logged; the log of rank 0 may be missing."""
+    logged = {event.kind for event in data.events}
     if RESTART not in logged:
-        for start in data.metrics.starts[1:]:
-            when = str(start.header.get("time", ""))
-            unlogged.append(Event(RESTART, start.step, when, f"resumed at step {start.step}", "metrics.jsonl"))
+        yield from _resumes(data.metrics)
     if data.hangs and events.HANG not in logged:
-        latest = max(data.hangs, key=lambda values: int(values["step"]))
-        text = next((str(values["verdict"]) for values in data.hangs if "verdict" in values), "no progress")
-        unlogged.append(Event(events.HANG, latest["step"], "", text, f"log/hang-{latest['rank']}.json"))
+        yield _hang_event(data.hangs)
     for step, values in data.metrics.stragglers:
-        own, others = finite_number(values.get("seconds")), finite_number(values.get("others"))
-        text = f"rank {values.get('rank')} is a straggler in {values.get('phase')}"
-        text += "" if own is None or others is None else f": {own:.3f} s per step, the others {others:.3f}"
-        unlogged.append(Event(STRAGGLER, step, "", text, "metrics.jsonl"))
-    unequal = next((each for each in data.checkpoints if each.quarantined == "unequal"), None)
-    if unequal and events.ROLLBACK not in logged:
-        text = f"the ranks' weights differed at step {unequal.step}: that checkpoint is quarantined"
-        unlogged.append(Event(events.ROLLBACK, unequal.step, "", text, f"checkpoints/{unequal.folder.name}"))
-    return unlogged
+        text = _straggler_text(values)
+        yield Event(STRAGGLER, step, when="", text=text, file="metrics.jsonl")
+    if events.ROLLBACK not in logged:
+        yield from _rollback(data.checkpoints)
+
+
+def _resumes(metrics: MetricsReader) -> Iterator[Event]:
+    for start in metrics.starts[1:]:
+        when = str(start.header.get("time", ""))
+        text = f"resumed at step {start.step}"
+        yield Event(RESTART, start.step, when=when, text=text, file="metrics.jsonl")
+
+
+def _hang_event(states: Sequence[Mapping[str, Any]]) -> Event:
+    latest = max(states, key=lambda values: int(values["step"]))
+    verdicts = [str(values["verdict"]) for values in states if "verdict" in values]
+    text = verdicts[0] if verdicts else "no progress"
+    return Event(events.HANG, latest["step"], when="", text=text, file=f"log/hang-{latest['rank']}.json")
+
+
+def _straggler_text(values: Mapping[str, Any]) -> str:
+    text = f"rank {values.get('rank')} is a straggler in {values.get('phase')}"
+    own = finite_number(values.get("seconds"))
+    others = finite_number(values.get("others"))
+    if own is None or others is None:
+        return text
+    return f"{text}: {own:.3f} s per step, the others {others:.3f}"
+
+
+def _rollback(saved: Sequence[SavedCheckpoint]) -> Iterator[Event]:
+    """Yield the first rollback, by the checkpoint that it quarantined."""
+    for each in saved:
+        if each.quarantined == "unequal":
+            text = f"the ranks' weights differed at step {each.step}: that checkpoint is quarantined"
+            yield Event(events.ROLLBACK, each.step, when="", text=text, file=f"checkpoints/{each.folder.name}")
+            return
 
 
 def check(run_dir: Path) -> None:
     """Raise ConfigError if a folder is not a run dir, and name a run dir below it, if any."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder: give a run dir, such as runs/mnist_ddp/20260101T120000Z")
-    if not any((run_dir / name).exists() for name in RUN_FILES):
-        below = newest(run_dir, "*", "*/*")
-        hint = f"did you mean {below}?" if below else "give the folder that holds metrics.jsonl and log/"
-        raise ConfigError(f"{run_dir} holds no run: {hint}")
+    if _has_any(run_dir, RUN_FILES):
+        return
+    below = newest(run_dir, "*", "*/*")
+    if below:
+        raise ConfigError(f"{run_dir} holds no run: did you mean {below}?")
+    raise ConfigError(f"{run_dir} holds no run: give the folder that holds metrics.jsonl and log/")
+
+
+def _has_any(folder: Path, names: Sequence[str]) -> bool:
+    return any((folder / name).exists() for name in names)
 
 
 def newest(folder: Path, *patterns: str) -> Path | None:
     """Return the run dir below ``folder`` that was written last; None if there is none."""
+    run_dirs = []
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            if path.is_dir() and _has_any(path, RESULT_FILES):
+                run_dirs.append(path)
+    return max(run_dirs, key=_last_write, default=None)
 
-    def last_write(run_dir: Path) -> float:
-        times = [0.0]
-        for path in (*(run_dir / name for name in RUN_FILES), *run_dir.glob("log/alive-*")):
-            with contextlib.suppress(OSError):
-                times.append(path.stat().st_mtime)
-        return max(times)
 
-    folders = [path for pattern in patterns for path in folder.glob(pattern) if path.is_dir()]
-    run_dirs = [path for path in folders if any((path / name).exists() for name in RESULT_FILES)]
-    return max(run_dirs, key=last_write, default=None)
+def _last_write(run_dir: Path) -> float:
+    """Return the time of the last write to a run dir, in seconds since 1970; 0 if it is unknown."""
+    paths = [run_dir / name for name in RUN_FILES]
+    paths += run_dir.glob("log/alive-*")
+    times = [0.0]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)

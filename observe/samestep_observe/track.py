@@ -27,14 +27,16 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import itertools
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from samestep import ConfigError, checkpoint
 from samestep.options import Options
@@ -46,11 +48,24 @@ from samestep_observe.command import new_parser, run_command
 from samestep_observe.run_reader import FileTail
 from samestep_observe.tracker import Line, MetricsBatch, Tracker
 
-# Each tracker's module and class, and the modules that it needs.
+
+class TrackerClass(NamedTuple):
+    """A class of trackers, which is imported only if a run is copied there, and the modules that it needs."""
+
+    module: str
+    name: str
+    needs: tuple[str, ...]
+
+    def create(self, run_dir: Path) -> Tracker:
+        """Return a tracker of a run."""
+        tracker: Tracker = getattr(importlib.import_module(self.module), self.name)(run_dir)
+        return tracker
+
+
 TRACKERS = {
-    "tensorboard": ("samestep_observe.track_tensorboard", "TensorBoard", ("tensorboard",)),
-    "mlflow": ("samestep_observe.track_mlflow", "MLflow", ("mlflow", "sqlalchemy", "alembic")),
-    "wandb": ("samestep_observe.track_wandb", "Wandb", ("wandb",)),
+    "tensorboard": TrackerClass("samestep_observe.track_tensorboard", "TensorBoard", needs=("tensorboard",)),
+    "mlflow": TrackerClass("samestep_observe.track_mlflow", "MLflow", needs=("mlflow", "sqlalchemy", "alembic")),
+    "wandb": TrackerClass("samestep_observe.track_wandb", "Wandb", needs=("wandb",)),
 }
 POLL_SECONDS = 1.0
 MAX_RETRY_SECONDS = 15.0  # between two tries while a tracker fails
@@ -75,48 +90,75 @@ class BatchReader:
         self._reset()
 
     def _reset(self) -> None:
-        self._is_new_file, self.last_step = True, 0
+        self._is_new_file = True
+        self.last_step = 0
         self._header: dict[str, Any] | None = None
-        self._key, self._time, self._samples = "", 0.0, 0
+        self._key = ""
+        self._time = 0.0  # of the last line, in seconds since 1970
+        self._samples = 0  # of the last line
 
     def read(self) -> MetricsBatch:
         """Return the new lines; none if the file is missing. Raises OSError."""
         committed = committed_step(self._run_dir)  # first: the file that a later checkpoint is of is then in place
         self._is_new_file = False
-        lines = [line for text in self._tail.new_lines(self._reset, blocks=1) if (line := self._parse(text))]
+        lines = []
+        for text in self._tail.new_lines(self._reset, blocks=1):
+            line = self._parse(text)
+            if line:
+                lines.append(line)
         if self._tail.problem not in ("", "empty", "missing"):  # --no-resume moves it away
             raise OSError(f"{self._tail.path}: {self._tail.problem}")
-        self.last_step = lines[-1].step if lines else self.last_step
-        return MetricsBatch(self._is_new_file, self._header or {}, self._key, lines, not self._tail.at_end, committed)
+        if lines:
+            self.last_step = lines[-1].step
+        return MetricsBatch(
+            is_new_file=self._is_new_file,
+            header=self._header or {},
+            key=self._key,
+            lines=lines,
+            has_more=not self._tail.at_end,
+            committed_step=committed,
+        )
 
     def _parse(self, text: bytes) -> Line | None:
         """Return None for a header, and for an incomplete line of a killed process or a damaged disk."""
         values = run_reader.parse(text)
         if self._header is None:
-            self._header, self._key = values or {}, hashlib.sha256(text).hexdigest()[:16]
+            self._header = values or {}
+            self._key = hashlib.sha256(text).hexdigest()[:16]
         if values is None:
             return None
-        if not isinstance(values.get("step"), int):
-            header = values.get("resumed", values)
-            with contextlib.suppress(ValueError, TypeError, LookupError):  # later lines give seconds since this time
-                self._time = float(calendar.timegm(time.strptime(header["time"], "%Y-%m-%dT%H:%M:%SZ")))
-            return None
+        if isinstance(values.get("step"), int):
+            return self._parse_step(values)
+        header = values.get("resumed", values)
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # later lines give seconds since this time
+            start_time = time.strptime(header["time"], "%Y-%m-%dT%H:%M:%SZ")
+            self._time = float(calendar.timegm(start_time))
+        return None
+
+    def _parse_step(self, values: dict[str, Any]) -> Line:
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        step, samples, rate = numbers.pop("step"), numbers.get("samples_seen", 0), numbers.get("samples_per_second", 0)
-        self._time += (samples - self._samples) / rate if rate > 0 else 0.0
+        step = numbers.pop("step")
+        samples = numbers.get("samples_seen", 0)
+        rate = numbers.get("samples_per_second", 0)
+        if rate > 0:
+            self._time += (samples - self._samples) / rate
         self._samples = samples
         return Line(step, self._time, numbers)
 
 
 def committed_step(run_dir: Path) -> int:
     """Return the step that no resume takes back: the newest checkpoint's, or the last one of a run with a result."""
-    newest, result = next(iter(checkpoint.folders(run_dir)), None), _result(run_dir)
-    return max(int(newest.name[5:]) if newest else 0, int(result.get("steps", 0)))
+    step = int(_result(run_dir).get("steps", 0))
+    for newest in itertools.islice(checkpoint.folders(run_dir), 1):
+        step = max(step, int(newest.name.removeprefix("step-")))
+    return step
 
 
 def _result(run_dir: Path) -> dict[str, Any]:
     result, _ = run_reader.read_object(run_dir / "result.json")
-    return result if isinstance(result.get("steps"), int) else {}
+    if not isinstance(result.get("steps"), int):
+        return {}
+    return result
 
 
 class TrackerThread(threading.Thread):
@@ -127,41 +169,50 @@ class TrackerThread(threading.Thread):
 
     def __init__(self, name: str, run_dir: Path, ended: threading.Event) -> None:
         super().__init__(name=name, daemon=True)
-        self._run_dir, self._ended = run_dir, ended
+        self._run_dir = run_dir
+        self._ended = ended
+        self._tracker: Tracker | None = None
+        self._reader = BatchReader(run_dir)
         self.problem: str | None = "it has not started"
         self.done = False
 
     def run(self) -> None:
         """Run until the end, whatever fails."""
-        tracker: Tracker | None = None
-        reader, wait = BatchReader(self._run_dir), POLL_SECONDS
+        wait = POLL_SECONDS
         while True:
             is_last = self._ended.is_set()
             try:
-                if tracker is None:
-                    module, name, _ = TRACKERS[self.name]
-                    tracker = getattr(importlib.import_module(module), name)(self._run_dir)
-                    reader = BatchReader(self._run_dir)
-                while True:
-                    batch = reader.read()
-                    tracker.add(batch)
-                    if not batch.has_more:
-                        break
-                if is_last:
-                    result = _result(self._run_dir)
-                    tracker.finish(result if result.get("steps") == reader.last_step else None)  # else it was resumed
-                self.problem, wait = None, POLL_SECONDS
+                self._copy(is_last)
+                self.problem = None
+                wait = POLL_SECONDS
             except Exception as error:  # of a server, a disk or a package: training must not notice it
                 self._report(error)
-                tracker, wait = None, min(2 * wait, MAX_RETRY_SECONDS)
+                self._tracker = None
+                wait = min(2 * wait, MAX_RETRY_SECONDS)
             if is_last:
                 self.done = self.problem is None
                 return
             self._ended.wait(wait)
 
+    def _copy(self, is_last: bool) -> None:
+        """Copy the lines that the file has by now: all of them to a new tracker."""
+        if self._tracker is None:
+            self._tracker = TRACKERS[self.name].create(self._run_dir)
+            self._reader = BatchReader(self._run_dir)
+        has_more = True
+        while has_more:
+            batch = self._reader.read()
+            self._tracker.add(batch)
+            has_more = batch.has_more
+        if is_last:
+            result = _result(self._run_dir)
+            was_resumed = result.get("steps") != self._reader.last_step
+            self._tracker.finish(None if was_resumed else result)
+
     def _report(self, error: Exception) -> None:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        text = text if len(text) <= 300 else f"{text[:300]}..."
+        if len(text) > 300:
+            text = f"{text[:300]}..."
         if self.problem != text:
             print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} warning: {self.name}: {text}", file=sys.stderr, flush=True)
         self.problem = text
@@ -183,13 +234,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(options: Options) -> None:
     names = names_of(options.to)
-    if missing := [each for name in names for each in TRACKERS[name][2] if importlib.util.find_spec(each) is None]:
-        raise ConfigError(f"{sys.executable} lacks {' and '.join(missing)}: install them there, or use another Python")
+    _check_installed(names)
     run_dir = options.run_dir.resolve()
     follows = options.follow or options.until_stdin_ends
-    if not run_dir.is_dir() or not (follows or (run_dir / "metrics.jsonl").exists()):
+    is_run = run_dir.is_dir() if follows else (run_dir / "metrics.jsonl").exists()
+    if not is_run:
         raise ConfigError(f"{options.run_dir} holds no metrics.jsonl: name the run dir of a run that trains")
-    os.setpriority(os.PRIO_PROCESS, 0, max(10, os.getpriority(os.PRIO_PROCESS, 0)))
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(10, priority))
     ended = threading.Event()
     _end_at_signals(ended)
     if options.until_stdin_ends:
@@ -203,9 +255,18 @@ def _run(options: Options) -> None:
 def names_of(text: str) -> list[str]:
     """Return the trackers in ``text``, which separates them by commas. Raises ConfigError."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise ConfigError(f"unknown tracker {unknown[0]!r}: name some of {','.join(TRACKERS)}, with commas")
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"unknown tracker {name!r}: name some of {','.join(TRACKERS)}, with commas")
     return list(dict.fromkeys(names))
+
+
+def _check_installed(names: Sequence[str]) -> None:
+    missing = []
+    for name in names:
+        missing += [module for module in TRACKERS[name].needs if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(f"{sys.executable} lacks {' and '.join(missing)}: install them there, or use another Python")
 
 
 @contextlib.contextmanager
@@ -219,35 +280,53 @@ def _lock(run_dir: Path, ended: threading.Event | None) -> Iterator[None]:
     deadline = time.monotonic() + FINISH_SECONDS + 5
     with os.fdopen(file, "wb"):
         while try_lock(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
-            if time.monotonic() > deadline and (ended is None or ended.is_set()):
+            run_has_ended = ended is None or ended.is_set()
+            if run_has_ended and time.monotonic() > deadline:
                 raise ConfigError(f"another process gives {run_dir} to trackers: wait for it, or end it")
             time.sleep(0.2)
         yield
 
 
 def _track(run_dir: Path, names: Sequence[str], ended: threading.Event, options: Options) -> NoReturn:
-    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     threads = [TrackerThread(name, run_dir, ended) for name in names]
-    # Without a job, a copy may take as long as it needs.
-    limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or FINISH_SECONDS) if options.until_stdin_ends else None
     for thread in threads:
         thread.start()
     while not ended.wait(POLL_SECONDS):
         if options.follow and _has_ended(run_dir):
             ended.set()
-    deadline = None if limit is None else time.monotonic() + limit
+    limit = math.inf  # without a job, a copy may take as long as it needs
+    if options.until_stdin_ends:
+        limit = float(os.environ.get("SAMESTEP_TRACK_SECONDS") or FINISH_SECONDS)
+    _join(threads, limit)
+    reasons = {}
     for thread in threads:
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    incomplete = [thread for thread in threads if not thread.done]
+        if not thread.done:
+            reasons[thread.name] = thread.problem or f"it needs more than {limit:g} s"
     with contextlib.suppress(OSError):  # the launch script may be gone
-        for thread in incomplete:
-            reason = thread.problem or f"it needs more than {limit:g} s"
-            if options.until_stdin_ends:  # the launch script adds more
-                print(f"{thread.name}: {reason}")
-            else:
-                print(f"error: {thread.name} is incomplete: {shown(reason, limit=500)}", file=sys.stderr)
-        sys.stdout.flush()
-    os._exit(1 if incomplete else 0)  # do not wait for a thread that waits for a server
+        _print_reasons(reasons, options.until_stdin_ends)
+    os._exit(1 if reasons else 0)  # do not wait for a thread that waits for a server
+
+
+def _print_reasons(reasons: Mapping[str, str], for_launch_script: bool) -> None:
+    for name, reason in reasons.items():
+        if for_launch_script:  # it adds more
+            print(f"{name}: {reason}")
+        else:
+            print(f"error: {name} is incomplete: {shown(reason, limit=500)}", file=sys.stderr)
+    sys.stdout.flush()
+
+
+def _join(threads: Sequence[threading.Thread], limit: float) -> None:
+    """Wait until all threads have ended, for at most ``limit`` seconds."""
+    if limit == math.inf:
+        for thread in threads:
+            thread.join()
+        return
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end_at_signals(ended: threading.Event) -> None:
@@ -269,9 +348,12 @@ def _until_stdin_ends(ended: threading.Event) -> None:
 
 def _has_ended(run_dir: Path) -> bool:
     """Return whether the run has its result and was not resumed since."""
-    with contextlib.suppress(OSError):
-        return (run_dir / "result.json").stat().st_mtime >= (run_dir / "metrics.jsonl").stat().st_mtime
-    return False
+    try:
+        result = (run_dir / "result.json").stat()
+        metrics = (run_dir / "metrics.jsonl").stat()
+    except OSError:
+        return False
+    return result.st_mtime >= metrics.st_mtime
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from samestep_observe.tracker import Line, MetricsBatch, flatten
 
 TAG = "samestep.run"
 STEP_METRIC = "loss"  # every line has it, so its steps are all steps in MLflow
-MAX_METRICS, MAX_TAGS = 1000, 100  # that MLflow takes in one request; parameters as tags
+MAX_METRICS = 1000  # that MLflow takes in one request
+MAX_TAGS = 100  # likewise; parameters are tags
 
 
 class MLflow:
@@ -40,7 +41,9 @@ class MLflow:
         self._artifacts = None if uri else (folder / "mlflow-artifacts").as_uri()
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
         self._header: dict[str, Any] = {}
-        self._key, self._run, self._last_step = "", "", 0
+        self._key = ""
+        self._run = ""
+        self._last_step = 0
         self._waiting: list[Line] = []  # that no checkpoint has yet
 
     def add(self, batch: MetricsBatch) -> None:
@@ -48,7 +51,9 @@ class MLflow:
         if batch.is_new_file:
             if batch.key != self._key:
                 self._run = ""
-            self._header, self._key, self._waiting = batch.header, batch.key, []
+            self._header = batch.header
+            self._key = batch.key
+            self._waiting = []
         self._waiting += batch.lines
         committed = [line for line in self._waiting if line.step <= batch.committed_step]
         if committed:
@@ -79,7 +84,8 @@ class MLflow:
         for part in _parts([Param(name, str(value)) for name, value in flatten(self._header).items()]):
             self._client.log_batch(run, params=part)
         steps = [metric.step for metric in self._client.get_metric_history(run, STEP_METRIC)]
-        self._run, self._last_step = run, max(steps, default=0)
+        self._run = run
+        self._last_step = max(steps, default=0)
 
     def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)

@@ -30,7 +30,8 @@ class TensorBoard(AtomicFileTracker):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, folder="track/tensorboard")
-        self._time, self._step = 0.0, 0
+        self._time = 0.0
+        self._step = 0
 
     def _files(self) -> list[str]:
         return sorted(name for name in self._root.names(self._folder) if FILE_NAME.fullmatch(name))
@@ -59,7 +60,8 @@ class TensorBoard(AtomicFileTracker):
 
     def body(self, lines: Sequence[Line]) -> bytes:
         """Return an event per line."""
-        self._step, self._time = lines[-1].step, lines[-1].time
+        self._step = lines[-1].step
+        self._time = lines[-1].time
         events = []
         for line in lines:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in line.values.items()]
@@ -73,7 +75,8 @@ class TensorBoard(AtomicFileTracker):
     def _text(self, tag: str, values: dict[str, Any]) -> Event:
         """Return JSON for TensorBoard's Text: in Markdown, where four spaces make a block of code."""
         text = "\n".join(f"    {line}" for line in json.dumps(values, indent=2).splitlines())
-        metadata, tensor = create_summary_metadata(tag, ""), make_tensor_proto([text])
+        metadata = create_summary_metadata(tag, "")
+        tensor = make_tensor_proto([text])
         summary = Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
         return Event(wall_time=self._time, step=self._step, summary=summary)
 

@@ -22,10 +22,14 @@ from wandb.proto import wandb_internal_pb2 as records
 from samestep_observe.tracker import AtomicFileTracker, Line, MetricsBatch
 
 # The format is LevelDB's log with a header: blocks, in which each chunk of a record has its CRC-32, length and type.
-BLOCK, HEADER = 32768, struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+BLOCK = 32768
+HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 MAX_TIME = 20  # characters of a time in a name
 CHUNK_HEADER = struct.Struct("<IHB")
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL = 1
+FIRST = 2
+MIDDLE = 3
+LAST = 4
 
 
 class Wandb(AtomicFileTracker):
@@ -34,7 +38,10 @@ class Wandb(AtomicFileTracker):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, folder="track/wandb")
         self._name = run_dir.name
-        self._position, self._record_count, self._start, self._last = 0, 0, 0.0, 0.0
+        self._position = 0
+        self._record_count = 0
+        self._start = 0.0
+        self._last = 0.0
 
     def final_name(self, batch: MetricsBatch) -> str:
         """Return the name that `wandb sync` expects."""
@@ -50,14 +57,19 @@ class Wandb(AtomicFileTracker):
 
     def head(self, batch: MetricsBatch) -> bytes:
         """Return the file's header, its versions, and the run with its config."""
-        self._position, self._record_count = len(HEADER), 0
-        self._start = self._last = batch.lines[0].time if batch.lines else time.time()
+        self._position = len(HEADER)
+        self._record_count = 0
+        self._start = batch.lines[0].time if batch.lines else time.time()
+        self._last = self._start
         header = records.HeaderRecord()
-        header.version_info.producer, header.version_info.min_consumer = wandb.__version__, "0.70.0"
-        app, host = str(batch.header.get("app", "samestep")), str(batch.header.get("host", ""))
+        header.version_info.producer = wandb.__version__
+        header.version_info.min_consumer = "0.70.0"
+        app = str(batch.header.get("app", "samestep"))
+        host = str(batch.header.get("host", ""))
         run = records.RunRecord(run_id=batch.key, project=app, display_name=self._name, host=host)
         run.start_time.FromNanoseconds(int(self._start * 1e9))
-        run.telemetry.python_version, run.telemetry.cli_version = sys.version.split()[0], wandb.__version__
+        run.telemetry.python_version = sys.version.split()[0]
+        run.telemetry.cli_version = wandb.__version__
         for name, value in {"_wandb": {}, **batch.header}.items():
             run.config.update.add(key=name, value_json=json.dumps(value))
         return HEADER + self._log([records.Record(header=header), records.Record(run=run)])
@@ -96,11 +108,18 @@ class Wandb(AtomicFileTracker):
                 content += bytes(room)
                 self._position += room
                 room = BLOCK
-            chunk, record = record[: room - CHUNK_HEADER.size], record[room - CHUNK_HEADER.size :]
-            kind = (FIRST if record else FULL) if is_first else (MIDDLE if record else LAST)
+            chunk = record[: room - CHUNK_HEADER.size]
+            record = record[room - CHUNK_HEADER.size :]
+            kind = _chunk_kind(is_first, is_last=not record)
             content += CHUNK_HEADER.pack(zlib.crc32(chunk, zlib.crc32(bytes([kind]))), len(chunk), kind) + chunk
             self._position += CHUNK_HEADER.size + len(chunk)
             is_first = False
+
+
+def _chunk_kind(is_first: bool, is_last: bool) -> int:
+    if is_first:
+        return FULL if is_last else FIRST
+    return LAST if is_last else MIDDLE
 
 
 def _summary(values: Mapping[str, Any]) -> records.Record:

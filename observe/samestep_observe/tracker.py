@@ -79,7 +79,8 @@ class AtomicFileTracker:
         if batch.is_new_file:
             if self._file:
                 self._file.close()
-            self._file, self._final_name = self._root.create(temporary), self.final_name(batch)
+            self._file = self._root.create(temporary)
+            self._final_name = self.final_name(batch)
             self._file.write(self.head(batch))
         if self._file is None:
             return

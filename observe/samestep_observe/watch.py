@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from samestep import ConfigError
@@ -65,17 +65,21 @@ def _run(options: Options) -> None:
         raise ConfigError("runs/ holds no run: start one, or give a RUN_DIR")
     run_reader.check(run_dir)
     view = View(run_dir)
-    frame = view.frame
-    if options.once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+    if options.once or not _can_redraw():
         view.update()
-    else:
-        frame = view.colored_frame
-        with contextlib.suppress(KeyboardInterrupt), _alternate_screen():
-            while view.update():
-                # Write over the lines before, each to its end, so that nothing flickers.
-                _write("\x1b[H" + "\x1b[K\n".join(frame(*_size())) + "\x1b[K\x1b[J")
-                _wait(options.every)
-    print("\n".join(frame(*_size())))
+        print("\n".join(view.frame(*_size())))
+        return
+    with contextlib.suppress(KeyboardInterrupt), _alternate_screen():
+        while view.update():
+            lines = view.colored_frame(*_size())
+            # Write over the lines before, each to its end, so that nothing flickers.
+            _write("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[K\x1b[J")
+            _wait(options.every)
+    print("\n".join(view.colored_frame(*_size())))
+
+
+def _can_redraw() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -126,7 +130,9 @@ class View:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._metrics, self._log = run_reader.MetricsReader(run_dir), run_reader.EventLog(run_dir)
+        self._metrics = run_reader.MetricsReader(run_dir)
+        self._log = run_reader.EventLog(run_dir)
+        self._result: dict[str, Any] = {}
         self._heartbeats: dict[int, Heartbeat] = {}
         self._changed: dict[int, tuple[float, float]] = {}  # by rank: its heartbeat's time, and when it was first seen
         self._updates = 0
@@ -140,15 +146,24 @@ class View:
         self._log.read()
         self._heartbeats, _ = run_reader.heartbeats(self.run_dir)
         self._result, _ = run_reader.read_object(self.run_dir / "result.json")
-        now, active_hosts = time.monotonic(), set()
-        for rank, beat in self._heartbeats.items():
-            if rank not in self._changed or self._changed[rank][0] != beat.time:
-                active_hosts |= {beat.host} if rank in self._changed and not _is_here(beat) else set()
-                self._changed[rank] = (beat.time, now)
+        now = time.monotonic()
+        active_hosts = self._note_changes(now)
         self._state = run_reader.state(self.run_dir, self._metrics.step, self._result)
         if self._state.name != "running" and active_hosts:
             self._state = State("running", f"running on {', '.join(sorted(active_hosts))}")
         return self._continues(now)
+
+    def _note_changes(self, now: float) -> set[str]:
+        """Note which heartbeats changed; return other hosts on which a known rank did."""
+        active_hosts = set()
+        for rank, beat in self._heartbeats.items():
+            last_time, _ = self._changed.get(rank, (None, 0.0))
+            if beat.time == last_time:
+                continue
+            self._changed[rank] = (beat.time, now)
+            if last_time is not None and not _is_here(beat):
+                active_hosts.add(beat.host)
+        return active_hosts
 
     def _continues(self, now: float) -> bool:
         """Return whether the run may still write: a run that was killed leaves no result."""
@@ -157,47 +172,70 @@ class View:
             return True
         if self._state.name not in ("new", "ended"):
             return False
+        if self._gone_since is None:
+            self._gone_since = now
+        if now - self._gone_since >= GONE_SECONDS:
+            return False
         is_elsewhere = not all(map(_is_here, self._heartbeats.values()))
-        may_restart = is_elsewhere or self._updates > 1 or self._state.name == "new"  # else it ended before this began
-        self._gone_since = now if self._gone_since is None else self._gone_since
-        is_recent = now - self._gone_since < GONE_SECONDS
-        if is_elsewhere and is_recent:
+        if is_elsewhere:
             self._state = State("unknown", "ranks on other hosts: seconds will show whether they still write")
-        return may_restart and is_recent
+            return True
+        ended_before_watch = self._state.name == "ended" and self._updates == 1
+        return not ended_before_watch
 
     def colored_frame(self, columns: int, lines: int) -> list[str]:
         """Return the frame, with the state in color unless NO_COLOR is set."""
         first, *rest = self.frame(columns, lines)
-        color = None if os.environ.get("NO_COLOR") else COLORS.get(self._state.name)
-        return [f"\x1b[{color}m{first}\x1b[0m" if color else first, *rest]
+        color = COLORS.get(self._state.name)
+        if color and not os.environ.get("NO_COLOR"):
+            first = f"\x1b[{color}m{first}\x1b[0m"
+        return [first, *rest]
 
     def frame(self, columns: int, lines: int) -> list[str]:
         """Return at most ``lines`` lines of at most ``columns`` characters."""
-        app = run_reader.app_of(self._metrics.header, self._result) or "a run"
-        head = [self._state.text, f"{app}  {self.run_dir}", *self._progress(columns), *self._curves(columns)]
-        head += [*self._checkpoints(), *self._events(), ""]
-        tail = [f"  {line.rstrip()}" for line in self._log.tail]
-        shown = [*head, *self._ranks(max(3, lines - len(head) - 2 - min(TAIL_LINES, len(tail))))]
-        if tail and (room := lines - len(shown) - 2) > 0:
-            shown += ["log/launcher.log", *tail[-min(TAIL_LINES, room) :]]
+        app = run_reader.app_of(self._metrics.header, self._result)
+        name = f"{app}  {self.run_dir}" if app else str(self.run_dir)  # before the first step, no file has the app
+        shown = [self._state.text, name]
+        shown += self._progress(columns)
+        shown += self._curves(columns)
+        shown += self._checkpoints()
+        shown += self._events()
+        shown.append("")
+        tail = [f"  {line.rstrip()}" for line in self._log.tail[-TAIL_LINES:]]
+        shown += self._ranks(max(3, lines - len(shown) - 2 - len(tail)))
+        room = lines - len(shown) - 2
+        if tail and room > 0:
+            shown += ["log/launcher.log", *tail[-room:]]
         return [_cut(line, columns) for line in shown[: max(1, lines - 1)]]
 
+    def _step(self) -> int:
+        """Return the last step that a file shows: the result of a finished run, else metrics and heartbeats."""
+        recorded = self._metrics.step or 0
+        newest = max([recorded, *(beat.step for beat in self._heartbeats.values())])
+        if self._state.name != "finished":
+            return newest
+        return run_reader.non_negative_int(self._result.get("steps")) or recorded or newest
+
     def _progress(self, columns: int) -> Iterator[str]:
-        last_step, rates = self._log.last_step, self._metrics.curves.get("samples_per_second")
-        step = max([beat.step for beat in self._heartbeats.values()] + [self._metrics.step or 0])
-        if self._state.name == "finished":
-            step = run_reader.non_negative_int(self._result.get("steps")) or self._metrics.step or step
+        step = self._step()
+        last_step = self._log.last_step
+        text = f"step {step:,}"
         if last_step:
-            share, width = min(1.0, step / last_step), max(4, min(30, columns - 40))
-            bar = "█" * int(share * width) + "░" * (width - int(share * width))
-            yield f"step {step:,} of {last_step:,}  {bar} {100 * share:.0f}%"
-        else:
-            yield f"step {step:,}"
+            share = min(1.0, step / last_step)
+            text += f" of {last_step:,}  {_bar(share, max(4, min(30, columns - 40)))} {100 * share:.0f}%"
+        yield text
+        rates = self._metrics.curves.get("samples_per_second")
         if rates:
-            seconds = self._seconds_per_step() if self._state.name == "running" else None
-            remaining = max(0, (last_step or 0) - step) * (seconds or 0.0)
-            left = f"  {1 / seconds:,.1f} steps/s  {duration(remaining)} left" if seconds and last_step else ""
-            yield f"{rates.values[-1]:,.0f} samples/s{left}"
+            yield f"{rates.values[-1]:,.0f} samples/s{self._time_left(step)}"
+
+    def _time_left(self, step: int) -> str:
+        if self._state.name != "running" or not self._log.last_step:
+            return ""
+        seconds = self._seconds_per_step()
+        if seconds is None:
+            return ""
+        remaining = max(0, self._log.last_step - step) * seconds
+        return f"  {1 / seconds:,.1f} steps/s  {duration(remaining)} left"
 
     def _curves(self, columns: int) -> Iterator[str]:
         width = max(8, min(40, columns - 24))
@@ -205,11 +243,25 @@ class View:
             if name != "samples_per_second":
                 yield f"{name.replace('_', ' '):<14} {curve.values[-1]:<10.5g} {sparkline(curve, width)}"
         if not self._metrics.curves:
-            yield "nothing is measured yet"
+            yield self._waiting_for()
         if self._state.name == "finished":
-            result = {name: finite_number(self._result.get(name)) for name in RESULT_FIELDS}
-            texts = [f"{name.replace('_', ' ')} {value:.5g}" for name, value in result.items() if value]
-            yield from [f"result         {', '.join(texts)}"] if texts else []
+            yield from self._result_line()
+
+    def _result_line(self) -> Iterator[str]:
+        texts = []
+        for name in RESULT_FIELDS:
+            value = finite_number(self._result.get(name))
+            if value:
+                texts.append(f"{name.replace('_', ' ')} {value:.5g}")
+        if texts:
+            yield f"result         {', '.join(texts)}"
+
+    def _waiting_for(self) -> str:
+        """Return in words what comes before the first measurement."""
+        if not self._heartbeats:
+            return "no rank has started yet"
+        has_stepped = any(beat.step > 0 for beat in self._heartbeats.values())
+        return "waiting for the first log line" if has_stepped else "waiting for the first step"
 
     def _seconds_per_step(self) -> float | None:
         """Return the mean over the last lines, with evaluations and checkpoints, from the lines' own numbers."""
@@ -217,19 +269,25 @@ class View:
         options = run_reader.get_object(self._metrics.header, "options")
         batch_size = finite_number(options.get("global_batch_size"))
         steps = np.diff(np.array(curve.steps)[-SPEED_LINES - 1 :])
-        rates = np.array(curve.values)[len(curve.values) - len(steps) :]
-        if not batch_size or not len(steps) or (rates <= 0).any():
+        rates = np.array(curve.values)[len(curve.values) - len(steps) :]  # samples/s of these steps
+        if not batch_size or not len(steps):
+            return None
+        if (rates <= 0).any():
             return None
         with np.errstate(all="ignore"):
-            seconds = float((steps * batch_size / rates).sum() / steps.sum())
-        return seconds if 0 < seconds < MAX_SECONDS else None
+            durations = steps * batch_size / rates
+            seconds = float(durations.sum() / steps.sum())
+        if not 0 < seconds < MAX_SECONDS:
+            return None
+        return seconds
 
     def _checkpoints(self) -> Iterator[str]:
         saved = run_reader.checkpoints(self.run_dir)
-        good = [each for each in saved if not each.quarantined and not each.problem]
+        good = [each for each in saved if each.is_good]
         if good:
-            age = duration(max(0.0, time.time() - good[-1].time))
-            yield f"checkpoint     step {good[-1].step:,}, {age} ago by its file system; {len(good)} kept"
+            newest = good[-1]
+            age = duration(max(0.0, time.time() - newest.time))
+            yield f"checkpoint     step {newest.step:,}, {age} ago by its file system; {len(good)} kept"
         else:
             yield "checkpoint     none yet"
         for each in saved:
@@ -237,72 +295,96 @@ class View:
                 yield f"checkpoint     {each.folder.name} is damaged: {each.problem}"
 
     def _events(self) -> Iterator[str]:
-        events, launches = self._log.events(), len(self._log.launches)
-        starts = [event.text.partition(",")[0] for event in events if event.kind == RESTART][-3:]
-        texts = [f"started {launches} times"] if launches > 1 else []
-        texts += [", ".join(starts)] if starts else []
+        events = self._log.events()
+        starts = [event.text.partition(",")[0] for event in events if event.kind == RESTART]
+        launch_count = len(self._log.launches)
+        texts = []
+        if launch_count > 1:
+            texts.append(f"started {launch_count} times")
+        if starts:
+            texts.append(", ".join(starts[-3:]))
         if texts:
             yield f"restarts       {'; '.join(texts)}"
-        for event in [event for event in events if event.kind != RESTART][-2:]:
+        others = [event for event in events if event.kind != RESTART]
+        for event in others[-2:]:
             yield f"{event.kind:<14} {event.when[11:]} {event.text}"
 
-    def _ranks(self, max_lines: int) -> list[str]:
-        """Return a line per rank; without room for all, silent and late ranks come first."""
+    def _ranks(self, max_lines: int) -> Iterator[str]:
+        """Yield lines on the ranks: one for all of a run that ended, else one per rank."""
         beats = list(self._heartbeats.values())
         world_size = max(run_reader.world_size_of(self._metrics.header, self._result) or 0, len(beats))
         if self._state.name == "finished":
-            return [f"ranks          {world_size} ended"] if world_size else []
-        if not beats:
-            return ["ranks          none has a heartbeat here"]
-        last = max(beat.step for beat in beats)
-        if self._state.name not in ("running", "unknown"):
-            return [f"ranks          {len(beats)} ended; last heartbeat at step {last:,}"]
-        if len(beats) > max_lines - 1:
-            beats.sort(key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
-        width = max(len(beat.host) for beat in beats)
-        lines = [f"ranks          {len(beats)} of {world_size} have heartbeats here"]
-        for beat in beats[: max(1, max_lines - 2)]:
-            age = self._age(beat)
-            seen = f"{age:.0f} s ago" if _is_here(beat) else f"unchanged {age:.0f} s"
-            behind, silent = f"{last - beat.step:,} behind" * (beat.step < last), "SILENT" * (age > SILENT_SECONDS)
-            texts = [
-                f"{beat.rank:>5}",
-                f"{beat.host:<{width}}",
-                f"step {beat.step:,}",
-                seen,
-                behind,
-                silent,
-                beat.location,
-            ]
-            lines.append("  ".join(filter(None, texts)))
-        if len(beats) > len(lines) - 1:
-            lines.append(f"       and {len(beats) - len(lines) + 1} more, not behind these")
-        return lines
+            if world_size:
+                yield f"ranks          {world_size} ended"
+        elif not beats:
+            yield "ranks          none has a heartbeat here"
+        elif self._state.name not in ("running", "unknown"):
+            last_step = max(beat.step for beat in beats)
+            yield f"ranks          {len(beats)} ended; last heartbeat at step {last_step:,}"
+        else:
+            yield f"ranks          {len(beats)} of {world_size} have heartbeats here"
+            yield from self._rank_lines(beats, max_lines - 1)
+
+    def _rank_lines(self, beats: list[Heartbeat], max_lines: int) -> Iterator[str]:
+        """Yield a line per rank; without room for all, silent and late ranks come first."""
+        shown = beats
+        if len(beats) > max_lines:
+            shown = sorted(beats, key=lambda beat: (self._age(beat) <= SILENT_SECONDS, beat.step, beat.rank))
+            shown = shown[: max(1, max_lines - 1)]
+        last_step = max(beat.step for beat in beats)
+        host_width = max(len(beat.host) for beat in beats)
+        for beat in shown:
+            yield self._rank_line(beat, last_step, host_width)
+        hidden_count = len(beats) - len(shown)
+        if hidden_count:
+            yield f"       and {hidden_count} more, not behind these"
+
+    def _rank_line(self, beat: Heartbeat, last_step: int, host_width: int) -> str:
+        age = self._age(beat)
+        texts = [f"{beat.rank:>5}", f"{beat.host:<{host_width}}", f"step {beat.step:,}"]
+        texts.append(f"{age:.0f} s ago" if _is_here(beat) else f"unchanged {age:.0f} s")
+        if beat.step < last_step:
+            texts.append(f"{last_step - beat.step:,} behind")
+        if age > SILENT_SECONDS:
+            texts.append("SILENT")
+        if beat.location:
+            texts.append(beat.location)
+        return "  ".join(texts)
 
     def _age(self, beat: Heartbeat) -> float:
         """Return the seconds since a heartbeat; of another host's rank, since its file was seen to change."""
         if _is_here(beat):
             return max(0.0, time.time() - beat.time)
-        return time.monotonic() - self._changed[beat.rank][1]
+        _, changed = self._changed[beat.rank]
+        return time.monotonic() - changed
 
 
 def _is_here(beat: Heartbeat) -> bool:
     return beat.host == socket.gethostname()
 
 
+def _bar(share: float, width: int) -> str:
+    full = int(share * width)
+    return "█" * full + "░" * (width - full)
+
+
 def sparkline(curve: Curve, width: int) -> str:
     """Return a curve in at most ``width`` characters: each section's mean, scaled from the least to the greatest."""
-    values, count = np.array(curve.values), len(curve.values)
-    first = np.arange(min(width, count)) * count // min(width, count)  # of each section
+    values = np.array(curve.values)
+    count = len(values)
+    sections = min(width, count)
+    first = np.arange(sections) * count // sections  # index of each section's first value
     with np.errstate(all="ignore"):  # sums may overflow
         means = np.add.reduceat(values, first) / np.diff(first, append=count)
-        levels = (len(BLOCKS) - 1) * ((means - means.min()) / (np.ptp(means) or 1.0))
+        shares = (means - means.min()) / (np.ptp(means) or 1.0)
+        levels = (len(BLOCKS) - 1) * shares
     return "".join(BLOCKS[level] for level in np.rint(np.nan_to_num(levels)).astype(int))
 
 
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units: "3 h 12 min"."""
-    rest, parts = round(seconds), list[str]()
+    rest = round(seconds)
+    parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, rest = divmod(rest, size)
         if count or parts or unit == "s":
@@ -313,7 +395,9 @@ def duration(seconds: float) -> str:
 def _cut(line: str, columns: int) -> str:
     """Cut a line to the terminal's width, and escape control characters, which a terminal would obey."""
     line = printable(line.expandtabs(4))
-    return line if len(line) <= columns else f"{line[: columns - 1]}…"
+    if len(line) <= columns:
+        return line
+    return f"{line[: columns - 1]}…"
 
 
 if __name__ == "__main__":

@@ -538,10 +538,14 @@ def check_trace(lab: Lab, outcome: Outcome, conditions: dict[str, Any]) -> None:
         assert count["all_reduce"] == 4 * blocks["local_4"]
         times = [call[when] for call in calls if call["collective"] != "backward" for when in ("before", "after")]
         assert times == sorted(times)
-    shown = {each["collective"]: each for each in read(lab.folder / "run", "trace-straggler-2")["collectives"]}
-    assert shown["reduce"]["last"][1] >= 16  # the steps in which rank 1 slept, among others
-    assert shown["reduce"]["waited"][0] >= 1.6
-    assert "Who waited for whom in straggler, 2 ranks" in outcome.stdout
+    found = read(lab.folder / "run", "trace-straggler-2")["collectives"]
+    shown = {each["condition"]: each for each in found if each["collective"] == "reduce"}
+    slept = shown["reduce_broadcast, one rank sleeps 100 ms in aggregation"]
+    assert sum(slept["last"]) == 32  # the calls of two blocks, and none of a block in which nobody slept
+    assert slept["last"][1] > 16
+    assert slept["waited"][0] >= 1.6
+    title = "Who waited for whom in straggler, 2 ranks: reduce_broadcast, one rank sleeps 100 ms in aggregation"
+    assert title in outcome.stdout
 
 
 # --- launchers -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -301,6 +302,12 @@ def test_two_jobs_at_once_do_not_disturb_each_other(
 # --- one run, and one fault after the other ------------------------------------------------------------------------
 
 
+def slow_steps(n: int) -> dict[str, str]:
+    """The environment in which each step takes 0.1 s longer, so that a fault comes in time on a busy machine."""
+    slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
+    return faulty({"slow": slow, "seconds": 0.1, "every_start": True})
+
+
 @pytest.mark.faults
 def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """A checkpoint is damaged, ranks or their launcher are killed, one hangs, and a signal stops the run.
@@ -311,8 +318,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     """
     n, skipped = 2, harness.app.skipped_marks
     reference, chance, hangs = undisturbed(n), random.Random(n), "stall" not in skipped
-    slow = [(rank, "input", 0, 1_000_000) for rank in range(n)]
-    environ = faulty({"slow": slow, "seconds": 0.1, "every_start": True})
+    environ = slow_steps(n)
     checkpoints = harness.folder / "run" / "checkpoints"
 
     options = [*harness.app.small, *([f"--timeout={harness.app.patience}"] if hangs else [])]
@@ -343,6 +349,92 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
         job = harness.start(n, *harness.app.small)  # at once: old ranks may still be there
     result = check_same_end(harness, job.finish(), n, reference)
     assert result["resumed_from_step"] >= saved
+
+
+# --- many faults of one run -----------------------------------------------------------------------------------------
+
+
+def last_to_disturb(result: Mapping[str, Any]) -> int:
+    """The last step after which a fault still finds the run under way."""
+    return int(result["steps"]) - Shape.of(result).every - 1
+
+
+def wait_for_start(job: Job, before: int) -> None:
+    """Wait until a start of the job has replaced metrics.jsonl, whose inode was ``before``."""
+    job.wait_for(lambda: (job.run_dir / "metrics.jsonl").stat().st_ino != before)
+
+
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault has three kills
+def test_ten_kills_in_a_row_change_no_bit(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
+) -> None:
+    """A kill soon after the restart from another: of a rank, of all ranks at once, and of the whole job."""
+    n = 2
+    reference = undisturbed(n)
+    last = last_to_disturb(reference)
+    chance = random.Random(harness.app.name)
+    kinds = [
+        "a rank",
+        "all ranks",
+        "a rank",
+        "the job",
+        "a rank",
+        "all ranks",
+        "a rank",
+        "the job",
+        "a rank",
+        "all ranks",
+    ]
+    options = [*harness.app.small, "--max-restarts=20"]
+    environ = slow_steps(n)
+    while kinds:
+        job = harness.start(n, *options, run_dir=harness.folder / str(len(kinds)), **environ)
+        step = job.wait_for_step(1)
+        while kinds and step < last:
+            time.sleep(chance.uniform(0, 0.1))
+            before = (job.run_dir / "metrics.jsonl").stat().st_ino
+            kind = kinds.pop(0)
+            if kind == "the job":
+                harness.kill_all()
+                job.finish()
+                job = harness.start(n, *options, run_dir=job.run_dir, **environ)
+            else:
+                ranks = list(job.ranks().values())
+                for pid in ranks if kind == "all ranks" else [chance.choice(ranks)]:
+                    with suppress(ProcessLookupError):  # the launcher ends the others
+                        os.kill(pid, signal.SIGKILL)
+            landed = last_step(job.run_dir)
+            wait_for_start(job, before)
+            step = job.wait_for_step(landed + 1)
+        check_same_end(harness, job.finish(), n, reference)
+    table.append(f"| {harness.app.name} | {n} | SIGKILL soon after a restart: rank, all ranks, job | 10 | 10 |")
+
+
+@pytest.mark.soak  # in the matrix test_one_run_survives_every_fault sends one
+def test_ten_stops_in_a_row_change_no_bit(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
+) -> None:
+    """A TERM to the script or a rank soon after each resume."""
+    n = 2
+    reference = undisturbed(n)
+    last = last_to_disturb(reference)
+    chance = random.Random(harness.app.name)
+    stops = [Stop(signal.SIGTERM, to) for to in ("the script", "a rank")] * 5
+    environ = slow_steps(n)
+    while stops:
+        run_dir = harness.folder / str(len(stops))
+        saved = 0
+        while stops and saved < last:
+            job = harness.start(n, *harness.app.small, run_dir=run_dir, **environ)
+            step = job.wait_for_step(saved + 1)
+            time.sleep(chance.uniform(0, 0.1))
+            stop = stops.pop(0)
+            stop.send(job, chance)
+            saved = check_stopped(harness, job, stop)
+            assert saved >= step
+        result = check_same_end(harness, harness.run(n, *harness.app.small, run_dir=run_dir), n, reference)
+        assert result["resumed_from_step"] == saved
+    table.append(f"| {harness.app.name} | {n} | SIGTERM to the script or a rank soon after a resume | 10 | 10 |")
 
 
 # --- resuming as another job ---------------------------------------------------------------------------------------

@@ -232,6 +232,10 @@ LAUNCHED = {
         {**DLC, "NPROC_PER_NODE": "1"},
         World(1, 2, 0, 1, 1, 2, "env", "worker", "dlc1-master-0", 23456),
     ),
+    "plain, on one machine": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        World(1, 2, 1, 2, 0, 1, "env", "worker", "127.0.0.1", 29500),
+    ),
     "plain, with local rank": (
         {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NPROC_PER_NODE": "2"},
         World(1, 4, 1, launcher="env"),

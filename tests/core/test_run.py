@@ -29,8 +29,9 @@ from samestep.env import World, processor
 from samestep.monitor import Monitor
 from samestep.options import resume_invariants
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Run, StepStats
+from samestep.run import Run
 from samestep.sharding import GlobalBatches
+from samestep.step_sync import Totals
 from samestep.step_timer import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, StepTimer
 from samestep.stop import Stopped
 from threads import COUNTING, CrashError, Faults, LeftAloneError, Model, Rank, job, loss_of, parse, put
@@ -232,7 +233,7 @@ def test_the_start_is_recorded_before_its_line_in_the_log(run_dir: Path, monkeyp
     """The report ignores the log from that event on: with the line a second earlier, it showed a restart at step 0."""
     recorded: list[bool] = []
     monkeypatch.setattr(
-        log, "info", lambda text: recorded.append("ranks on" in text and (run_dir / "log/events.jsonl").exists())
+        log, "info", lambda text: recorded.append("1 rank on" in text and (run_dir / "log/events.jsonl").exists())
     )
     all_done(job(1, options_for(run_dir, "--max-steps=0")))
     assert any(recorded)
@@ -510,7 +511,7 @@ def test_what_is_due_after_each_update(
 def test_six_syncs_fit_into_the_grace(run_dir: Path) -> None:
     """Steps of half a second and a grace of 30 s: the ranks ask for stop requests each 10 steps, and at log lines."""
     ((run,), step) = all_done(job(1, options_for(run_dir, "--grace=30", "--log-every=1000"))), STEPS
-    run.apply_global_stats(StepStats(0.0, 0.0, {}, (0.0,) * 4, 0.5, (0.0,) * 4))
+    run.step_sync.apply(step, Totals(seconds_per_step=0.5))
     due = [run.actions(step + k - 1) for k in range(1, 31)]
     assert [actions.sync for actions in due] == [actions.log or k >= 10 for k, actions in enumerate(due, start=1)]
     assert not all(actions.log for actions in due[9:])
@@ -537,7 +538,7 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_that_is_saved(
     assert checkpoints(run_dir)[-1] == f"step-{at:08d}"
     done = all_done(job(3, [f"--run-dir={run_dir}", "--log-every=5"]))
     assert {run.resumed_from for run in done} == {at}
-    assert done[0]._result["weights_sha256"] == reference[0]._result["weights_sha256"]
+    assert done[0].recorder.result["weights_sha256"] == reference[0].recorder.result["weights_sha256"]
     steps = [line["step"] for line in steps_of(run_dir)]
     assert steps == sorted(set(steps))
 
@@ -1164,11 +1165,12 @@ def test_weights_can_be_evaluated_alone_but_not_nothing(run_dir: Path, tmp_path:
 
 def test_an_evaluation_is_one_line_on_the_console(run_dir: Path, console: Console) -> None:
     all_done(job(1, options_for(run_dir)))
-    message = [line for line in console.out.getvalue().splitlines() if line.startswith("epoch ")]
+    lines = [line for line in console.out.getvalue().splitlines() if line.startswith("epoch ")]
+    message = [re.sub(r"  \d+\.\d s  ", "  SECONDS  ", line) for line in lines]
     tested = [line for line in steps_of(run_dir) if "test_loss" in line]
     means = [mean_loss(range(begin, begin + EPOCH)) for begin in range(0, STEPS, EPOCH)]
     assert message == [
-        f"epoch {epoch}/3  step {epoch * EPOCH}  train loss {mean:.4f}  test loss {line['test_loss']:.4f}  "
+        f"epoch {epoch}/3  step {epoch * EPOCH}  SECONDS  train loss {mean:.4f}  test loss {line['test_loss']:.4f}  "
         "test accuracy 0.5000"
         for epoch, (mean, line) in enumerate(zip(means, tested), start=1)
     ]

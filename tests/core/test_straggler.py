@@ -68,6 +68,13 @@ def test_it_is_told_what_the_others_take(lines: list[str]) -> None:
     ]
 
 
+def test_the_warning_names_ranks_that_share_processors(lines: list[str]) -> None:
+    detector = StragglerDetector(1.5, 2, 60, 0, "3 ranks share 2 processors")
+    named(detector, 2, every(10), lambda rank, step: {"input": 0.21 * rank})
+    (line,) = lines
+    assert line.endswith("(3 ranks share 2 processors, over 59 steps to step 60); reported once")
+
+
 def test_two_slow_ranks_of_five_are_both_named() -> None:
     slow = {1: {"input": 0.1}, 4: {"optimizer": 0.3}}
     found = named(StragglerDetector(1.5, 5, 60, 0), 5, every(10), lambda rank, step: slow.get(rank, {}))

@@ -21,8 +21,8 @@ from data import load
 from options import parse
 from samestep.env import World
 from samestep.run import Run
-from samestep.sharding import GlobalBatches
 from samestep.step_timer import StepTimer
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler, exact
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,17 +42,20 @@ torch.Tensor.item = lambda tensor: read.append(tensor) or 1.0  # there is no con
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 meta = torch.device("meta")
 sizes = ["--layers=2", "--width=64", "--heads=2", "--context=16"]
-options = parse([*sizes, "--mesh=2x2", "--clip-norm=1", "--accumulate=2", "--checkpoint-activations"])
+options = parse([*sizes, "--mesh=2x2", "--clip-norm=1", "--accumulate=2", "--checkpoint-activations", "--dropout=0.1"])
 mesh = distributed.make_mesh(options, meta)
 gpt = model.build_model(options, torch.float32, mesh)
 optimizer = train.build_optimizer(options, gpt)
 train_set, test_set = load(options, meta)
-batches = GlobalBatches(len(train_set), 5, 1, 0, 2, None, 2)
-for step in range(2):
-    loss = train.train_step(options, gpt, optimizer, train_set, batches, step, mesh, StepTimer())
+sampler = GlobalBatchSampler(len(train_set), 5, seed=1, accumulate=2, group=mesh["dp"])
+exact(gpt, sampler)
+for _, windows in zip(range(2), DataLoader(train_set, batch_sampler=sampler, seeded=False)):
+    loss = train.train_step(options, gpt, optimizer, sampler, windows, mesh, StepTimer())
+eval_sampler = EvalSampler(len(test_set), 32, even=True, group=mesh["dp"])
 try:
     run = Run("gpt_fsdp", options, World(1, 4))
-    evaluated = str(train.evaluate(run, gpt, test_set, mesh, torch.float32))
+    loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
+    evaluated = str(train.evaluate(run, gpt, loader, mesh, torch.float32))
 except NotImplementedError as problem:  # sums.tolist(), after everything else
     evaluated = str(problem)
 tensors = [loss, *gpt.parameters(), *(each.grad for each in gpt.parameters())]

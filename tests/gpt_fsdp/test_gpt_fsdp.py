@@ -141,6 +141,21 @@ def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
     check(resumed)
 
 
+def test_dropout_does_not_depend_on_the_mesh(harness: Harness, soak: bool) -> None:
+    """Also in micro-batches that are empty on some ranks, and with activations that are computed again."""
+    options = [*TINY, "--dtype=float64", "--dropout=0.2", "--global-batch-size=5", "--accumulate=3", "--max-steps=8"]
+    harness.train(1, *options, run_dir=harness.folder / "1x1")
+    expected = losses(harness.folder / "1x1")
+    without = losses(Path(harness.train(1, *options, "--dropout=0", run_dir=harness.folder / "without")["run_dir"]))
+    assert relative_difference(expected, without) > 1e-4
+    for mesh in MESHES[1:] if soak else ("2x2",):
+        recompute = ["--checkpoint-activations"] if mesh == "2x2" else []
+        harness.train(size(mesh), *options, f"--mesh={mesh}", *recompute, run_dir=harness.folder / mesh)
+        difference = relative_difference(expected, losses(harness.folder / mesh))
+        print(mesh, difference)
+        assert difference < 1e-12
+
+
 @pytest.mark.soak  # in the matrix the test above resumes a run of 3x1 at 1x2
 def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]

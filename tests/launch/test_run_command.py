@@ -18,7 +18,7 @@ import pytest
 from processes import is_running
 from repository import REPOSITORY
 from samestep_launch import fork_server, job
-from samestep_launch.launchers import LAUNCHERS
+from samestep_launch.run_command import LAUNCHERS
 from scratch_project import CORE, LIMIT, SLEEPER, ScratchProject, end_of, environment, gone, wait_for
 
 # A package torch whose torchrun starts ranks as processes, and ends with the first code that is not 0.

@@ -23,11 +23,12 @@ PATHS = [
     ("cpu", "gloo", "HOROVOD_HOSTS on one machine", "run", f"{APP}::test_gradients_may_be_sent_in_half_precision"),
     (
         "cpu",
-        "gloo, MPI",
-        "several machines by ssh",
-        "read",
-        "horovod/runner/gloo_run.py, mpi_run.py of Horovod 0.28.1",
+        "gloo",
+        "two machines (network namespaces) by ssh",
+        "run",
+        "tests/multihost/test_multihost.py::test_horovod_starts_both_hosts_from_one_by_ssh",
     ),
+    ("cpu", "MPI", "several machines by ssh", "read", "horovod/runner/mpi_run.py of Horovod 0.28.1"),
     (
         "cuda",
         "-",

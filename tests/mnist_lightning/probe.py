@@ -24,7 +24,7 @@ class Probe(pl.Callback):
         self.file.write(json.dumps(values) + "\n")
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.write(epoch=trainer.current_epoch, global_step=trainer.global_step, step=batch.step)
+        self.write(epoch=trainer.current_epoch, global_step=trainer.global_step, step=pl_module.sampler.step - 1)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.write(validated=trainer.global_step)

@@ -143,6 +143,16 @@ def test_if_ranks_outnumber_lines_those_behind_are_shown(made: dict[str, Path], 
     assert re.search(r"and \d+ more, not behind these", text)
 
 
+def test_before_the_first_log_line_the_frame_names_what_the_run_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    assert "no rank has started yet" in frame(tmp_path)
+    beat(tmp_path, 0, 0)
+    assert frame(tmp_path)[1] == str(tmp_path)[:100]
+    assert "waiting for the first step" in frame(tmp_path)
+    beat(tmp_path, 0, 3)
+    assert "waiting for the first log line" in frame(tmp_path)
+
+
 def test_ranks_on_another_host_are_running_when_their_files_change(made: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made["stopped"], tmp_path / "run"))
     (copy / "log" / "no-restart").unlink()

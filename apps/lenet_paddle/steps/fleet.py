@@ -30,7 +30,8 @@ def train() -> None:
     train_loader = paddle.io.DataLoader(train_dataset, batch_sampler=sampler)
     net = paddle.vision.models.LeNet()
     adam = paddle.optimizer.Adam(learning_rate=0.001, parameters=net.parameters())
-    net, adam = fleet.distributed_model(net), fleet.distributed_optimizer(adam)
+    if dist.get_world_size() > 1:  # Paddle 3.3.1 cannot wrap the model of a single rank
+        net, adam = fleet.distributed_model(net), fleet.distributed_optimizer(adam)
     for step, (images, labels) in enumerate(train_loader, 1):
         scores = net(images)
         loss = F.cross_entropy(scores, labels)

@@ -20,6 +20,7 @@ def train() -> None:
         paddle.nn.CrossEntropyLoss(),
         paddle.metric.Accuracy(topk=(1, 2)),
     )
+    # With `pip install visualdl`, fit(..., callbacks=[paddle.callbacks.VisualDL(log_dir="log")]) writes the curves.
     model.fit(train_dataset, epochs=1, batch_size=64 // dist.get_world_size(), log_freq=20)
     model.evaluate(test_dataset, batch_size=50, log_freq=20)
 

@@ -264,6 +264,8 @@ def _watch_accelerator(module: ModuleType) -> None:
 
 def _examples(dataset: Any, batch: Any) -> list[int] | None:
     """Return the numbers of a batch's examples in the whole dataset; None if they have no numbers."""
+    if hasattr(batch, "tolist"):  # an array or a tensor, by which some datasets read whole batches
+        batch = batch.tolist()
     indices = batch if isinstance(batch, (list, tuple)) else [batch]
     while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
         indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset

@@ -34,8 +34,10 @@ def read(path: Path, records: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
     rows = np.frombuffer(data, np.uint8).reshape(records, size)
     if rows[:, 0].max() > 9:
         raise files.damaged(path, f"label {rows[:, 0].max()}, expected 0 to 9")
-    images = rows[:, 1:].reshape(records, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(images), rows[:, 0].copy()
+    labels = rows[:, 0].copy()
+    planes = rows[:, 1:].reshape(records, 3, CIFAR_SIDE, CIFAR_SIDE)
+    images = planes.transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), labels
 
 
 def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
@@ -43,5 +45,12 @@ def read_files(folder: Path, records: Sequence[int]) -> list[NDArray[np.uint8]]:
 
     ``records`` is the number of images in each file. Raises ConfigError as `read`.
     """
-    images, labels = zip(*(read(folder / file, count) for file, count in zip(CIFAR_FILES, records)))
-    return [np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1]]
+    images = []
+    labels = []
+    for file, count in zip(CIFAR_FILES, records):
+        file_images, file_labels = read(folder / file, count)
+        images.append(file_images)
+        labels.append(file_labels)
+    train_images = np.concatenate(images[:-1])
+    train_labels = np.concatenate(labels[:-1])
+    return [train_images, train_labels, images[-1], labels[-1]]

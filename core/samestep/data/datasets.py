@@ -111,7 +111,8 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
         if len(sizes) < 4 * start[3]:
             raise damaged(path, "truncated in its header")
         shape = [int(size) for size in np.frombuffer(sizes, ">u4")]
-        if problem := check(shape):
+        problem = check(shape)
+        if problem:
             raise damaged(path, f"shape {shape}, {problem}")
         data = files.read_rest(file, path, math.prod(shape), f"shape {shape}")
     try:
@@ -122,12 +123,15 @@ def read_idx(path: Path, check: Callable[[list[int]], str] = lambda shape: "") -
 
 def _read(info: DatasetInfo) -> Dataset:
     """Return the files as a Dataset, checked against each other."""
-    if records := files.CIFAR_RECORDS.get(info.name):
+    records = files.CIFAR_RECORDS.get(info.name)
+    if records:
         from samestep.data import cifar
 
         arrays = cifar.read_files(info.folder, records)
     else:
-        arrays = _read_split(info.folder, *MNIST_FILES[:2]) + _read_split(info.folder, *MNIST_FILES[2:])
+        train_images_file, train_labels_file, test_images_file, test_labels_file = MNIST_FILES
+        arrays = _read_split(info.folder, train_images_file, train_labels_file)
+        arrays += _read_split(info.folder, test_images_file, test_labels_file)
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"uint8 {list(array.shape)}\n".encode())
@@ -137,14 +141,25 @@ def _read(info: DatasetInfo) -> Dataset:
 
 
 def _read_split(folder: Path, images_file: str, labels_file: str) -> list[NDArray[np.uint8]]:
-    images_path, labels_path = files.path_of(folder, images_file), files.path_of(folder, labels_file)
-    expected = "expected [n, 28, 28] with n >= 1"
-    images = read_idx(images_path, lambda shape: "" if shape[1:] == [28, 28] and shape[0] else expected)
-    count = f"but {images_path.name} has {len(images)} images"
-    labels = read_idx(labels_path, lambda shape: "" if shape == [len(images)] else count)
+    images_path = files.path_of(folder, images_file)
+    labels_path = files.path_of(folder, labels_file)
+    images = read_idx(images_path, _check_images)
+
+    def check_labels(shape: list[int]) -> str:
+        if shape == [len(images)]:
+            return ""
+        return f"but {images_path.name} has {len(images)} images"
+
+    labels = read_idx(labels_path, check_labels)
     if labels.max() > 9:
         raise damaged(labels_path, f"label {labels.max()}, expected 0 to 9")
     return [images, labels]
+
+
+def _check_images(shape: list[int]) -> str:
+    if shape[1:] == [28, 28] and shape[0] > 0:
+        return ""
+    return "expected [n, 28, 28] with n >= 1"
 
 
 def _find(name: str, data_dir: Path, fallback: bool) -> DatasetInfo:
@@ -195,7 +210,9 @@ def _find_given(name: str, data_dir: Path) -> Path | None:
             return folder
     strangers = files.lookalikes(data_dir, name)
     if strangers:
-        shown = ", ".join(strangers[:SHOWN_NAMES]) + (", ..." if len(strangers) > SHOWN_NAMES else "")
+        shown = ", ".join(strangers[:SHOWN_NAMES])
+        if len(strangers) > SHOWN_NAMES:
+            shown += ", ..."
         wanted = _listed(files.names(name))
         raise ConfigError(
             f"{data_dir} has {shown}, which {name} does not read: put {wanted} in {data_dir / name}, or name another "
@@ -232,16 +249,40 @@ def cache_folder(name: str) -> Path:
     A container's user may have no home, or one that cannot be written: the folder for temporary files then holds the
     cache. The XDG base directory specification demands that a relative path is ignored.
     """
-    roots = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
+    caches = _caches()
+    for cache in caches:
+        folder = cache / name
+        if os.path.isdir(folder) and not missing(folder, name):
+            return folder
+    for cache in caches:
+        if _is_writable(cache):
+            return cache / name
+    return caches[0] / name
+
+
+def _caches() -> list[Path]:
+    """Return the user's cache, and the one in the folder for temporary files. Raises ConfigError without any."""
+    caches = []
+    for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(root):
+            caches.append(Path(root, "samestep"))
+            break
     # A job's own TMPDIR ends with it.
-    temporary = Path(os.environ.get("SAMESTEP_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", f"samestep-{os.getuid()}")
-    caches = [Path(root, "samestep") for root in roots if os.path.isabs(root)][:1]
-    caches += [temporary] if _is_own(temporary) else []
+    temporary_root = os.environ.get("SAMESTEP_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    temporary = Path(temporary_root, f"samestep-{os.getuid()}")
+    if _is_own(temporary):
+        caches.append(temporary)
     if not caches:
         raise ConfigError(f"no home folder to keep data in, and {temporary} is someone else's: set XDG_CACHE_HOME")
-    full = (cache for cache in caches if os.path.isdir(cache / name) and not missing(cache / name, name))
-    writable = (cache for cache in caches if os.access(next(filter(os.path.exists, (cache, *cache.parents))), os.W_OK))
-    return (next(full, None) or next(writable, caches[0])) / name
+    return caches
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return whether this user can write to a folder, or make it below the nearest parent that exists."""
+    for existing in (folder, *folder.parents):
+        if os.path.exists(existing):
+            return os.access(existing, os.W_OK)
+    return False
 
 
 def _is_own(folder: Path) -> bool:

@@ -70,6 +70,12 @@ def substitute(name: str, data_dir: Path, fallback: bool, error: NoNetworkError)
     """Return the embedded or generated dataset that replaces ``name`` without a network, and a notice for the user.
 
     Raises ConfigError without ``fallback``, or if there is none.
+
+    Args:
+        name: name of the dataset.
+        data_dir: folder that was searched.
+        fallback: whether another dataset may replace it.
+        error: the failed download.
     """
     if name == "mnist" and fallback:
         sample = "using the embedded sample mnist-5k instead, 4,000 training and 1,000 test images; for all of MNIST"
@@ -99,17 +105,25 @@ def fill(name: str, folder: Path) -> None:
         ConfigError: a download breaks off or has the wrong checksum, or the folder cannot be written.
     """
     with _locked(name, folder):
-        if name == "cifar10" and files.missing(folder, name):
-            archive = _download(name, CIFAR_ARCHIVE, SHA256[name][0])
-            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-                for member in tar:
-                    file = Path(member.name).name
-                    if file in CIFAR_FILES and (content := tar.extractfile(member)):
-                        _write(folder / file, content.read())
+        lacking = files.missing(folder, name)
+        if name == "cifar10" and lacking:
+            _unpack_cifar(_download(name, CIFAR_ARCHIVE, SHA256[name][0]), folder)
         elif name != "cifar10":
             for file, sha256 in zip(MNIST_FILES, SHA256[name]):
-                if file in files.missing(folder, name):
+                if file in lacking:
                     _write(folder / f"{file}.gz", _download(name, f"{file}.gz", sha256))
+
+
+def _unpack_cifar(archive: bytes, folder: Path) -> None:
+    """Write the files of CIFAR-10's archive, and nothing else that it may hold."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            file = Path(member.name).name
+            if file not in CIFAR_FILES:
+                continue
+            content = tar.extractfile(member)
+            if content is not None:
+                _write(folder / file, content.read())
 
 
 def generate(name: str, folder: Path) -> None:
@@ -173,7 +187,8 @@ def _read_verified(response: Any, file: str, sha256: str) -> bytes:
             raise _BrokenDownloadError(f"it broke off after {len(content)} bytes ({error})") from None
     if total is not None and len(content) < total:
         raise _BrokenDownloadError(f"it broke off after {len(content)} of {total} bytes")
-    if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
         raise _BrokenDownloadError(f"its SHA-256 is {digest}, expected {sha256}")
     return bytes(content)
 

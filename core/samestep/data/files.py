@@ -24,7 +24,12 @@ class DatasetInfo(NamedTuple):
     fingerprint: str | None = None  # SHA-256 of the content
 
 
-MNIST_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 
 # CIFAR-10's binary version, and how many images each of its files has; the last is the test set.
 CIFAR_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
@@ -58,7 +63,7 @@ def spellings(file: str) -> list[str]:
     if file in CIFAR_FILES:
         return [file]
     dotted = file.replace("-idx", ".idx")
-    return [f"{name}{packed}" for name in (file, dotted) for packed in ("", ".gz")]
+    return [file, f"{file}.gz", dotted, f"{dotted}.gz"]
 
 
 def path_of(folder: Path, file: str) -> Path:
@@ -75,7 +80,9 @@ def path_of(folder: Path, file: str) -> Path:
                 return path / name
     if found:
         return found[0]
-    return folder / (file if file in CIFAR_FILES else f"{file}.gz")
+    if file in CIFAR_FILES:
+        return folder / file
+    return folder / f"{file}.gz"
 
 
 def present_names(folder: Path) -> list[str]:
@@ -110,7 +117,9 @@ def lookalikes(folder: Path, dataset: str) -> list[str]:
     for root, folders, file_names in os.walk(folder):
         here = Path(root).relative_to(folder)
         is_deepest = len(here.parts) == LOOKALIKE_DEPTH
-        folders[:] = [] if is_deepest else sorted(name for name in folders if name.lower() not in others)
+        if is_deepest:
+            folders.clear()
+        folders[:] = sorted(name for name in folders if name.lower() not in others)
         found += [str(here / name) for name in sorted(file_names) if pattern.search(name)]
         names_left -= len(file_names)
         if names_left < 0:
@@ -140,14 +149,23 @@ def read_rest(file: IO[bytes], path: Path, size: int, expected: str) -> bytearra
     """Return the ``size`` bytes that are left in a file of ``path``, and read at most one byte more.
 
     Raises ConfigError, with ``expected``, which describes them, if there are fewer or more.
+
+    Args:
+        file: open file, at the first byte to read.
+        path: its path, for the error.
+        size: number of bytes.
+        expected: description of the bytes, for the error.
     """
     content = bytearray()
-    while len(content) <= size and (chunk := file.read(min(2**20, size + 1 - len(content)))):
+    while len(content) <= size:
+        chunk = file.read(min(2**20, size + 1 - len(content)))
+        if not chunk:
+            break
         content += chunk
-    if len(content) != size:
-        missing_bytes = f"truncated, {size - len(content)} bytes are missing for"
-        trouble = missing_bytes if len(content) < size else "it has more bytes than"
-        raise damaged(path, f"{trouble} {expected}")
+    if len(content) < size:
+        raise damaged(path, f"truncated, {size - len(content)} bytes are missing for {expected}")
+    if len(content) > size:
+        raise damaged(path, f"it has more bytes than {expected}")
     return content
 
 

@@ -41,7 +41,8 @@ from samestep.untrusted import (
 HEARTBEAT_TIMEOUT = 3.0  # seconds without a heartbeat after which a rank that does not answer is not just slow
 DIAGNOSIS_BUDGET = 0.7  # seconds that the diagnosis may take once the other ranks have written their files
 MAX_AGE = 15.0  # seconds after which a file of a job without a name is of another hang
-_COUNT, _NAME = integer(0, 2**62), text(1000)
+_COUNT = integer(0, 2**62)
+_NAME = text(1000)
 _HEARTBEAT = {"step": _COUNT, "time": number(), "rank": _COUNT, "pid": integer(1, 2**31 - 1), "host": _NAME}
 _COLLECTIVE = {"name": _NAME, "number": integer(-1, 2**62), "pending": lambda value: isinstance(value, bool)}
 _OPTIONAL = {
@@ -65,22 +66,26 @@ def dump_state(folder: Path, state: State, **extra: Any) -> None:
 
 def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
     """Write this rank's file once, if another rank found the hang first."""
-    if _is_of_hang(_read_rank(folder / "hanging"), heartbeat):
-        with _dump_lock:
-            own = _read_rank(folder / f"hang-{heartbeat['rank']}.json")
-            if not (_is_of_hang(own, heartbeat) and own["pid"] == heartbeat["pid"]):
-                dump_state(folder, get_state())
+    if not _is_of_hang(_read_rank(folder / "hanging"), heartbeat):
+        return
+    with _dump_lock:
+        own = _read_rank(folder / f"hang-{heartbeat['rank']}.json")
+        is_written = _is_of_hang(own, heartbeat) and own["pid"] == heartbeat["pid"]
+        if not is_written:
+            dump_state(folder, get_state())
 
 
 def _threads() -> list[dict[str, Any]]:
     """Return the stacks of all threads except this one, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
-    return [
-        {"name": names.get(ident, str(ident)), "calls": [call.with_code() for call in stack(frame)]}
-        for ident, frame in frames
-        if ident != threading.get_ident()
-    ]
+    frames = current_frames()
+    frames.pop(threading.get_ident(), None)
+    main = threading.main_thread().ident
+    threads = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        calls = [call.with_code() for call in stack(frames[ident])]
+        threads.append({"name": names.get(ident, str(ident)), "calls": calls})
+    return threads
 
 
 # --- the state of a rank ---------------------------------------------------------------------------------------------
@@ -120,9 +125,13 @@ class RankState:
     @property
     def position(self) -> str:
         """Return "waits in all_reduce 115 [7] double at train.py:105 in train (dist.all_reduce(sums))"."""
+        location = self.location or "an unknown location"
+        if not self.is_current:
+            return f"last seen at {location}"
         verb = "waits" if self.is_waiting else "is"
-        verb += f" in {shown(self.collective['name'])}" if self.collective.get("pending") else ""
-        return f"{verb if self.is_current else 'last seen'} at {self.location or 'an unknown location'}"
+        if self.collective.get("pending"):
+            return f"{verb} in {shown(self.collective['name'])} at {location}"
+        return f"{verb} at {location}"
 
 
 def _read_rank(path: Path) -> dict[str, Any]:
@@ -143,20 +152,37 @@ def read_state(folder: Path, rank: int, now: State) -> RankState | None:
     """
     values = _read_rank(folder / f"hang-{rank}.json")
     if _is_of_hang(values, now) and "written_by" not in values:
-        return RankState(rank, values, True, _location(values))
+        return RankState(rank, values, answered=True, location=_location(values))
     values = _read_rank(folder / f"alive-{rank}")
     if not values or values.get("job") != now["job"]:
         return None
-    state = RankState(rank, values, False, _location(values), is_current=False)
-    silence = _seconds_since_heartbeat(folder, rank, values, now)
-    state.trouble = _process_trouble(values, silence > HEARTBEAT_TIMEOUT)
-    if stacks := read_stacks(folder / f"stack-{rank}.txt"):
-        writes = any(call.function == "write_json" for calls in stacks[1:] for call in calls)
-        state.trouble = state.trouble or ("its run dir's disk hangs" if writes else "its interpreter held by C code")
-        state.location, state.is_current = own_location(stacks[0]) if stacks[0] else state.location, True
-    if state.trouble or silence > HEARTBEAT_TIMEOUT:
-        state.trouble = f"silent for {silence:.0f} s" + (f", {state.trouble}" if state.trouble else "")
+    state = RankState(rank, values, answered=False, location=_location(values), is_current=False)
+    silence = _seconds_since_heartbeat(folder, rank, values=values, now=now)
+    is_silent = silence > HEARTBEAT_TIMEOUT
+    state.trouble = _process_trouble(values, is_silent)
+    stacks = read_stacks(folder / f"stack-{rank}.txt")
+    if stacks:
+        _take_stacks(state, stacks)
+    if state.trouble:
+        state.trouble = f"silent for {silence:.0f} s, {state.trouble}"
+    elif is_silent:
+        state.trouble = f"silent for {silence:.0f} s"
     return state
+
+
+def _take_stacks(state: RankState, stacks: list[list[CodeLocation]]) -> None:
+    """Take a rank's location from its stacks, which a C thread wrote because the interpreter was blocked."""
+    if not state.trouble:
+        state.trouble = "its interpreter held by C code"
+        if any(_is_writing(calls) for calls in stacks[1:]):
+            state.trouble = "its run dir's disk hangs"
+    if stacks[0]:
+        state.location = own_location(stacks[0])
+    state.is_current = True
+
+
+def _is_writing(calls: list[CodeLocation]) -> bool:
+    return any(call.function == "write_json" for call in calls)
 
 
 def _location(values: State) -> CodeLocation | None:
@@ -172,7 +198,8 @@ def _seconds_since_heartbeat(folder: Path, rank: int, values: State, now: State)
     if values["host"] == now["host"]:
         return max(0.0, time.time() - float(values["time"]))
     with contextlib.suppress(OSError):
-        own, other = (Path(folder, f"alive-{each}").stat().st_mtime for each in (now["rank"], rank))
+        own = Path(folder, f"alive-{now['rank']}").stat().st_mtime
+        other = Path(folder, f"alive-{rank}").stat().st_mtime
         return max(0.0, own - other)
     return 0.0
 
@@ -186,19 +213,29 @@ def _process_trouble(values: State, is_silent: bool) -> str:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "its process is gone"
-    texts = {"T": f"stopped by a signal (kill -CONT {pid} continues it)", "t": "stopped by a debugger"}
-    texts |= {"Z": "its process is dead", "X": "its process is dead"}
-    texts |= {"D": "waiting for a disk or a device"} if is_silent else {}  # as any process does now and then
-    open_file = _open_checkpoint_file(pid) if state in texts and state in "TtD" else ""
-    return texts.get(state, "") + (f" while it has {open_file} open" if open_file else "")
+    if state in ("Z", "X"):
+        return "its process is dead"
+    if state == "T":
+        trouble = f"stopped by a signal (kill -CONT {pid} continues it)"
+    elif state == "t":
+        trouble = "stopped by a debugger"
+    elif state == "D" and is_silent:  # as any process does now and then
+        trouble = "waiting for a disk or a device"
+    else:
+        return ""
+    open_file = _open_checkpoint_file(pid)
+    if open_file:
+        return f"{trouble} while it has {open_file} open"
+    return trouble
 
 
 def _open_checkpoint_file(pid: int) -> str:
     """Return the file of a checkpoint that a process has open; "" if there is none."""
     with contextlib.suppress(OSError):
-        paths = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").glob("*")]
-        paths = [path for path in paths if "/checkpoints/" in path or path.endswith(".tmp")]
-        return "/".join(Path(paths[0]).parts[-2:]) if paths else ""
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            path = os.readlink(link)
+            if "/checkpoints/" in path or path.endswith(".tmp"):
+                return "/".join(Path(path).parts[-2:])
     return ""
 
 
@@ -207,10 +244,12 @@ def read_stacks(path: Path) -> list[list[CodeLocation]]:
     stacks: list[list[CodeLocation]] = []
     with contextlib.suppress(OSError):
         for line in read_text(path).splitlines():
+            call = re.fullmatch(r'  File "(.+)", line ([0-9]{1,9}) in (.+)', line)
             if line.startswith(("Thread ", "Current thread ")):
                 stacks.append([])
-            elif stacks and (call := re.fullmatch(r'  File "(.+)", line ([0-9]{1,9}) in (.+)', line)):
-                stacks[-1].append(CodeLocation(call[1], int(call[2]), call[3]).with_code())
+            elif stacks and call:
+                location = CodeLocation(file=call[1], line=int(call[2]), function=call[3])
+                stacks[-1].append(location.with_code())
     return stacks[::-1]  # the thread that started first comes last in the file
 
 
@@ -218,7 +257,9 @@ def _is_of_hang(values: State, now: State) -> bool:
     """Return whether a file's values are of the current hang: a restarted job finds the files of the job before."""
     if not values or values.get("job") != now["job"]:
         return False
-    return bool(now["time"] - values["time"] < MAX_AGE or values["host"] != now["host"])  # its clock may differ
+    if values["host"] != now["host"]:  # its clock may differ
+        return True
+    return bool(now["time"] - values["time"] < MAX_AGE)
 
 
 # --- the state of a job ----------------------------------------------------------------------------------------------
@@ -237,42 +278,72 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
     """
     texts = []
     for path in sorted(folder.glob("stack-*.txt")):
-        values = _read_rank(path.with_name(f"alive-{path.stem.partition('-')[2]}"))
+        rank = path.stem.removeprefix("stack-")
+        values = _read_rank(path.with_name(f"alive-{rank}"))
         with contextlib.suppress(OSError, IndexError):
             error = re.match(r"Fatal Python error: (.{1,200})", read_text(path))
             if error and values.get("job") == job:
-                name = RankState(values["rank"], values, False).name
-                texts.append(f"; {name} died ({error[1]}) at {own_location(read_stacks(path)[0], program)}")
+                name = RankState(values["rank"], values, answered=False).name
+                location = own_location(read_stacks(path)[0], program)
+                texts.append(f"; {name} died ({error[1]}) at {location}")
     return "".join(texts)
 
 
 def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
     """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes."""
-    heartbeats = filter(None, (_read_rank(path) for path in folder.glob("alive-*")))
-    here = [values for values in heartbeats if (values.get("job"), values["host"]) == (job, socket.gethostname())]
-    return len(here) >= count and not any("process" in _process_trouble(values, False) for values in here)
+    alive = 0
+    for path in folder.glob("alive-*"):
+        values = _read_rank(path)
+        if _is_here(values, job):
+            if _is_ended(values):
+                return False
+            alive += 1
+    return alive >= count
 
 
 def rank_is_lost(folder: Path, job: str, world_size: int) -> bool:
     """Return whether the process of a rank of this job on this machine has ended, by the ranks' heartbeats."""
     for rank in range(world_size):
         values = _read_rank(folder / f"alive-{rank}")
-        is_here = bool(values) and (values.get("job"), values["host"]) == (job, socket.gethostname())
-        if is_here and "its process" in _process_trouble(values, False):
+        if _is_here(values, job) and _is_ended(values):
             return True
     return False
+
+
+def _is_here(values: State, job: str) -> bool:
+    """Return whether a heartbeat is of this job and this machine."""
+    return bool(values) and values.get("job") == job and values["host"] == socket.gethostname()
+
+
+def _is_ended(values: State) -> bool:
+    """Return whether the process of a heartbeat of this machine is gone or dead."""
+    return "its process" in _process_trouble(values, is_silent=False)
 
 
 def _silent_processes(job: str) -> dict[int, int]:
     """Return the process ids of a job's ranks on this machine, by their environment: also without a heartbeat."""
     pids: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/environ") if job else ():
+    if not job:
+        return pids
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(Exception):  # processes come and go, and an environment may hold anything
-            pairs = [item.partition("=") for item in path.read_bytes().decode(errors="replace").split("\0") if item]
-            environ = {name: value for name, _, value in pairs}
-            if environ.get("SAMESTEP_JOB") == job and (world := detect(environ)).launcher != "none":
+            environ = _environ(path)
+            if environ.get("SAMESTEP_JOB") != job:
+                continue
+            world = detect(environ)
+            if world.launcher != "none":
                 pids.setdefault(world.rank, int(path.parent.name))
     return pids
+
+
+def _environ(path: Path) -> dict[str, str]:
+    """Return the variables in the file ``environ`` of a process."""
+    environ = {}
+    for item in path.read_bytes().decode(errors="replace").split("\0"):
+        if item:
+            name, _, value = item.partition("=")
+            environ[name] = value
+    return environ
 
 
 # --- diagnosis -------------------------------------------------------------------------------------------------------
@@ -298,22 +369,36 @@ def diagnose(states: Sequence[RankState], world_size: int) -> Diagnosis:
 
 def _suspects(states: Sequence[RankState]) -> list[RankState]:
     """Return ranks that do not answer, else ranks that do not wait, else waiting ranks that differ."""
-    if silent := [state for state in states if state.trouble]:
+    silent = [state for state in states if state.trouble]
+    if silent:
         return sorted(silent, key=lambda state: state.values["time"])
-    if busy := [state for state in states if not state.is_waiting]:  # the one with the fewest steps is stuck
-        fewest = min(state.step for state in busy)
-        return _smallest_group([state for state in busy if state.step == fewest])
+    busy = [state for state in states if not state.is_waiting]
+    if busy:
+        return _smallest_group(_slowest(busy))
     numbers = [state.collective.get("number", -1) for state in states]
-    if len(set(numbers)) > 1 and min(numbers) >= 0:
-        return [state for state, number in zip(states, numbers) if number == min(numbers)]
+    first = min(numbers)
+    if 0 <= first < max(numbers):
+        return [state for state, number in zip(states, numbers) if number == first]
     return _smallest_group(states)
+
+
+def _slowest(states: Sequence[RankState]) -> list[RankState]:
+    """Return the ranks with the fewest steps."""
+    fewest = min(state.step for state in states)
+    return [state for state in states if state.step == fewest]
 
 
 def _smallest_group(states: Sequence[RankState]) -> list[RankState]:
     """Return a rank of the smallest group at one location and in one collective; of several such groups one each."""
-    groups = _group(states, lambda state: (state.collective.get("name"), state.location and state.location[:2]))
+    groups = _group(states, _place)
     fewest = min(len(group) for group in groups)
     return [group[0] for group in groups if len(group) == fewest]
+
+
+def _place(state: RankState) -> tuple[Any, ...]:
+    """Return the collective, the file and the line of a rank."""
+    line = state.location[:2] if state.location else None
+    return state.collective.get("name"), line
 
 
 def _group(states: Iterable[RankState], key: Callable[[RankState], Any]) -> list[list[RankState]]:
@@ -336,30 +421,50 @@ def explain(folder: Path, now: State, deadline: float) -> str:
     dump_state(folder, now)
     states = {now["rank"]: RankState(now["rank"], now, True, _location(now))}
     while True:
-        for rank in range(now["world_size"]):
-            if not (rank in states and states[rank].answered) and (state := read_state(folder, rank, now)):
-                states[rank] = state
+        _update_states(states, folder, now=now)
         is_complete = all(state.answered or state.trouble for state in states.values())
         if is_complete or time.monotonic() > deadline - DIAGNOSIS_BUDGET:
             break
         time.sleep(0.05)
     diagnosis = diagnose([states[rank] for rank in sorted(states)], now["world_size"])
-    diagnosed = format_diagnosis(diagnosis, _silent_processes(now["job"]) if diagnosis.missing else {})
-    first = _read_rank(folder / f"hang-{read_object(folder / 'stalled').get('rank')}.json")
+    processes = _silent_processes(now["job"]) if diagnosis.missing else {}
+    diagnosed = format_diagnosis(diagnosis, processes)
+    first_rank = read_object(folder / "stalled").get("rank")
+    first = _read_rank(folder / f"hang-{first_rank}.json")
     if _is_of_hang(first, now) and first.get("verdict"):  # one line on the console
         return shown(first["verdict"], limit=MAX_LINE)
     return diagnosed
+
+
+def _update_states(states: dict[int, RankState], folder: Path, now: State) -> None:
+    """Read again the files of all ranks that have not answered."""
+    for rank in range(now["world_size"]):
+        if rank in states and states[rank].answered:
+            continue
+        state = read_state(folder, rank, now)
+        if state:
+            states[rank] = state
 
 
 def save_diagnosis(folder: Path, now: State, text: str) -> None:
     """Write the diagnosis, and the state of ranks that cannot write it themselves: a restart loses their heartbeats."""
     dump_state(folder, now, verdict=text)
     for rank in range(now["world_size"]):
-        if (state := read_state(folder, rank, now)) and not state.answered:
-            stacks = read_stacks(folder / f"stack-{rank}.txt") or [[state.location] if state.location else []]
-            values = {**state.values, "world_size": now["world_size"], "trouble": state.trouble}
-            values |= {"written_by": now["rank"], "threads": [{"name": "MainThread", "calls": stacks[0]}]}
-            write_json(folder, f"hang-{rank}.json", values, now["rank"])
+        state = read_state(folder, rank, now)
+        if state is None or state.answered:
+            continue
+        stacks = read_stacks(folder / f"stack-{rank}.txt")
+        calls = [state.location] if state.location else []
+        if stacks:
+            calls = stacks[0]
+        values = {
+            **state.values,
+            "world_size": now["world_size"],
+            "trouble": state.trouble,
+            "written_by": now["rank"],
+            "threads": [{"name": "MainThread", "calls": calls}],
+        }
+        write_json(folder, f"hang-{rank}.json", values, writer=now["rank"])
 
 
 # --- its text --------------------------------------------------------------------------------------------------------
@@ -367,22 +472,35 @@ def save_diagnosis(folder: Path, now: State, text: str) -> None:
 
 def format_diagnosis(diagnosis: Diagnosis, processes: Mapping[int, int] | None = None) -> str:
     """Return the diagnosis as one line. ``processes`` has process ids of missing ranks on this machine."""
-    suspects, others = diagnosis.suspects, diagnosis.others
+    suspects = diagnosis.suspects
+    others = diagnosis.others
     parts = [_describe_suspect(suspect, others) for suspect in suspects[:2]]
-    parts += [f"so do {len(suspects) - 2} more"] if len(suspects) > 2 else []
-    if len(suspects) > 1 and all(suspect.is_waiting and not suspect.trouble for suspect in suspects):
+    if len(suspects) > 2:
+        parts.append(f"so do {len(suspects) - 2} more")
+    if _are_at_unlike_collectives(suspects):
         parts.append("these do not match")
-    parts += [_group_by_location(others, are_others=bool(suspects))] if others else []
-    missing = [_missing_ranks(diagnosis, processes or {})] if diagnosis.missing else []
-    return "; ".join(parts + missing if suspects else missing + parts)
+    if others:
+        parts.append(_group_by_location(others, are_others=bool(suspects)))
+    if diagnosis.missing:
+        missing = _missing_ranks(diagnosis, processes or {})
+        parts.insert(len(parts) if suspects else 0, missing)  # without suspects, they are the cause
+    return "; ".join(parts)
+
+
+def _are_at_unlike_collectives(suspects: Sequence[RankState]) -> bool:
+    """Return whether two or more suspects all wait for others."""
+    return len(suspects) > 1 and all(suspect.is_waiting and not suspect.trouble for suspect in suspects)
 
 
 def _describe_suspect(suspect: RankState, others: Sequence[RankState]) -> str:
-    text = f"{suspect.name} last alive at step {suspect.step}"
-    text += f", {suspect.trouble}" if suspect.trouble else ""
-    text += f"{',' if suspect.trouble or not suspect.is_current else ''} {suspect.position}"
-    alone = not suspect.trouble and not suspect.is_waiting and any(other.is_waiting for other in others)
-    return f"{text}, not in a collective" if alone else text
+    seen = f"{suspect.name} last alive at step {suspect.step}"
+    if suspect.trouble:
+        return f"{seen}, {suspect.trouble}, {suspect.position}"
+    separator = "" if suspect.is_current else ","
+    text = f"{seen}{separator} {suspect.position}"
+    if not suspect.is_waiting and any(other.is_waiting for other in others):
+        return f"{text}, not in a collective"
+    return text
 
 
 def _group_by_location(states: Sequence[RankState], are_others: bool = False) -> str:
@@ -390,20 +508,28 @@ def _group_by_location(states: Sequence[RankState], are_others: bool = False) ->
     groups = sorted(_group(states, lambda state: state.position), key=lambda group: -len(group))
     parts = []
     for group in groups[:2]:
-        ranks, position = group[0].name, group[0].position
+        ranks = group[0].name
+        position = group[0].position
         if len(group) > 1:
             ranks = f"ranks {format_ranges(state.rank for state in group)}"
-            ranks = "the others" if are_others and len(groups) == 1 else ranks
-            position = re.sub("^waits", "wait", re.sub("^is", "are", position))
+            position = re.sub("^is", "are", position)
+            position = re.sub("^waits", "wait", position)
+            if are_others and len(groups) == 1:
+                ranks = "the others"
         parts.append(f"{ranks} {position}")
-    return "; ".join([*parts, f"{len(groups) - 2} more are elsewhere"] if len(groups) > 2 else parts)
+    if len(groups) > 2:
+        parts.append(f"{len(groups) - 2} more are elsewhere")
+    return "; ".join(parts)
 
 
 def _missing_ranks(diagnosis: Diagnosis, processes: Mapping[int, int]) -> str:
     missing = diagnosis.missing
-    known = [f"rank {r} is pid {processes[r]}, which has not reached its Run" for r in missing if r in processes]
     text = f"{len(missing)} of {diagnosis.world_size} ranks never seen from here: {format_ranges(missing)}"
-    return f"{text} ({'; '.join(known[:2])})" if known else text
+    known = [rank for rank in missing if rank in processes]
+    if not known:
+        return text
+    named = [f"rank {rank} is pid {processes[rank]}, which has not reached its Run" for rank in known[:2]]
+    return f"{text} ({'; '.join(named)})"
 
 
 def format_ranges(ranks: Iterable[int]) -> str:
@@ -411,4 +537,7 @@ def format_ranges(ranks: Iterable[int]) -> str:
     every = set(ranks)
     firsts = sorted(rank for rank in every if rank - 1 not in every)
     lasts = sorted(rank for rank in every if rank + 1 not in every)
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts))
+    ranges = []
+    for first, last in zip(firsts, lasts):
+        ranges.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(ranges)

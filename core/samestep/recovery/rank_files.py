@@ -37,14 +37,23 @@ class CodeLocation(NamedTuple):
 
     def with_code(self) -> CodeLocation:
         """Return the location with the text of its line; "" if the file cannot be read, or is not source code."""
-        is_source = self.file.endswith(".py") and os.path.isfile(self.file) and os.path.getsize(self.file) < MAX_SOURCE
-        return self._replace(code=self.code or (linecache.getline(self.file, self.line).strip() if is_source else ""))
+        if self.code or not self._is_source():
+            return self
+        return self._replace(code=linecache.getline(self.file, self.line).strip())
+
+    def _is_source(self) -> bool:
+        if not (self.file.endswith(".py") and os.path.isfile(self.file)):
+            return False
+        return os.path.getsize(self.file) < MAX_SOURCE
 
     def __str__(self) -> str:
-        code = re.sub(r"\s*#.*", "", self.code)
-        code = code if len(code) <= MAX_CODE_LENGTH else f"{code[: MAX_CODE_LENGTH - 3]}..."
         place = f"{shown(os.path.basename(self.file))}:{self.line} in {shown(self.function)}"
-        return f"{place} ({code})" if code else place
+        code = re.sub(r"\s*#.*", "", self.code)
+        if not code:
+            return place
+        if len(code) > MAX_CODE_LENGTH:
+            code = f"{code[: MAX_CODE_LENGTH - 3]}..."
+        return f"{place} ({code})"
 
 
 def current_frames() -> dict[int, FrameType]:
@@ -64,7 +73,10 @@ def current_frames() -> dict[int, FrameType]:
 
 def stack(frame: FrameType | None) -> list[CodeLocation]:
     """Return the calls of a thread, the innermost first."""
-    return [CodeLocation(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(frame)]
+    calls = []
+    for call, line in traceback.walk_stack(frame):
+        calls.append(CodeLocation(call.f_code.co_filename, line, function=call.f_code.co_name))
+    return calls
 
 
 def own_location(calls: Sequence[CodeLocation], program: Path = PROGRAM) -> CodeLocation:

@@ -31,9 +31,10 @@ def checksum(array: NDArray[Any]) -> int:
     The words are half as wide as the sum, so that differing signs do not cancel. It is much faster than SHA-256.
     """
     content = np.asarray(array, order="C").reshape(-1).view(np.uint8)
-    words = len(content) // 4 * 4
-    rest = int.from_bytes(content[words:].tobytes(), "little")
-    return (int(content[:words].view(np.uint32).sum(dtype=np.uint64)) + rest) % 2**64
+    whole = len(content) // 4 * 4
+    words = content[:whole].view(np.uint32)
+    rest = int.from_bytes(content[whole:].tobytes(), "little")
+    return (int(words.sum(dtype=np.uint64)) + rest) % 2**64
 
 
 def quarantine_newest(run_dir: Path) -> None:
@@ -55,7 +56,8 @@ def unequal(checksums: NDArray[Any], step: int, names: Sequence[str] = ()) -> Re
         ranks, unknown = minority_ranks(checksums)
         repeated = f"{ranks} in the final weights, {_REPEATED}"
         return RetryableError(f"{ranks} in the final weights: no result{unknown}; {_RESTART}", repeated=repeated)
-    first = int((checksums != checksums[0]).any(axis=0).argmax())
+    is_unequal = (checksums != checksums[0]).any(axis=0)
+    first = int(is_unequal.argmax())
     ranks, unknown = minority_ranks(checksums[:, [first]])
     repeated = f"{ranks} at step {step}, first in {names[first]}, {_REPEATED}"
     return RetryableError(
@@ -67,11 +69,12 @@ def minority_ranks(rows: NDArray[Any]) -> tuple[str, str]:
     """Describe the ranks whose rows [world_size, k] are not the majority's, and the uncertainty without a majority."""
     _, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     if 2 * counts.max() <= len(rows):
-        every = "ranks 0 and 1 differ" if len(rows) == 2 else f"the {len(rows)} ranks differ"
-        return every, ", and without a majority the wrong rank is unknown"
+        ranks = "ranks 0 and 1" if len(rows) == 2 else f"the {len(rows)} ranks"
+        return f"{ranks} differ", ", and without a majority the wrong rank is unknown"
     minority = np.flatnonzero(kind.reshape(-1) != counts.argmax()).tolist()
-    ranks = f"rank {minority[0]} differs" if len(minority) == 1 else f"ranks {minority} differ"
-    return f"{ranks} from all others", ""
+    if len(minority) == 1:
+        return f"rank {minority[0]} differs from all others", ""
+    return f"ranks {minority} differ from all others", ""
 
 
 def not_finite(name: str, value: float, step: int, options: Options, world: World) -> Exception:
@@ -79,6 +82,13 @@ def not_finite(name: str, value: float, step: int, options: Options, world: Worl
 
     It is a RetryableError, or a NonRetryableError if an earlier start had such a loss at the same step. Each rank notes
     the step for its machine, because any rank may be ended before another has done so. The notes of a start are equal.
+
+    Args:
+        name: name of the loss, for the error.
+        value: NaN or infinite.
+        step: number of updates done.
+        options: options of the run.
+        world: place of this process.
     """
     start = int(os.environ.get("SAMESTEP_RESTARTS", "0")) + (world.restart_count or 0)
     text = f"at step {step} the {name} is {value}: lower --lr, now {options.lr}"

@@ -29,15 +29,26 @@ Seconds = NDArray[np.float64]
 class StragglerDetector:
     """Report each straggler once, with the phase in which it loses the most time."""
 
-    def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int) -> None:
+    def __init__(self, factor: float, world_size: int, global_batch_size: int, step: int, condition: str = "") -> None:
         """Start after ``step`` updates.
 
         A rank may have one sample of a global batch more than another. That much more time is allowed: ``factor`` is
         multiplied by it. Each rank must have at least one sample.
+
+        Args:
+            factor: how many times as long as the others' median a straggler takes.
+            world_size: number of ranks.
+            global_batch_size: samples of a step, over all ranks.
+            step: number of updates done.
+            condition: a fact of the job that the warnings add, such as "3 ranks share 2 processors".
         """
-        self._factor = factor * -(-global_batch_size // world_size) / (global_batch_size // world_size)
+        fewest = global_batch_size // world_size
+        most = -(-global_batch_size // world_size)
+        self._condition = f"{condition}, " if condition else ""
+        self._factor = factor * most / fewest
         self._is_warm = False
-        self._window, self._window_start = np.zeros((world_size, len(PHASES))), step
+        self._window = np.zeros((world_size, len(PHASES)))
+        self._window_start = step
         # By rank, for ranks that were slow in the last window: since which step, and all seconds since then.
         self._slow: dict[int, tuple[int, Seconds]] = {}
         self._reported: set[int] = set()
@@ -53,49 +64,66 @@ class StragglerDetector:
             The new stragglers: ``rank``, ``phase``, its ``seconds`` per step in that phase, the ``others``' median.
         """
         if not self._is_warm:  # the first step allocates memory and chooses kernels
-            self._is_warm, self._window_start = True, step
+            self._is_warm = True
+            self._window_start = step
             return []
         self._window += np.reshape(phase_seconds, self._window.shape)
         if step - self._window_start < WINDOW_STEPS:
             return []
-        before, self._slow = self._slow, {}
+        before = self._slow
+        self._slow = {}
         for rank in self._slow_ranks():
             first_step, seconds = before.get(rank, (self._window_start, np.zeros_like(self._window)))
             self._slow[rank] = first_step, seconds + self._window
-        self._window, self._window_start = np.zeros_like(self._window), step
+        self._window = np.zeros_like(self._window)
+        self._window_start = step
         return [self._report(rank, step) for rank in self._slow if self._is_confirmed(rank, step)]
 
     def _slow_ranks(self) -> list[int]:
         """Return the ranks that are slow in the current window."""
         local = self._window[:, LOCAL_PHASES].sum(axis=1)
         others = leave_one_out_median(local)
-        is_slow = (local > self._factor * others) & (local - others > MIN_SHARE * self._window.sum(axis=1))
+        noise = MIN_SHARE * self._window.sum(axis=1)
+        is_slow = (local > self._factor * others) & (local - others > noise)
         return [int(rank) for rank in np.flatnonzero(is_slow)]
 
     def _is_confirmed(self, rank: int, step: int) -> bool:
         """Return whether a slow rank was slow for long enough, and is not reported yet."""
+        if rank in self._reported:
+            return False
         first_step, seconds = self._slow[rank]
         local = seconds[:, LOCAL_PHASES].sum(axis=1)
-        cost = float((local - leave_one_out_median(local))[rank])
-        return rank not in self._reported and step - first_step >= MIN_STEPS and cost >= MIN_SECONDS
+        cost = local - leave_one_out_median(local)
+        return step - first_step >= MIN_STEPS and float(cost[rank]) >= MIN_SECONDS
 
     def _report(self, rank: int, step: int) -> dict[str, Any]:
         self._reported.add(rank)
         first_step, seconds = self._slow[rank]
         steps = step - first_step
         own = (seconds[rank] / steps).tolist()
-        others = [float(leave_one_out_median(each)[rank]) / steps for each in seconds.T]
+        others = []
+        for phase_seconds in seconds.T:
+            median = leave_one_out_median(phase_seconds)
+            others.append(float(median[rank]) / steps)
         worst = max(LOCAL_PHASES, key=lambda index: own[index] - others[index])
-        phase, others_median = PHASES[worst], others[worst]
+        phase = PHASES[worst]
+        others_median = others[worst]
         log.warning(
             f"rank {rank} is a straggler: {own[worst]:.3f} s per step in {phase}, the others {others_median:.3f} "
-            f"(over {steps} steps to step {step}); reported once"
+            f"({self._condition}over {steps} steps to step {step}); reported once"
         )
         return {"rank": rank, "phase": phase, "seconds": round(own[worst], 6), "others": round(others_median, 6)}
 
 
 def leave_one_out_median(seconds: Seconds) -> Seconds:
     """Return for each of two or more ranks the median of all others' ``seconds`` [world_size]."""
-    ordered, others = np.sort(seconds), len(seconds) - 1
-    low, high = (np.where(seconds > ordered[n], ordered[n], ordered[n + 1]) for n in ((others - 1) // 2, others // 2))
+    ordered = np.sort(seconds)
+    others = len(seconds) - 1
+    low = _without_own(seconds, ordered, place=(others - 1) // 2)
+    high = _without_own(seconds, ordered, place=others // 2)
     return np.asarray((low + high) / 2)
+
+
+def _without_own(seconds: Seconds, ordered: Seconds, place: int) -> Seconds:
+    """Return for each rank the value at ``place`` in the order of all others' seconds."""
+    return np.asarray(np.where(seconds > ordered[place], ordered[place], ordered[place + 1]))

@@ -36,6 +36,7 @@ from samestep.root import Root
 from samestep.untrusted import write_json
 
 _TICK = 1.0  # seconds
+_MIN_TICK = 0.05  # seconds, shortly before the limit
 _SILENT = 5.0  # seconds without a tick after which this process itself was stopped
 STALL_DUMP_AFTER = 2.5  # seconds without a heartbeat after which a C thread, which needs no interpreter, writes stacks
 ORPHAN_GRACE = 3.0  # seconds in which a rank without its launcher may save a step
@@ -50,30 +51,39 @@ class Watchdog(Monitor):
         self.folder = _NO_FOLDER
         self.job = os.environ.get("SAMESTEP_JOB", "")
         self._stacks: IO[str] | None = None
-        self._step = self._updates = self._first_step = self._collectives = 0
+        self._step = 0
+        self._updates = 0
+        self._first_step = 0
+        self._collectives = 0
         self._collective: dict[str, Any] | None = None
         self._stragglers: StragglerDetector | None = None
-        self._writing, self._stopped = threading.Lock(), threading.Event()
+        self._writing = threading.Lock()
+        self._stopped = threading.Event()
 
     def start(self, world: World, options: Options) -> None:
         """Start both threads. Waiting for ranks that never join counts as no progress."""
-        self._world, self._options, self.world_size = world, options, world.world_size
-        self._compile_timeout: float | None = getattr(options, "first_step_timeout", None)
+        self._world = world
+        self._options = options
+        self.world_size = world.world_size
+        self._compile_timeout = options.first_step_timeout
         self.expect_compilation()
         self.last_progress = time.monotonic()
-        self._launcher, self._parent = _launcher(world), os.getppid()
+        self._launcher = _launcher(world)
+        self._parent = os.getppid()
         self._launched = _start_time(self._launcher) if self._launcher else None
         for target in (self._watch, self._write_heartbeats):
             threading.Thread(target=target, name="watchdog", daemon=True).start()
 
     def write_to(self, folder: Path) -> None:
-        self.folder = folder if self.folder == _NO_FOLDER else self.folder
+        if self.folder == _NO_FOLDER:
+            self.folder = folder
         with contextlib.suppress(OSError):
             self._stacks = self._stacks or self._open_stacks()
             self._stacks.truncate(0)  # an earlier start's; opened for appending, as its writer keeps its position
             if not faulthandler.is_enabled():  # if a framework's C++ aborts, no line of Python can report it
                 faulthandler.enable(self._stacks)
-        if (heartbeat := self.folder / f"alive-{self._world.rank}").is_dir():  # the launch script reads it
+        heartbeat = self.folder / f"alive-{self._world.rank}"
+        if heartbeat.is_dir():  # the launch script reads it
             raise NonRetryableError(f"{heartbeat} is a directory: remove it")
         self._write_heartbeat()
 
@@ -96,9 +106,11 @@ class Watchdog(Monitor):
         return self._step
 
     def beat(self, step: int | None = None) -> None:
-        self.last_progress, self._is_compiling = time.monotonic(), False
+        self.last_progress = time.monotonic()
+        self._is_compiling = False
         if step is not None:
-            self._step, self._updates = step, self._updates + 1
+            self._step = step
+            self._updates += 1
             if self._updates == 1:  # at once: the launch script checks whether a failed start got so far
                 self._write_heartbeat()
 
@@ -113,11 +125,27 @@ class Watchdog(Monitor):
             self._collective = outer
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        ranks, factor = self.world_size, self._options.straggler
-        samples = getattr(self._options, "global_batch_size", 0)  # an app with batches of tokens has other options
-        if self._stragglers is None and self._world.rank == 0 and factor > 0 and 1 < ranks <= samples:
-            self._stragglers = StragglerDetector(factor, ranks, samples, self._first_step)
-        return self._stragglers.update(step, phase_seconds) if self._stragglers else []
+        ranks = self.world_size
+        samples = self._options.global_batch_size
+        factor = self._options.straggler
+        is_on = factor > 0 and 1 < ranks <= samples
+        if self._world.rank != 0 or not is_on:
+            return []
+        if self._stragglers is None:
+            self._stragglers = StragglerDetector(
+                factor,
+                ranks,
+                global_batch_size=samples,
+                step=self._first_step,
+                condition=self._shared_processors(),
+            )
+        return self._stragglers.update(step, phase_seconds)
+
+    def _shared_processors(self) -> str:
+        """Return in words how many ranks share this machine's processors; "" if each rank has one of its own."""
+        ranks = self._world.local_world_size or 0
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or ranks
+        return f"{ranks} ranks share {count} processors" if ranks > count else ""
 
     def check_losses(self, losses: Mapping[str, float], step: int) -> None:
         for name, value in losses.items():
@@ -125,11 +153,15 @@ class Watchdog(Monitor):
                 raise replica_check.not_finite(name, value, step, self._options, self._world)
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        names = [(group, name) for group in sorted(groups) for name in sorted(groups[group])]
-        local = np.array([replica_check.checksum(groups[group][name]) for group, name in names], np.uint64)
-        checksums = all_gather(local.view(np.int64))
+        names = []
+        own = []
+        for group in sorted(groups):
+            for name in sorted(groups[group]):
+                names.append(f"{group} {name}")
+                own.append(replica_check.checksum(groups[group][name]))
+        checksums = all_gather(np.array(own, np.uint64).view(np.int64))
         if (checksums != checksums[0]).any():
-            raise replica_check.unequal(checksums, step, [" ".join(name) for name in names])
+            raise replica_check.unequal(checksums, step, names)
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
         digests = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
@@ -172,12 +204,12 @@ class Watchdog(Monitor):
 
     def _watch(self) -> None:
         ticked = time.monotonic()
-        while not self._stopped.wait(min(_TICK, max(0.05, self.last_progress + self._limit() - ticked))):
+        while not self._stopped.wait(self._seconds_to_next_look(ticked)):
             now = time.monotonic()
             if now - ticked > _SILENT:  # this process was stopped and continues: restart its timeout
                 self.last_progress = now
             ticked = now
-            if self._launcher and (self._launched is None or _start_time(self._launcher) != self._launched):
+            if self._is_launcher_gone():
                 log.error(f"rank {self._world.rank}: its launcher (pid {self._launcher}) is gone; ending")
                 if callable(signal.getsignal(signal.SIGTERM)):  # a Run handles it: a step may still be saved
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -186,8 +218,21 @@ class Watchdog(Monitor):
             if now - self.last_progress > self._limit():
                 self.end()
 
+    def _seconds_to_next_look(self, now: float) -> float:
+        left = self.last_progress + self._limit() - now
+        return min(_TICK, max(_MIN_TICK, left))
+
+    def _is_launcher_gone(self) -> bool:
+        """Return whether the process that must outlive this rank has ended; another one may have its number."""
+        if not self._launcher:
+            return False
+        return self._launched is None or _start_time(self._launcher) != self._launched
+
     def _limit(self) -> float:
-        return self._compile_timeout if self._is_compiling and self._compile_timeout else self._options.timeout
+        if self._is_compiling and self._compile_timeout:
+            return self._compile_timeout
+        timeout: float = self._options.timeout
+        return timeout
 
     def end(self) -> None:
         """Report the suspect and end. Every wait here has a limit, because the hang may block files as well."""
@@ -195,9 +240,10 @@ class Watchdog(Monitor):
         this = f"rank {self._world.rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
         suspect = log.call_with_timeout(_DIAGNOSIS_TIMEOUT, self._diagnose, deadline) or this
         text = f"no progress for {self._limit():g} s: {suspect}"
-        text += "; if it was still compiling, give it a longer --first-step-timeout" if self._is_compiling else ""
-        has_files = self.folder != _NO_FOLDER
-        text += f"; samestep hang {self.folder.parent} shows all stacks" if has_files else ""
+        if self._is_compiling:
+            text += "; if it was still compiling, give it a longer --first-step-timeout"
+        if self.folder != _NO_FOLDER:
+            text += f"; samestep hang {self.folder.parent} shows all stacks"
         log.call_with_timeout(_TICK, log.error, text, HANG)
         log.call_with_timeout(_TICK, self._save_diagnosis, suspect)
         # The launch script ends the job at this file: it comes after the line, so that the line is not lost.
@@ -240,20 +286,31 @@ class Watchdog(Monitor):
         """Return a heartbeat's values. ``at`` is the main thread's file, line and function in the program."""
         calls = stack(current_frames().get(threading.main_thread().ident or 0))
         waiting = self._collective is not None or is_in_collective(calls)
-        values = {"rank": self._world.rank, "pid": os.getpid(), "host": socket.gethostname(), "job": self.job}
-        values |= {"step": self._step, "updates": self._updates, "time": time.time()}
-        return {**values, "at": own_location(calls)[:3], "waiting": waiting, "collective": self._collective}
+        return {
+            "rank": self._world.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "job": self.job,
+            "step": self._step,
+            "updates": self._updates,
+            "time": time.time(),
+            "at": own_location(calls)[:3],
+            "waiting": waiting,
+            "collective": self._collective,
+        }
 
     def state(self) -> dict[str, Any]:
         """Return the values of ``hang-<r>.json``: a heartbeat's, and more for the diagnosis."""
-        collective, waited = self._last_collective(), time.monotonic() - self.last_progress
+        collective = self._last_collective()
+        waited = time.monotonic() - self.last_progress
         return {**self.values(), "world_size": self.world_size, "waited": waited, "collective": collective}
 
     def _last_collective(self) -> dict[str, Any] | None:
         try:
             recorded = self.last_collective() if self.last_collective else None
         except Exception as problem:  # it may rest on a private function of the framework
-            self.last_collective = recorded = None
+            self.last_collective = None
+            recorded = None
             text = f"the framework's record of collectives cannot be read ({problem}): hangs are diagnosed without it"
             log.call_with_timeout(_TICK / 2, log.info, text)
         return recorded or self._collective
@@ -265,8 +322,10 @@ def _launcher(world: World) -> int | None:
     The parent of a rank that no launcher started is a shell, whose end means nothing.
     """
     script = launch_script(os.environ)
+    if world.launcher in ("none", "env") and not script:
+        return None
     pid = script or os.getppid()
-    return None if pid == 1 or (world.launcher in ("none", "env") and not script) else pid
+    return None if pid == 1 else pid
 
 
 def _start_time(pid: int) -> str | None:
@@ -277,5 +336,6 @@ def _start_time(pid: int) -> str | None:
             return ""
         # The command's name, in parentheses, may hold spaces. Count fields after it (proc(5): 3 state, 22 start).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
+        if fields[0] not in "ZX":
+            return fields[19]
     return None

@@ -21,21 +21,29 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint, manifest, untrusted
 from samestep.checkpoint import Checkpoint, CorruptCheckpoint
 from samestep.root import Root
-from samestep.run import Collectives
 from samestep.sharded import safetensors_layout, tensors
 from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
 
 _LENGTH = untrusted.integer(0, 2**48)  # of an array's axis
 
 _NO_STATE = {"app": "", "step": 0, "state": {}, "arithmetic": {}}  # of a rank that writes no manifest
+
+
+class Collectives(Protocol):
+    """The function by which ranks exchange the locations of their parts."""
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+
 
 # --- writing -----------------------------------------------------------------------------------------------------
 

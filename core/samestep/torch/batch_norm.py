@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 
 from samestep.step_timer import COMMUNICATION, COMPUTE, StepTimer
-from samestep.torch.ranks import all_reduce
+from samestep.torch.ranks import Group, all_reduce
 from samestep.torch.samplers import HasRows
 
 
@@ -33,6 +33,7 @@ class Normalize(torch.autograd.Function):
         eps: float,
         timer: StepTimer | None,
         alone: bool,
+        group: Group,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x if x.dtype == torch.float64 else x.float()  # under autocast x is bfloat16
         dims = dims_of_channel(x)
@@ -44,14 +45,14 @@ class Normalize(torch.autograd.Function):
         own = own.double()
         sums = torch.cat([n * own, squares + n * own.square(), torch.full_like(own[:1], n)])
         if not alone:
-            timed_all_reduce(sums, timer)  # collective
+            timed_all_reduce(sums, timer, group)  # collective
         mean, square = (sums[:-1] / sums[-1]).chunk(2)
         variance = (square - mean.square()).clamp_min(0).to(wide.dtype)  # rounding may leave it below
         mean, total = mean.to(wide.dtype), sums[-1].to(wide.dtype)
         rsqrt = torch.rsqrt(variance + eps)
         scale = rsqrt if weight is None else weight * rsqrt
         shift = -mean * scale if bias is None else bias - mean * scale
-        ctx.timer, ctx.alone = timer, alone
+        ctx.timer, ctx.alone, ctx.group = timer, alone, group
         ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
         ctx.save_for_backward(x, mean, rsqrt, scale, total)
         ctx.mark_non_differentiable(mean, variance, total)
@@ -68,13 +69,13 @@ class Normalize(torch.autograd.Function):
         # Every rank's loss depends on this rank's x through the statistics, hence the sum over ranks.
         sums = torch.cat([of_weight, of_bias])
         if not ctx.alone:
-            timed_all_reduce(sums, ctx.timer)  # collective
+            timed_all_reduce(sums, ctx.timer, ctx.group)  # collective
         by_weight, by_bias = (sums / total).chunk(2)
         # scale * (gradient - by_bias - by_weight * (x - mean) * rsqrt), in two passes
         slope = -scale * rsqrt * by_weight
         of_x = affine(wide, slope, -scale * by_bias - slope * mean).addcmul_(gradient, per_channel(scale, x))
         of_affine = of_weight if ctx.has_weight else None, of_bias if ctx.has_bias else None
-        return of_x.to(x.dtype), *of_affine, None, None, None
+        return of_x.to(x.dtype), *of_affine, None, None, None, None
 
 
 def dims_of_channel(x: Tensor) -> list[int]:
@@ -88,17 +89,29 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return scale * x + shift in one pass: x [m, c, ...], the others [c]."""
+    """Return scale * x + shift in one pass: x [m, c, ...], the others [c].
+
+    Args:
+        x: [m, c, ...], float.
+        scale: [c], float.
+        shift: [c], float.
+    """
     return torch.addcmul(per_channel(shift, x), x, per_channel(scale, x))
 
 
-def timed_all_reduce(sums: Tensor, timer: StepTimer | None) -> None:
-    """Sum over ranks. The time counts as communication, because a rank that waits here is not the slow one."""
+def timed_all_reduce(sums: Tensor, timer: StepTimer | None, group: Group) -> None:
+    """Replace ``sums`` by their sum over ranks.
+
+    Args:
+        sums: float64 or float32 [k].
+        timer: counts the time as communication, because a rank that waits here is not the slow one.
+        group: the ranks that take different data.
+    """
     if torch.compiler.is_compiling():  # a compiler cannot trace a timer
         timer = None
     if timer:
         timer.mark(COMPUTE)
-    all_reduce(sums)  # collective
+    all_reduce(sums, group)  # collective
     if timer:
         timer.mark(COMMUNICATION)
 
@@ -114,6 +127,7 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
     num_batches_tracked: Tensor
     rows: HasRows | None = None
     timer: StepTimer | None = None
+    group: Group = None  # the ranks that take different data
     sums: Tensor | None = None  # of a sub-shard, with virtual ranks: n * mean, n * variance and n, [2c + 1]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +137,9 @@ class GlobalBatchNorm(batchnorm._BatchNorm):
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         alone = self.sums is not None
         # collective, also in backward
-        y, mean, variance, total = Normalize.apply(x, self.weight, self.bias, self.eps, self.timer, alone)  # type: ignore[no-untyped-call]
+        y, mean, variance, total = Normalize.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self.eps, self.timer, alone, self.group
+        )
         self._check_count(x, total)
         unbiased = variance * total / (total - 1).clamp_min(1)  # as torch's
         if self.sums is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,14 +15,19 @@ import safetensors.numpy
 import torch.distributed as dist
 from torch import nn
 
-from samestep import ConfigError, NonRetryableError, checkpoint
-from samestep.checkpoint import Arrays, Checkpoint
+from samestep import ConfigError, NonRetryableError, RemoteRankError, checkpoint
+from samestep.checkpoint import Checkpoint, CorruptCheckpoint
+from samestep.sharded import storage
+from samestep.sharded.tensors import StoredGroups
+from samestep.torch import ranks
 from samestep.torch.ranks import broadcast, place
-from samestep.torch.state_tree import decode, encode
+from samestep.torch.sharded_state import is_sharded, local_parts, shard_of
+from samestep.torch.state_tree import Arrays, decode, encode
 from samestep.torch.stops import StopRequests, exit_stopped
 from samestep.torch.worker_signals import stop_workers
 
 _PART_NAME = re.compile("[a-z_]+")  # names a file
+_APP = "samestep.torch"  # of the manifest
 _REMEDY = "move the folder away, or pass another one"
 _SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -32,6 +38,9 @@ class Checkpoints:
     A part has ``state_dict`` and ``load_state_dict``, or is a dict of Python values, which is restored in place. Models
     are saved without the wrappers of DDP and torch.compile. Rank 0 reads and writes the files; the other ranks receive
     their content. After a kill at any moment, the folder has complete checkpoints.
+
+    If a part has DTensors, as models of FSDP2 and tensor parallelism do, each rank writes its part of them, and no rank
+    holds a whole one. All ranks must then share the folder. A restore may have another mesh.
 
     Args:
         folder: of this job alone; rank 0's is used.
@@ -86,18 +95,46 @@ class Checkpoints:
                 f"the checkpoint in {self.folder} has the parts {sorted(structures)}, not {sorted(self.parts)}: pass "
                 f"these parts, or {_REMEDY}"
             )
+        if received["sharded_folder"]:
+            arrays = self._read_shards(Path(received["sharded_folder"]))  # collective
+        else:
+            contents = found.contents if found else {}
+            files = {name: broadcast(contents.get(name, b"")) for name in structures}  # collective
+            arrays = self._local_parts({name: parse_arrays(content) for name, content in files.items()})
         for name in structures:
-            content = found.contents.get(name, b"") if found else b""
-            arrays = parse_arrays(broadcast(content))  # collective
-            load_part(self.parts[name], decode(structures[name], arrays))
+            load_part(self.parts[name], decode(structures[name], arrays[name]))
         self.steps = received["step"]
         return self.steps
+
+    def _read_shards(self, folder: Path) -> dict[str, Arrays]:
+        """Return what this rank needs of a sharded checkpoint; all ranks raise NonRetryableError if one cannot read."""
+        problem = ""
+        arrays: dict[str, Arrays] = {}
+        try:
+            saved = checkpoint.read(folder, verify=False)
+            arrays = self._local_parts(storage.stored_groups(saved))
+        except (CorruptCheckpoint, NonRetryableError) as error:
+            problem = f"rank {place().rank} cannot read {folder}: {error}: use a folder that all ranks share"
+        for text in storage.all_gather_bytes(ranks, problem.encode()):  # collective
+            if text:
+                raise NonRetryableError(text.decode())
+        return arrays
+
+    def _local_parts(self, stored: StoredGroups | dict[str, Arrays]) -> dict[str, Arrays]:
+        """Return the arrays of each part; of those that are sharded now, this rank's part."""
+        _, own = self._encode(with_values=False)
+        arrays = {}
+        for name, part in self.parts.items():
+            arrays[name] = local_parts(part, own.get(name, {}), stored.get(name, {}))
+        return arrays
 
     def _newest(self) -> tuple[Checkpoint | None, Exception | None]:
         """Return the newest good checkpoint, or the error that all ranks must raise. On rank 0."""
         warn_shared_store()
+        with contextlib.suppress(OSError):  # the next save reports the obstacle
+            checkpoint.clear(self.folder)
         try:
-            found = checkpoint.newest(self.folder, print_warning, remedy=_REMEDY)
+            found = checkpoint.newest(self.folder, print_warning, reader=read_any, remedy=_REMEDY)
         except (ConfigError, NonRetryableError) as error:
             return None, error
         if found is not None and "parts" not in found.state:
@@ -138,9 +175,24 @@ class Checkpoints:
         """
         rank, _ = place()
         structures, groups = self._encode(with_values=rank == 0)
-        if rank == 0:
-            state = {"parts": structures}
-            checkpoint.save(self.folder, "samestep.torch", self.steps, groups, state, {}, keep=self.keep)
+        state = {"parts": structures}
+        if any(is_sharded(value) for arrays in groups.values() for value in arrays.values()):
+            self._save_shards(groups, state)  # collective
+        elif rank == 0:
+            checkpoint.save(self.folder, _APP, self.steps, groups, state, {}, keep=self.keep)
+
+    def _save_shards(self, groups: dict[str, Arrays], state: dict[str, Any]) -> None:
+        """Save with each rank's part of the sharded tensors. Collective; returns when all ranks have written."""
+        rank, _ = place()
+        shards = {}
+        for group, arrays in groups.items():
+            shards[group] = {name: shard_of(value, rank) for name, value in arrays.items()}
+        body = {"app": _APP, "step": self.steps, "state": state, "arithmetic": {}}
+        folder = checkpoint.folder_of(self.folder, self.steps)
+        try:
+            storage.save(ranks, rank, folder, shards, body, keep=self.keep)  # collective
+        except RemoteRankError as error:
+            raise NonRetryableError(f"another rank could not write its part of {folder}: read its error") from error
 
     def _encode(self, with_values: bool) -> tuple[dict[str, Any], dict[str, Arrays]]:
         """Return the structure of each part, and the arrays of each part that has some."""
@@ -190,7 +242,15 @@ def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> di
         "is_config_error": isinstance(error, ConfigError),
         "step": found.step if found else None,
         "parts": found.state["parts"] if found else {},
+        "sharded_folder": str(found.folder.absolute()) if found and found.pieces else "",
     }
+
+
+def read_any(folder: Path, verify: bool) -> Checkpoint:
+    """Read and verify a checkpoint, a sharded one without holding its files. Raises CorruptCheckpoint."""
+    if checkpoint.read(folder, verify=False).pieces:
+        return storage.read(folder, verify)
+    return checkpoint.read(folder, verify)
 
 
 def parse_arrays(content: bytes) -> Arrays:

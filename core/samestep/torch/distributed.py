@@ -7,10 +7,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -18,6 +16,7 @@ from samestep import ConfigError, NonRetryableError, log
 from samestep.env import World, processor
 from samestep.options import SHARED_GPU
 from samestep.sharding import RANDOM_NUMBERS
+from samestep.torch.ranks import all_gather as all_gather
 from samestep.torch.ranks import broadcast as broadcast
 
 SHARED_MEMORY = 0.9  # fraction of the GPU's memory that all ranks of --share-gpu may use
@@ -220,14 +219,6 @@ def _check_sharing(device: torch.device) -> None:
         version, variables = ".".join(map(str, nccl_version())), " ".join(f"{k}={v}" for k, v in _sharing.items())
         reason = str(error).strip().splitlines()[-1]
         raise NonRetryableError(f"--share-gpu: NCCL {version} refuses it with {variables}: {reason}") from error
-
-
-def all_gather(row: NDArray[Any]) -> NDArray[Any]:
-    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
-    local = torch.from_numpy(row.copy()).to("cuda" if dist.get_backend() == "nccl" else "cpu")
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)  # collective
-    return np.stack([tensor.cpu().numpy() for tensor in gathered])
 
 
 def last_collective() -> dict[str, Any] | None:

@@ -64,6 +64,12 @@ def random_bits(key: Tensor, first: int, count: int, device: torch.device) -> Te
 
     They are SplitMix64's outputs for a counter, without its last step, which changes low bits only. torch shifts int64
     with its sign, hence the masks.
+
+    Args:
+        key: int64 [], key of the counter.
+        first: first position.
+        count: number of positions.
+        device: device of the result.
     """
     z = torch.arange(first, first + count, device=device).mul_(_GAMMA).add_(key)
     z = z.bitwise_xor_((z >> 30).bitwise_and_(2**34 - 1)).mul_(_M1)

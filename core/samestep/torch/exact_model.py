@@ -67,6 +67,7 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
             norms.append(module)
             module.rows = rows
             module.timer = timer
+            module.group = getattr(rows, "group", None)
         elif type(module) in _DROPOUTS:
             module.rows = model_rows
         module.__class__ = _REPLACED.get(type(module), type(module))
@@ -83,7 +84,13 @@ def exact(model: Model, rows: HasRows | None = None, timer: StepTimer | None = N
 
 
 def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
-    """Raise ValueError with the module's name if it cannot be made exact."""
+    """Raise ValueError with the module's name if it cannot be made exact.
+
+    Args:
+        name: name of the module in its model, for the error.
+        module: the module.
+        rows: source of the rows; None if none is given.
+    """
     kind = type(module)
     if kind in _REPLACED.values():
         raise ValueError(f"{name} is exact already: call exact() once")
@@ -94,9 +101,19 @@ def check_module(name: str, module: nn.Module, rows: HasRows | None) -> None:
         )
     if kind in _DROPOUTS and getattr(module, "p", 0) > 0 and rows is None:
         raise ValueError(f"{name} is a dropout, which needs the rows of the batch: pass the sampler, or FixedRows")
+    if is_sharded_itself(module):
+        raise ValueError(
+            f"fully_shard has replaced the class of {name}: call exact() before, or shard its parent instead"
+        )
     if isinstance(module, (batchnorm._BatchNorm, dropout._DropoutNd)) and kind not in _REPLACED:
         raise ValueError(f"{name} is a {kind.__module__}.{kind.__qualname__}, which exact() does not know")
     check_draws(name, module)
+
+
+def is_sharded_itself(module: nn.Module) -> bool:
+    """Return whether FSDP2 shards a norm or a dropout as a unit of its own, which gives it another class."""
+    is_known = isinstance(module, (batchnorm._BatchNorm, dropout._DropoutNd))
+    return is_known and hasattr(module, "unshard")  # a method of FSDPModule, whose import takes long
 
 
 def check_draws(name: str, module: nn.Module) -> None:

@@ -234,6 +234,19 @@ class DataLoader(TorchDataLoader[Any]):
         sampler = self.batch_sampler
         return sampler.received(batches) if isinstance(sampler, GlobalBatchSampler) else batches
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Refuse `Accelerator.prepare`, which reads this attribute first.
+
+        Raises:
+            RuntimeError: the batches are cut among the ranks already.
+        """
+        if isinstance(self.batch_sampler, (GlobalBatchSampler, EvalSampler)):
+            raise RuntimeError(
+                "Accelerator.prepare would cut this DataLoader's batches among the ranks again: leave it out of prepare"
+            )
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state. Frameworks look for it here, as in torchdata's StatefulDataLoader."""
         return self.batch_sampler.state_dict() if isinstance(self.batch_sampler, GlobalBatchSampler) else {}

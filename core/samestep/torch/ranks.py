@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional, Union
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from samestep import env
 
 GATHER_MAX_BYTES = 2**22  # that rank 0 gathers at a time
+Group = Optional["dist.ProcessGroup"]  # None is the group of all ranks
+GroupOrAxis = Union["dist.ProcessGroup", DeviceMesh, None]
 
 
 class Place(NamedTuple):
@@ -21,13 +26,36 @@ class Place(NamedTuple):
     world_size: int
 
 
-def place() -> Place:
-    """Return this process's place in the process group; without a job, rank 0 of 1.
+def place(group: Group = None) -> Place:
+    """Return this process's place in a process group; without a job, rank 0 of 1.
 
     Raises:
         RuntimeError: a launcher started several ranks, but torch has no process group.
     """
-    return Place(dist.get_rank(), dist.get_world_size()) if has_group() else _place_without_group()
+    if has_group():
+        return Place(dist.get_rank(group), dist.get_world_size(group))
+    return _place_without_group()
+
+
+def process_group(group: GroupOrAxis) -> Group:
+    """Return the process group of ``group``, which may also be one axis of a device mesh.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a mesh has several axes, or this rank is not part of the group.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a device mesh with the axes {group.mesh_dim_names or group.ndim}: pass the axis over which "
+                "ranks take different data, such as group=mesh['dp']"
+            )
+        group = group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is a {type(group).__name__}: pass a process group, or an axis such as mesh['dp']")
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError(f"group does not contain rank {dist.get_rank()}: pass the group of this rank")
+    return group
 
 
 def has_group() -> bool:
@@ -53,25 +81,27 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
-def use_gather(size: int) -> bool:
+def use_gather(size: int, group: Group = None) -> bool:
     """Return whether rank 0 sums tensors of ``size`` bytes: under gloo, while the number of messages costs most."""
-    return dist.get_backend() == "gloo" and 1 < dist.get_world_size() <= GATHER_MAX_BYTES // max(1, size)
+    is_gloo = dist.get_backend(group) == "gloo"
+    return is_gloo and 1 < dist.get_world_size(group) <= GATHER_MAX_BYTES // max(1, size)
 
 
-def ordered_all_reduce(tensor: Tensor) -> None:
-    """Replace ``tensor`` by its sum over ranks, with the same bits on all of them.
+def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
+    """Replace ``tensor`` by its sum over the ranks of a group, with the same bits on all of them.
 
     A ring passes 2 (p - 1) messages in turn at p ranks, however small they are. A small tensor goes to rank 0, which
     adds in the order of ranks, and back by a broadcast: 1 + log2(p) messages in turn.
     """
-    if torch.compiler.is_compiling() or not use_gather(tensor.nbytes):  # a compiler cannot trace gather
-        dist.all_reduce(tensor)  # collective
+    if torch.compiler.is_compiling() or not use_gather(tensor.nbytes, group):  # a compiler cannot trace gather
+        dist.all_reduce(tensor, group=group)  # collective
         return
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(tensor, gathered)  # collective
+    rank, world_size = place(group)
+    gathered = [torch.empty_like(tensor) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(tensor, gathered, group=group, group_dst=0)  # collective
     for other in gathered[1:] if gathered else ():
         tensor += other
-    dist.broadcast(tensor, src=0)  # collective
+    dist.broadcast(tensor, group=group, group_src=0)  # collective
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -80,11 +110,21 @@ def is_alone() -> bool:
     return place().world_size == 1
 
 
-def all_reduce(tensor: Tensor) -> Tensor:
-    """Replace ``tensor`` by its sum over ranks, in an order that no restart changes; return it."""
+def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
+    """Replace ``tensor`` by its sum over the ranks of a group, in an order that no restart changes; return it."""
     if not is_alone():
-        ordered_all_reduce(tensor)  # collective
+        ordered_all_reduce(tensor, group)  # collective
     return tensor
+
+
+def all_gather(row: NDArray[Any]) -> NDArray[Any]:
+    """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+    if place().world_size == 1:
+        return row[None]
+    local = torch.from_numpy(row.copy()).to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)  # collective
+    return np.stack([tensor.cpu().numpy() for tensor in gathered])
 
 
 def broadcast(content: bytes) -> bytes:

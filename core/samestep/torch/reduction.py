@@ -72,7 +72,11 @@ def gradient_tree(
 ) -> GradientTree | None:
     """Return the tree that reduces the gradients of ``model`` instead of DDP; None without ``batches.virtual_ranks``.
 
-    `GradientTree` explains the arguments.
+    Args:
+        model: the model whose gradients are reduced.
+        batches: the run's global batches.
+        buffers: tensors that each micro-batch overwrites, such as statistics of a norm; they are summed too.
+        *collectives: the framework's all_to_all and all_gather; torch's by default.
     """
     if not batches.virtual_ranks:
         return None
@@ -87,6 +91,11 @@ def time_phases(model: nn.Module, optimizer: Optimizer, timer: StepTimer) -> Non
     """Let ``timer`` note when a step's last gradient is there, and when its update begins and ends.
 
     A gradient's hook runs before DDP's own, which may begin to reduce it; backward() returns when all are reduced.
+
+    Args:
+        model: the model whose gradients are timed.
+        optimizer: its updates are timed.
+        timer: notes the times.
     """
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: timer.mark(COMPUTE))

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from samestep.sharding import GlobalBatches, eval_batches, shard, step_seed
 from samestep.torch.losses import with_gradient
-from samestep.torch.ranks import Place, has_group, place
+from samestep.torch.ranks import Group, GroupOrAxis, Place, has_group, place, process_group
 
 Batch = TypeVar("Batch")
 
@@ -86,14 +86,23 @@ class FixedRows:
 
     Args:
         virtual_ranks: if set, batch norms take the statistics of each forward pass alone, without other ranks.
+        group: the ranks that take different data, as in `GlobalBatchSampler`.
     """
 
-    def __init__(self, virtual_ranks: int | None = None) -> None:
+    def __init__(self, virtual_ranks: int | None = None, group: GroupOrAxis = None) -> None:
         self.virtual_ranks = virtual_ranks
+        self.group = process_group(group)
         self._rows: Rows | None = None
 
     def set(self, step: int, first: int, local: int, size: int) -> None:
-        """Set the rows of the next forward pass; see `Rows`. Raises ValueError if they do not fit."""
+        """Set the rows of the next forward pass; see `Rows`. Raises ValueError if they do not fit.
+
+        Args:
+            step: number of the update, from 0.
+            first: index of this rank's first row in the global batch.
+            local: number of this rank's rows.
+            size: rows of the global batch, over all ranks.
+        """
         if first < 0 or local < 0 or first + local > size:
             raise ValueError(f"rows {first} to {first + local} are not part of a global batch of {size} rows")
         self._rows = Rows(step, first, local, size)
@@ -129,10 +138,12 @@ class GlobalBatchSampler(Sampler[Indices]):
             number of ranks; see `samestep.torch.reduction.gradient_tree`.
         accumulate: number of micro-batches of a step. With this argument or ``virtual_ranks``, iterate over
             `micro_batches` in each step.
+        group: the ranks that take different data: a process group, or an axis of a device mesh, such as ``mesh["dp"]``.
+            By default all ranks.
 
     Raises:
         TypeError: an argument is not a whole number.
-        ValueError: an argument is out of range, or no batch remains.
+        ValueError: an argument is out of range, no batch remains, or ``group`` is a mesh of several axes.
     """
 
     def __init__(
@@ -146,6 +157,7 @@ class GlobalBatchSampler(Sampler[Indices]):
         seed_steps: bool = True,
         virtual_ranks: int | None = None,
         accumulate: int = 1,
+        group: GroupOrAxis = None,
     ) -> None:
         dataset_len = whole_number("dataset_len", dataset_len)
         check_not_empty(dataset_len)
@@ -153,9 +165,10 @@ class GlobalBatchSampler(Sampler[Indices]):
             virtual_ranks = whole_number("virtual_ranks", virtual_ranks)
             if virtual_ranks < 1:
                 raise ValueError(f"virtual_ranks must be at least 1, got {virtual_ranks}")
-        self._given = checked_place(rank, world_size)
+        self.group = process_group(group)
+        self._given = checked_place(rank, world_size, self.group)
         # Some frameworks make samplers before the process group. `__iter__` then looks the place up.
-        rank, world_size = self._given or (place() if has_group() else Place(0, 1))
+        rank, world_size = self._given or (place(self.group) if has_group() else Place(0, 1))
         self.batches = GlobalBatches(
             dataset_len,
             whole_number("global_batch_size", global_batch_size),
@@ -216,7 +229,7 @@ class GlobalBatchSampler(Sampler[Indices]):
             self._go_to(epoch, 0)
 
     def __iter__(self) -> Iterator[Indices]:
-        rank, world_size = self._given or place()
+        rank, world_size = self._given or place(self.group)
         self.batches = replace(self.batches, rank=rank, world_size=world_size)
         if self._has_received_last:  # and left its iteration there
             self._go_to(self._epoch + 1, 0)
@@ -369,10 +382,11 @@ class EvalSampler(Sampler[Indices]):
         even: give every rank the same number of batches; the last may be empty. Use it if the model's forward
             pass is a collective.
         rank, world_size: this process's place; by default the process group's at the first iteration.
+        group: the ranks that take different data, as in `GlobalBatchSampler`.
 
     Raises:
         TypeError: an argument is not a whole number.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``group`` is a mesh of several axes.
     """
 
     def __init__(
@@ -384,6 +398,7 @@ class EvalSampler(Sampler[Indices]):
         even: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        group: GroupOrAxis = None,
     ) -> None:
         self.dataset_len = whole_number("dataset_len", dataset_len)
         check_not_empty(self.dataset_len)
@@ -394,7 +409,8 @@ class EvalSampler(Sampler[Indices]):
         if self._least < 1:
             raise ValueError(f"blocks must be at least 1, got {blocks}")
         self._is_even = even
-        self._given = checked_place(rank, world_size)
+        self._group = process_group(group)
+        self._given = checked_place(rank, world_size, self._group)
         self.yields_arrays = False  # the kit's DataLoader sets it for a dataset that reads whole batches
 
     @property
@@ -405,14 +421,14 @@ class EvalSampler(Sampler[Indices]):
     @property
     def own_blocks(self) -> range:
         """The numbers of this rank's blocks."""
-        rank, world_size = self._given or place()
+        rank, world_size = self._given or place(self._group)
         return range(*shard(self.num_blocks, rank, world_size))
 
     def __len__(self) -> int:
         """Return the number of this rank's batches."""
         if not self._is_even:
             return len(self.own_blocks)
-        _, world_size = self._given or place()
+        _, world_size = self._given or place(self._group)
         return -(-self.num_blocks // world_size)
 
     def __iter__(self) -> Iterator[Indices]:
@@ -436,10 +452,20 @@ def check_not_empty(dataset_len: int) -> None:
         raise ValueError(f"the dataset is empty: dataset_len is {dataset_len}")
 
 
-def checked_place(rank: int | None, world_size: int | None) -> Place | None:
-    """Return the place that a caller gave, or None for the process group's. Raises TypeError or ValueError."""
+def checked_place(rank: int | None, world_size: int | None, group: Group) -> Place | None:
+    """Return the place that a caller gave, or None for the process group's.
+
+    Args:
+        rank, world_size: as the caller gave them, both or neither.
+        group: the group, which has a place of its own.
+
+    Raises:
+        TypeError, ValueError: the arguments do not go together, or are out of range.
+    """
     if rank is None and world_size is None:
         return None
+    if group is not None:
+        raise ValueError("group is given, and rank and world_size too: pass the group alone, or the other two")
     if rank is None or world_size is None:
         raise ValueError(f"rank is {rank} and world_size is {world_size}: pass both, or neither")
     given = Place(whole_number("rank", rank), whole_number("world_size", world_size))

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Arrays = dict[str, NDArray[Any]]
+from samestep.torch.sharded_state import LocalPart, is_sharded, to_array
+
+Arrays = dict[str, Any]  # NumPy's; DTensors where `encode` found them, and `LocalPart`s for `decode`
 MAX_DEPTH = 100
 _MAX_INT = 2**63  # Python refuses decimal numbers of more than 4300 digits
 _NUMPY_KINDS = frozenset("biufc")
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # for dtypes that NumPy lacks
 _SEQUENCES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
@@ -45,7 +45,8 @@ def encode(tree: Any, name: str, with_values: bool = True) -> tuple[Any, Arrays]
 
     Args:
         tree: made of None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter,
-            defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device.
+            defaultdict, tensors, NumPy's arrays and scalars, and torch's Size, dtype and device. A DTensor is returned
+            among the arrays as it is.
         name: begins the paths in messages.
         with_values: False to check the tree without copying its arrays, which are then empty.
 
@@ -73,6 +74,8 @@ class _Encoder:
             return _encode_leaf(value)
         if kind is Tensor:
             return self._tensor(value, path)
+        if is_sharded(value):
+            return self._sharded(value, path)
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, path)
         return self._container(value, path)
@@ -110,7 +113,7 @@ class _Encoder:
             )
         if value.is_meta:
             raise TypeError(f"{self._show(path)} is a tensor without values (device meta)")
-        array = _to_array(value) if self._with_values else np.empty(0)
+        array = to_array(value) if self._with_values else np.empty(0)
         result = {
             "tensor": self._store(array, path),
             "dtype": str(value.dtype).removeprefix("torch."),
@@ -120,6 +123,12 @@ class _Encoder:
         if not value.is_contiguous() and is_dense:
             result["strides"] = list(value.stride())  # such as channels_last
         return result
+
+    def _sharded(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if value.dtype.is_complex:
+            raise TypeError(f"{self._show(path)} is a sharded {value.dtype}, which a checkpoint cannot hold")
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": self._store(value, path), "dtype": dtype, "shape": list(value.shape)}
 
     def _array(self, value: Any, path: tuple[Any, ...]) -> Any:
         is_plain = type(value) is np.ndarray or isinstance(value, np.generic)
@@ -131,7 +140,7 @@ class _Encoder:
         tag = "scalar" if isinstance(value, np.generic) else "array"
         return {tag: self._store(array, path), "shape": list(value.shape)}
 
-    def _store(self, array: NDArray[Any], path: tuple[Any, ...]) -> str:
+    def _store(self, array: Any, path: tuple[Any, ...]) -> str:
         """Store an array under its path; return its name, which gets a number if another path looks the same."""
         path_name = ".".join(map(str, path)) or "value"
         name = path_name
@@ -168,16 +177,6 @@ def _tag_of(value: Any) -> str | None:
     return None
 
 
-def _to_array(value: Tensor) -> NDArray[Any]:
-    flat = value.detach().to("cpu", copy=True).contiguous()
-    if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat.resolve_conj())
-    try:
-        return np.asarray(flat.numpy())
-    except (TypeError, RuntimeError):  # bfloat16, float8
-        return np.asarray(flat.view(_UNSIGNED[flat.element_size()]).numpy())
-
-
 def _describe(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -212,6 +211,9 @@ def _decode_mapping(tag: str, value: dict[str, Any], arrays: Arrays) -> Any:
 def _decode_tensor(value: dict[str, Any], arrays: Arrays) -> Tensor:
     dtype = getattr(torch, value["dtype"])
     shape = value["shape"]
+    part = arrays.get(value["tensor"])
+    if isinstance(part, LocalPart):
+        return part.tensor(dtype)
     if math.prod(shape) == 0:  # safetensors returns an array of shape (0, 3) with strides (0, 0)
         return torch.empty(shape, dtype=dtype)
     flat = torch.from_numpy(arrays[value["tensor"]].copy())

@@ -18,7 +18,13 @@ AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Send each rank ``send[rank]`` values of ``tensor`` in turn; return the ``receive[rank]`` values of each."""
+    """Send each rank ``send[rank]`` values of ``tensor`` in turn; return the ``receive[rank]`` values of each.
+
+    Args:
+        tensor: [sum(send)], float.
+        send: [world size], number of values for each rank.
+        receive: [world size], number of values from each rank.
+    """
     received = tensor.new_empty(sum(receive))
     dist.all_to_all_single(received, tensor, list(receive), list(send))  # collective
     return received

@@ -20,7 +20,13 @@ def groups(model: nn.Module, optimizer: Optimizer) -> Groups:
 
 
 def load(model: nn.Module, optimizer: Optimizer, groups: Groups) -> None:
-    """Load the arrays of `groups`, or weights alone. Raises ValueError if they do not fit."""
+    """Load the arrays of `groups`, or weights alone. Raises ValueError if they do not fit.
+
+    Args:
+        model: receives the weights.
+        optimizer: receives the state, if the groups have it.
+        groups: arrays by group and name.
+    """
     load_model(model, groups["model"])
     load_optimizer(model, optimizer, groups.get("optimizer", {}))
 
@@ -63,7 +69,13 @@ def load_model(model: nn.Module, arrays: Arrays) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> None:
-    """Load arrays from `optimizer_arrays`. Raises ValueError unless each array fits its parameter."""
+    """Load arrays from `optimizer_arrays`. Raises ValueError unless each array fits its parameter.
+
+    Args:
+        model: the model whose parameters the optimizer updates.
+        optimizer: receives the state.
+        arrays: by name.
+    """
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for full_name, array in arrays.items():

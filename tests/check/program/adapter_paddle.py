@@ -8,13 +8,14 @@ from samestep_record import after_import, record_step
 
 
 def watch(run: Any) -> None:
-    apply = run.Run.apply_global_stats
+    sync = run.Run.sync
 
-    def applied(self: Any, stats: Any) -> Any:  # at each step, with --log-every=1
-        record_step(lr=self.options.lr, loss=stats.loss / self._batches.size(self._step - 1))
-        return apply(self, stats)
+    def synced(self: Any, *arguments: Any, **sums: Any) -> Any:  # at each step, with --log-every=1
+        actions = sync(self, *arguments, **sums)
+        record_step(lr=self.options.lr, loss=self.step_sync.totals.loss / self.progress.batch_size)
+        return actions
 
-    run.Run.apply_global_stats = applied
+    run.Run.sync = synced
 
 
 run_path(str(Path(__file__).with_name("adapter.py")))

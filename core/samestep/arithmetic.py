@@ -1,0 +1,72 @@
+"""Record what decides how a run's numbers round, and describe how it changed before a resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.options import json_value
+from samestep.sharding import RANDOM_NUMBERS
+from samestep.untrusted import shown
+
+MAX_THREADS = 100  # characters of OMP_NUM_THREADS that are kept
+UNCOMPARED = ("threads", "gpus", RANDOM_NUMBERS)  # metadata that may change, or that has a warning of its own
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The settings of a process that decide how its sums round. A checkpoint holds them.
+
+    Attributes:
+        threads: the value of OMP_NUM_THREADS; None if it is not set.
+        metadata: versions and settings, by name, as JSON values.
+    """
+
+    threads: str | None
+    metadata: dict[str, Any]
+
+    @classmethod
+    def of_process(cls, metadata: Mapping[str, Any]) -> Arithmetic:
+        """Return the arithmetic of this process."""
+        threads = os.environ.get("OMP_NUM_THREADS", "")[:MAX_THREADS]
+        return cls(threads or None, json_value(metadata))
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"threads": self.threads, "metadata": self.metadata}
+
+    def threads_change(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Describe how the number of threads, an option or a variable ``name``, differs from a checkpoint's state."""
+        before = state.get("threads", self.threads)
+        if before == self.threads:
+            return None
+        was = shown(before or "unset")
+        now = shown(self.threads or "unset")
+        return (
+            f"{name} was {was} before this resume and is {now} now: sums may round differently; set it back for the "
+            "same bits"
+        )
+
+    def metadata_change(self, state: Mapping[str, Any]) -> str | None:
+        """Describe how the metadata differ from a checkpoint's state."""
+        before = state.get("metadata", self.metadata)
+        changes = list(self._changes(before))
+        if not changes:
+            return None
+        return f"{'; '.join(changes)}: the bits may differ from here on"
+
+    def _changes(self, before: Mapping[str, Any]) -> Iterator[str]:
+        for name, now in self.metadata.items():
+            if name not in UNCOMPARED and before.get(name) != now:
+                yield f"{name} {shown(before.get(name))} before this resume, {shown(now)} now"
+
+    def random_numbers_change(self, state: Mapping[str, Any]) -> str | None:
+        """Describe that a checkpoint of samestep 0.2 drew the random numbers of dropout in another way."""
+        if RANDOM_NUMBERS not in self.metadata or RANDOM_NUMBERS in state.get("metadata", {}):
+            return None
+        return (
+            "random numbers of dropout differ from samestep 0.2's from here on: go on, or start a new run with "
+            "--no-resume"
+        )

@@ -1,0 +1,90 @@
+"""Keep the best evaluation of a run, for --keep-best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep import NonRetryableError, checkpoint, log
+from samestep.options import BEST_DIRECTIONS
+from samestep.root import Root
+from samestep.untrusted import shown
+
+
+class BestEvaluation:
+    """Keep the best evaluation so far, the first of equals.
+
+    ``state`` goes into checkpoints: the step and its evaluation, by the metric's name. A resumed run starts with the
+    state of its checkpoint and finds later evaluations again. With another metric, it compares only later evaluations.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None, keep_best: bool | str = True) -> None:
+        """Begin with the ``state`` of a checkpoint.
+
+        Args:
+            state: the attribute ``state`` of an earlier start, or None.
+            keep_best: the value of --keep-best: max:NAME, min:NAME, or True for test_accuracy, or test_loss without it.
+                False compares nothing, and only keeps the state.
+        """
+        self.state: dict[str, Any] = dict(state or {})
+        self._keep_best = keep_best
+
+    @property
+    def step(self) -> int | None:
+        """The number of updates done at the best evaluation."""
+        return self.state.get("step")
+
+    def update(self, step: int, evaluation: Mapping[str, Any]) -> None:
+        """Compare the evaluation after ``step`` updates; {} means none.
+
+        Raises NonRetryableError if the evaluation lacks the metric.
+        """
+        if not evaluation or not self._keep_best:
+            return
+        direction, _, name = self._metric(evaluation).partition(":")
+        value = evaluation.get(name)
+        if value is None:  # it was NaN or infinite
+            return
+        if name not in self.state:
+            is_better = True
+        elif direction == "max":
+            is_better = value > self.state[name]
+        else:
+            is_better = value < self.state[name]
+        if is_better:
+            self.state = {"step": step, name: value}
+
+    def _metric(self, evaluation: Mapping[str, Any]) -> str:
+        """Return max:NAME or min:NAME of the metric that is compared."""
+        if isinstance(self._keep_best, str):
+            name = self._keep_best.partition(":")[2]
+            if name in evaluation:
+                return self._keep_best
+            known = ", ".join(shown(each) for each in evaluation)
+            raise NonRetryableError(
+                f"--keep-best {self._keep_best}: the evaluation has no such metric: use one of {known}"
+            )
+        for name in ("test_accuracy", "test_loss"):
+            if evaluation.get(name) is not None:
+                return f"{BEST_DIRECTIONS[name]}:{name}"
+        return ""
+
+    def write(self, run_dir: Path, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+        """Write ``model-best.safetensors`` from the best evaluation's checkpoint; return the fields of the result.
+
+        ``copy`` takes the checkpoint's folder and the file's path. A corrupt checkpoint costs the file, not the run.
+        Raises NonRetryableError if the disk is full.
+        """
+        path = run_dir / "model-best.safetensors"
+        with checkpoint.writing(path):
+            Root(run_dir).unlink(path.name)  # from an earlier end of this run
+        if self.step is None:
+            log.warning("no model-best.safetensors: nothing was evaluated with --keep-best")
+            return {}
+        checkpoint.finish()
+        try:
+            copy(checkpoint.folder_of(run_dir, self.step), path)
+        except checkpoint.CorruptCheckpoint as error:
+            log.warning(f"no model-best.safetensors: the checkpoint of the best, step {self.step}, is damaged: {error}")
+        return {f"best_{name}": value for name, value in self.state.items()}

@@ -1,0 +1,53 @@
+"""Decide which actions follow an update, from its number alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class StepActions(NamedTuple):
+    """The actions after an update, the same on all ranks."""
+
+    sync: bool  # reduce the numbers of `samestep.step_sync` over ranks, also before each of the others
+    log: bool  # write a line of metrics.jsonl, also before `evaluate` or `save`
+    evaluate: bool  # an epoch ends, or --evaluate-every
+    save: bool  # write a checkpoint
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """The numbers of updates after which a run logs, evaluates and saves.
+
+    Attributes:
+        log_every: updates per log line.
+        evaluate_every: updates between evaluations; 0 evaluates only after each epoch.
+        checkpoint_every: updates between checkpoints; 0 saves only after each epoch and the last update.
+        steps_per_epoch: updates per epoch, at least 1.
+        last_step: updates of the whole run.
+        keep_best: each evaluation is saved, and the last update is evaluated.
+    """
+
+    log_every: int
+    evaluate_every: int
+    checkpoint_every: int
+    steps_per_epoch: int
+    last_step: int
+    keep_best: bool = False
+
+    def after(self, done: int, is_sync_due: bool = False) -> StepActions:
+        """Return the actions after ``done`` updates. With ``is_sync_due`` the ranks synchronize in any case."""
+        is_last = done == self.last_step
+        is_epoch_end = done % self.steps_per_epoch == 0
+        evaluates = is_epoch_end or _is_multiple(done, self.evaluate_every)
+        saves = is_epoch_end or is_last or _is_multiple(done, self.checkpoint_every)
+        if self.keep_best:
+            evaluates = evaluates or is_last
+            saves = saves or evaluates
+        logs = evaluates or saves or _is_multiple(done, self.log_every)
+        return StepActions(sync=logs or is_sync_due, log=logs, evaluate=evaluates, save=saves)
+
+
+def _is_multiple(done: int, every: int) -> bool:
+    """Return whether ``done`` is a multiple of ``every``; nothing is a multiple of 0."""
+    return every > 0 and done % every == 0

@@ -1,0 +1,69 @@
+"""Refuse losses, evaluations and weights that are NaN or infinite."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from samestep import NonRetryableError, log
+from samestep.monitor import Monitor
+
+
+class LossGuard:
+    """Check the numbers of a run. A flipped bit makes a number NaN or infinite once, a learning rate again."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        """Check losses by ``monitor``, which knows the failures of earlier starts."""
+        self._monitor = monitor
+        self._is_overflowed = False  # the last evaluation
+
+    def check_losses(self, losses: Mapping[str, float], step: int) -> None:
+        """Raise as `Monitor.check_losses` if a loss is NaN or infinite."""
+        self._monitor.check_losses(losses, step)
+
+    def check_evaluation(self, evaluation: Mapping[str, Any], step: int, is_of_update: bool = False) -> dict[str, Any]:
+        """Return the evaluation with None for numbers that are NaN or infinite, and warn of the first.
+
+        Batch normalization hides from the training loss that weights have grown too large; with its running statistics
+        the activations then overflow. A flipped bit has the same effect, but not again at the same step: so after an
+        update, the first such evaluation raises RetryableError.
+
+        Args:
+            evaluation: numbers by name.
+            step: number of updates done.
+            is_of_update: whether the evaluation follows an update of this start.
+        """
+        values = dict(evaluation)
+        for name, value in evaluation.items():
+            if value is not None and not math.isfinite(value):
+                values[name] = None
+        is_new = values != evaluation and not self._is_overflowed
+        if is_new and is_of_update:
+            with contextlib.suppress(NonRetryableError):
+                self.check_losses({"test loss": evaluation.get("test_loss", math.nan)}, step)
+        if is_new:
+            log.warning(
+                f"at step {step} the test loss is NaN or infinite, reported as null: activations overflow with batch "
+                "normalization's running statistics: lower --lr, or raise --global-batch-size"
+            )
+        if values:
+            self._is_overflowed = None in values.values()
+        return values
+
+    def check_weights(self, weights: Mapping[str, Any], step: int) -> None:
+        """Raise NonRetryableError if the last evaluation overflowed because weights are NaN or infinite.
+
+        Args:
+            weights: arrays by name; a shard has its array as ``values``.
+            step: the number of updates done, for the message.
+        """
+        if not self._is_overflowed:
+            return
+        for weight in weights.values():
+            array = np.asarray(getattr(weight, "values", weight))
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise NonRetryableError(f"at step {step} weights are NaN or infinite: lower --lr")

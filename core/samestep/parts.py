@@ -1,0 +1,85 @@
+"""Define what an app gives to its `samestep.run.Run`: the arrays of a checkpoint, and collectives.
+
+A class that stores a run, such as `samestep.replicas.Replicas`, needs no more of the `Run` than `StoredRun` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numpy.typing import NDArray
+
+from samestep.checkpoint import Arrays
+from samestep.env import World
+from samestep.monitor import Monitor
+from samestep.options import Options
+
+if TYPE_CHECKING:
+    from samestep.metrics import Metrics
+
+Groups = Mapping[str, Arrays]  # the arrays of a checkpoint, by the name of their part
+
+
+class Collectives(Protocol):
+    """The functions by which ranks communicate about the run: an app's ``distributed`` module has them."""
+
+    def broadcast(self, content: bytes) -> bytes:
+        """Return rank 0's ``content`` on every rank."""
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The model, the optimizer and all else that a checkpoint holds.
+
+    Attributes:
+        load: takes the `Groups` of a checkpoint, or of --init-from, which has "model" alone, and raises ValueError if
+            an array does not fit. A new run does not call it. With `samestep.sharded.shards.Shards`, it takes
+            `StoredGroups`.
+        groups: returns the `Groups`; with Shards, `ShardGroups`.
+        names: the names of the groups; one is "model". A checkpoint without one of them counts as corrupt.
+        evaluated: the group that is evaluated, and that --keep-best keeps; `Run.restore` sets it.
+    """
+
+    load: Callable[[Any], None]
+    groups: Callable[[], Any]
+    names: Sequence[str] = ("model", "optimizer")
+    evaluated: str = "model"
+
+
+class StoredRun(Protocol):
+    """The attributes of a `samestep.run.Run` that a class needs to restore and save it."""
+
+    app: str
+    options: Options
+    world: World
+    monitor: Monitor
+    collectives: Collectives
+    parts: Parts
+
+    @property
+    def evaluated(self) -> str:
+        """The group that is evaluated."""
+
+    @property
+    def step(self) -> int:
+        """The number of updates done."""
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The file metrics.jsonl on rank 0; None on other ranks and with --evaluate-only."""
+
+    @property
+    def required_groups(self) -> set[str]:
+        """The groups without which a checkpoint counts as corrupt."""
+
+    def checkpoint_state(self, metrics: Metrics) -> tuple[dict[str, Any], dict[str, Any], int, int | None]:
+        """Return a checkpoint's content beside arrays: state, options, number to keep, protected step."""
+
+    def write_best(self, copy: Callable[[Path, Path], None]) -> dict[str, Any]:
+        """Write the weights of the best evaluation by ``copy(checkpoint, file)``; return the result's fields."""

@@ -1,0 +1,65 @@
+"""Write the records of a run on rank 0: its lines of metrics.jsonl, its progress bar and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from samestep import log
+from samestep.env import World
+from samestep.options import Options
+
+if TYPE_CHECKING:
+    from samestep.metrics import Metrics
+
+
+class Recorder:
+    """Write records on rank 0. On other ranks, and with --evaluate-only, only the result is kept.
+
+    Attributes:
+        metrics: the file metrics.jsonl, or None.
+        stragglers: the stragglers since the last line, which the next line reports.
+        result: the fields of the result, once the run is finished.
+    """
+
+    def __init__(self, last_step: int, first_step: int, metrics: Metrics | None = None) -> None:
+        """Show a progress bar from ``first_step`` to ``last_step``, and append lines to ``metrics``."""
+        self.metrics = metrics
+        self.stragglers: list[dict[str, Any]] = []
+        self.result: dict[str, Any] = {}
+        self._bar = log.progress(last_step, first_step)
+
+    def show_progress(self, updates: int) -> None:
+        """Move the progress bar by ``updates``."""
+        self._bar.update(updates)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl. Raises NonRetryableError if the disk is full."""
+        if self.metrics is None:
+            return
+        if self.stragglers:
+            line = {**line, "stragglers": self.stragglers}
+        self.metrics.write(**line)
+        self.stragglers = []
+
+    def close(self) -> None:
+        """Remove the progress bar."""
+        self._bar.close()
+
+
+def open_metrics(
+    app: str, options: Options, world: World, metadata: Mapping[str, Any], resumed_from: int | None
+) -> Metrics:
+    """Open metrics.jsonl on rank 0, and cut it back to ``resumed_from`` updates.
+
+    Args:
+        app: name of the app.
+        options: options of the run.
+        world: place of this process.
+        metadata: facts that decide the numbers, such as versions.
+        resumed_from: number of updates to keep; None for a new run.
+    """
+    from samestep import metrics  # the other ranks do not need it
+
+    header = metrics.header(app, options, world, metadata)
+    return metrics.Metrics(options.run_dir, header, resumed_from)

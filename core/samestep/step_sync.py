@@ -1,0 +1,163 @@
+"""Synchronize the ranks of a run: add up their losses, agree on stop requests, and decide when to do so again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep import stop
+from samestep.step_timer import PHASES, StepTimer
+
+SYNCS_PER_GRACE = 6  # ranks synchronize so often that this many syncs fit into --grace seconds
+MIN_SECONDS = 1e-6  # per step, of a clock that did not move
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The numbers of all ranks at a sync.
+
+    Attributes:
+        loss: the summed loss of the last step's samples, before its update.
+        running_loss: the summed loss of all samples since the last log line.
+        counts: other sums over the samples since the last log line, by name, such as ``correct``.
+        stop_signal: the stop signal that a rank received, or 0.
+        launcher_died: a rank's launcher is gone, so that the stop is a failure.
+        seconds_per_step: rank 0's seconds per step since the last sync.
+        phase_seconds: [world_size x phases]: each rank's seconds in its own slots, in the order of PHASES.
+    """
+
+    loss: float = 0.0
+    running_loss: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
+    stop_signal: int = 0
+    launcher_died: bool = False
+    seconds_per_step: float = 0.0
+    phase_seconds: tuple[float, ...] = ()
+
+
+class StepSync:
+    """Keep this rank's numbers between two syncs, and the `Totals` of the last one.
+
+    Attributes:
+        stop_request: the signal that this rank received.
+        timer: this rank's seconds per phase.
+        totals: of all ranks, at the last sync.
+    """
+
+    def __init__(self, stop_request: stop.StopRequest, timer: StepTimer, grace: float) -> None:
+        """Synchronize several times within ``grace`` seconds."""
+        self.stop_request = stop_request
+        self.timer = timer
+        self.totals = Totals()
+        self._grace = grace
+        self._unread: list[dict[str, SupportsFloat]] = []  # this rank's sums of each step since the last sync
+        self._sums: dict[str, float] = {}  # this rank's sums of the steps before, since the last log line
+        self._last_step = 0
+        self._last_time = 0.0
+        self._next_step = 0
+
+    def start(self, step: int) -> None:
+        """Begin at ``step`` updates: the first sync follows the next update."""
+        self._last_step = step
+        self._last_time = time.monotonic()
+        self._next_step = step + 1
+
+    def is_due(self, step: int) -> bool:
+        """Return whether ranks must synchronize after ``step`` updates, to notice a stop request in time."""
+        return step >= self._next_step
+
+    def add(self, loss_sum: SupportsFloat, counts: Mapping[str, SupportsFloat]) -> None:
+        """Take this rank's sums of a step. They may be tensors, which are not read before `reduce`."""
+        self._unread.append({"loss": loss_sum, **counts})
+
+    def reduce(
+        self,
+        step: int,
+        all_gather: Callable[[NDArray[Any]], NDArray[Any]],
+        launcher_died: bool = False,
+        loss_sum: SupportsFloat | None = None,
+        running_loss: SupportsFloat | None = None,
+    ) -> Totals:
+        """Return the totals of all ranks after ``step`` updates. Collective.
+
+        Args:
+            step: the number of updates done.
+            all_gather: as `samestep.parts.Collectives.all_gather`.
+            launcher_died: the launcher of this rank is gone.
+            loss_sum: the summed loss of this rank's samples of the last step, if `add` did not get it.
+            running_loss: the summed loss of all its samples since the last log line, likewise.
+        """
+        last_loss = self._read()
+        own = dict(self._sums)
+        own_running_loss = own.pop("loss", 0.0)
+        if loss_sum is not None:
+            last_loss = _number(loss_sum)
+        if running_loss is not None:
+            own_running_loss = _number(running_loss)
+        steps = max(1, step - self._last_step)
+        seconds_per_step = (time.monotonic() - self._last_time) / steps
+        row = [
+            last_loss,
+            own_running_loss,
+            seconds_per_step,
+            *self.stop_request.encode(launcher_died),
+            *self.timer.pop(),
+            *own.values(),
+        ]
+        table = all_gather(np.array(row))  # collective; [world_size, numbers]
+        totals = _totals(table, list(own))
+        self.apply(step, totals)
+        return totals
+
+    def apply(self, step: int, totals: Totals) -> None:
+        """Take totals after ``step`` updates, and set the next sync: several fit into ``grace`` seconds."""
+        self.totals = totals
+        seconds_per_step = max(totals.seconds_per_step, MIN_SECONDS)
+        steps = int(self._grace / SYNCS_PER_GRACE / seconds_per_step)
+        self._last_step = step
+        self._last_time = time.monotonic()
+        self._next_step = step + max(1, steps)
+
+    def end_log_line(self) -> None:
+        """Start new sums: a log line has reported those before."""
+        self._sums = {}
+
+    def _read(self) -> float:
+        """Add the steps since the last sync to the sums; return the loss of the last of them."""
+        loss = 0.0
+        for sums in self._unread:
+            loss = _number(sums["loss"])
+            for name, value in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + _number(value)
+        self._unread = []
+        return loss
+
+
+def _totals(table: NDArray[Any], names: list[str]) -> Totals:
+    """Add up the rows of all ranks, [world_size, numbers], whose last columns are the counts ``names``."""
+    first_phase = 3 + len(stop.STOP_SIGNALS) + 1
+    first_count = first_phase + len(PHASES)
+    total = table.sum(axis=0).tolist()
+    stop_signal, launcher_died = stop.decode(total[3:first_phase])
+    return Totals(
+        loss=total[0],
+        running_loss=total[1],
+        counts=dict(zip(names, total[first_count:])),
+        stop_signal=stop_signal,
+        launcher_died=launcher_died,
+        seconds_per_step=float(table[0, 2]),
+        phase_seconds=tuple(table[:, first_phase:first_count].ravel().tolist()),
+    )
+
+
+def _number(value: SupportsFloat) -> float:
+    """Return a loss as a float. torch's ``float`` warns of a tensor that requires a gradient, and ``item`` does not."""
+    item = getattr(value, "item", None)
+    if item is None:
+        return float(value)
+    return float(item())

@@ -1,0 +1,171 @@
+"""Cut and restore tensors that are sharded over a device mesh, so that no rank holds a whole one.
+
+Checkpoints have the whole shape of a tensor, and each rank writes its part. A part that several ranks hold is written
+by the first of them. A restore reads the part that the tensor of the same name has now, on any mesh.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from samestep.sharded.tensors import Shape, StoredTensor, TensorShard
+
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # for dtypes that NumPy lacks
+_OPTIMIZER_STATE = re.compile(r"state\.(\d+)\..+")  # a tensor of the parameter with this number
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a DTensor. Its module takes long to import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a tensor that this rank holds.
+
+    Attributes:
+        offset: where it begins in the whole tensor.
+        shape: its shape; a dimension may be 0.
+        is_copy: whether an earlier rank holds the same part.
+    """
+
+    offset: Shape
+    shape: Shape
+    is_copy: bool
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part, to index the whole array."""
+        return tuple(slice(begin, begin + length) for begin, length in zip(self.offset, self.shape))
+
+
+def part_of(tensor: Any) -> Part:
+    """Return this rank's part of a DTensor.
+
+    Each axis of the mesh that shards a dimension cuts it as `torch.chunk` does. FSDP2 cuts what tensor parallelism has
+    left, and marks its placement by a split factor.
+
+    Raises:
+        TypeError: the tensor has sums that are not reduced yet.
+    """
+    mesh = tensor.device_mesh
+    coordinates = mesh.get_coordinate()
+    placements = tensor.placements
+    order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
+    offset = [0] * tensor.ndim
+    shape = list(tensor.shape)
+    is_copy = 0 not in mesh.mesh.flatten().tolist()  # of the mesh that has rank 0
+    for axis in order:
+        coordinate = coordinates[axis]
+        if placements[axis].is_replicate():
+            is_copy = is_copy or coordinate > 0
+            continue
+        if placements[axis].is_partial():
+            raise TypeError(f"a tensor is {placements[axis]} over the ranks, which a checkpoint cannot hold: reduce it")
+        dim = placements[axis].dim
+        length = -(-shape[dim] // mesh.size(axis))
+        begin = min(coordinate * length, shape[dim])
+        offset[dim] += begin
+        shape[dim] = min(length, shape[dim] - begin)
+    return Part(tuple(offset), tuple(shape), is_copy)
+
+
+def to_array(value: Tensor) -> NDArray[Any]:
+    """Return a copy of a tensor's values: unsigned integers for a dtype that NumPy lacks."""
+    flat = value.detach().to("cpu", copy=True).contiguous()
+    if flat.dtype.is_complex:
+        flat = torch.view_as_real(flat.resolve_conj())
+    try:
+        return np.asarray(flat.numpy())
+    except (TypeError, RuntimeError):  # bfloat16, float8
+        return np.asarray(flat.view(_UNSIGNED[flat.element_size()]).numpy())
+
+
+def shard_of(value: Any, rank: int) -> TensorShard:
+    """Return what this rank writes of an array, which is the same on all ranks, or of a DTensor."""
+    if not is_sharded(value):
+        return TensorShard(value, (0,) * value.ndim, value.shape, copy=rank != 0)
+    part = part_of(value)
+    values = to_array(value.to_local()).reshape(part.shape)
+    return TensorShard(values, part.offset, tuple(value.shape), part.is_copy)
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The values of this rank's part of a stored tensor, and the DTensor whose place they take."""
+
+    values: NDArray[Any]
+    like: Any
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """Return a DTensor on the mesh of ``like``."""
+        from torch.distributed.tensor import DTensor
+
+        flat = torch.from_numpy(self.values.reshape(-1).copy())
+        local = flat.view(dtype).reshape(self.values.shape).to(self.like.device)
+        settings: dict[str, Any] = {"shape": self.like.shape, "stride": self.like.stride(), "run_check": False}
+        result: Tensor = DTensor.from_local(local, self.like.device_mesh, self.like.placements, **settings)
+        return result
+
+
+def local_parts(part: Any, own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored arrays of a program's part by name, and of those that are sharded now, this rank's.
+
+    Args:
+        part: the model, the optimizer or another part.
+        own: the arrays and DTensors of its present state.
+        stored: arrays, or `StoredTensor`s, by name.
+
+    Raises:
+        ValueError: a sharded tensor has another shape now.
+        NonRetryableError: a file cannot be read.
+    """
+    parameters = parameters_of(part)
+    result: dict[str, Any] = {}
+    for name, array in stored.items():
+        shape = tuple(array.shape)
+        like = own[name] if name in own else parameter_of_state(parameters, name, shape)
+        if not is_sharded(like):
+            result[name] = array.read() if isinstance(array, StoredTensor) else array
+            continue
+        if shape != tuple(like.shape):
+            raise ValueError(f"{name} has shape {list(shape)} in the checkpoint, not {list(like.shape)}")
+        place = part_of(like)
+        values = array.read(place.offset, place.shape) if isinstance(array, StoredTensor) else array[place.slices]
+        result[name] = LocalPart(np.asarray(values), like)
+    return result
+
+
+def parameters_of(part: Any) -> list[Any]:
+    """Return the parameters of an optimizer in the order of its state_dict's numbers; [] of any other part."""
+    if not isinstance(part, torch.optim.Optimizer):
+        return []
+    parameters = []
+    for group in part.param_groups:
+        parameters += group["params"]
+    return parameters
+
+
+def parameter_of_state(parameters: list[Any], name: str, shape: Shape) -> Any:
+    """Return the parameter that an optimizer's tensor belongs to, or None, as for a counter.
+
+    Args:
+        parameters: the optimizer's, in the order of their numbers.
+        name: of the tensor, as "state.0.exp_avg".
+        shape: of the whole tensor. A tensor of another shape than its parameter is not sharded like it.
+    """
+    match = _OPTIMIZER_STATE.fullmatch(name)
+    if match is None or int(match[1]) >= len(parameters):
+        return None
+    parameter = parameters[int(match[1])]
+    return parameter if tuple(parameter.shape) == shape else None

@@ -1,0 +1,63 @@
+"""Settings of frameworks that would undo what the kit does: an error on each rank, with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from accelerate import Accelerator
+from samestep.torch import DataLoader, EvalSampler, GlobalBatchSampler
+from samestep.torch.frameworks import check_training_arguments
+from transformers import TrainingArguments
+
+
+@pytest.mark.parametrize("sampler", [GlobalBatchSampler(10, 4), EvalSampler(10, 4)])
+def test_accelerate_does_not_prepare_a_loader_of_the_kit(sampler: Any) -> None:
+    loader = DataLoader(torch.arange(10.0), batch_sampler=sampler)
+    with pytest.raises(RuntimeError, match=r"cut this DataLoader's batches .* again: leave it out of prepare"):
+        Accelerator(cpu=True).prepare(loader)
+
+
+def test_accelerate_prepares_a_loader_without_a_sampler_of_the_kit() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(10.0), batch_size=4))
+    assert [len(batch) for batch in loader] == [4, 4, 2]
+
+
+class Module(lightning.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("no step is expected")
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_lightning_names_its_option_for_samplers(tmp_path: Path) -> None:
+    """Lightning's own message, which the page promises."""
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, default_root_dir=tmp_path)
+    loader = DataLoader(torch.arange(10.0), batch_sampler=GlobalBatchSampler(10, 4, 0, 2))
+    with pytest.raises(TypeError, match=r"use_distributed_sampler=False"):
+        trainer._data_connector._prepare_dataloader(loader, shuffle=True, mode=None)  # type: ignore[arg-type]
+
+
+GOOD: dict[str, Any] = {"ignore_data_skip": True, "use_cpu": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' would be ignored"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "set dispatch_batches=False"),
+        ({"accelerator_config": {"split_batches": True}}, "set split_batches=False"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2: .*: set it to 1"),
+        ({"ignore_data_skip": False}, "set ignore_data_skip=True"),
+    ],
+)
+def test_settings_of_trainer_that_do_not_go_with_the_sampler_are_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    check_training_arguments(TrainingArguments(str(tmp_path), **GOOD))
+    with pytest.raises(ValueError, match=message):
+        check_training_arguments(TrainingArguments(str(tmp_path), **{**GOOD, **settings}))

@@ -1,0 +1,83 @@
+"""Report statements that do more than one thing.
+
+    python tools/habits.py [PATH ...]
+
+Without paths, the program checks CHECKED. It exits with 1 if it finds a line. It knows three habits of CONTRIBUTING.md:
+
+- One assignment a statement: no ``a, b = x, y``, except to exchange two values.
+- No ``:=``, except in the condition of a ``while``.
+- One ``for`` in a comprehension.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKED = ("core/samestep",)
+UNCHECKED = ("core/samestep/env.py", "core/samestep/sharded", "core/samestep/torch")
+Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def main(arguments: list[str]) -> int:
+    """Print a line for each statement, and return the exit code."""
+    paths = [Path(argument) for argument in arguments]
+    if not paths:
+        paths = checked_files()
+    count = 0
+    for path in paths:
+        for line, problem in problems(ast.parse(path.read_text())):
+            print(f"{path}:{line}: {problem}")
+            count += 1
+    return 1 if count else 0
+
+
+def checked_files() -> list[Path]:
+    """Return the files of CHECKED, relative to the working directory if they are below it."""
+    found = []
+    for folder in CHECKED:
+        for path in sorted(Path(ROOT, folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(UNCHECKED):
+                found.append(path)
+    return found
+
+
+def problems(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the problem of each statement that breaks a habit."""
+    allowed = loop_conditions(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and is_packed(node):
+            yield node.lineno, "one statement assigns several values: use one statement for each"
+        elif isinstance(node, ast.NamedExpr) and node not in allowed:
+            yield node.lineno, "`:=` outside the condition of a `while`: assign in the line above"
+        elif isinstance(node, Comprehension) and len(node.generators) > 1:
+            yield node.lineno, "a comprehension has two `for`: write loops"
+
+
+def loop_conditions(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes of the conditions of all ``while``."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.While):
+            found.update(ast.walk(node.test))
+    return found
+
+
+def is_packed(node: ast.Assign) -> bool:
+    """Return whether the statement assigns a tuple to several names, other than the same names in another order."""
+    if not isinstance(node.value, ast.Tuple):
+        return False
+    values = sorted(ast.unparse(element) for element in node.value.elts)
+    for target in node.targets:
+        if isinstance(target, ast.Tuple):
+            names = sorted(ast.unparse(element) for element in target.elts)
+            return names != values
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
