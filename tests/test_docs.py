@@ -25,7 +25,7 @@ LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\sso
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 # Errors without words of their own: they pass on a message of another machine or file, which is listed there.
 PASSED_ON = {
-    "apps/*/data.py",  # a row's line and problem; the words come from the checks in this file and in rows.py
+    "apps/*/data.py",  # a row's line and problem, which rows.py and this file find
     "apps/*/rows.py",
     "apps/*/placement.py",  # make_rank_table.py has the words
     "apps/*/distributed.py",  # Horovod's options.py has the words
