@@ -110,9 +110,8 @@ def summed_loss(logits: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def train(case: Case, steps: int, output: Path) -> None:
-    """Train one case in this process, one rank of it; rank 0 writes the results."""
+    """Train one case in this process, one rank of it, and write the rank's results."""
     import torch
-    import torch.distributed as dist
     from model import build_model, causal_model, load_tokenizer
     from options import parse
     from transformers import Trainer, TrainingArguments
@@ -174,14 +173,9 @@ def train(case: Case, steps: int, output: Path) -> None:
             logits = model(input_ids=batch["input_ids"]).logits
             sums.append([float(each) for each in summed_loss(logits, batch["labels"])])
     true = sum(loss for loss, _ in sums) / sum(count for _, count in sums)
-    parts = [seen]
-    if case.ranks > 1:
-        parts = [[] for _ in range(case.ranks)]
-        dist.all_gather_object(parts, seen)
-    if settings.process_index == 0:
-        norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
-        values = {"losses": means(parts), "norms": norms, "evaluation": abs(measured - true) / true}
-        output.write_text(json.dumps(values))
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    values = {"seen": seen, "norms": norms, "evaluation": abs(measured - true) / true}
+    output.with_suffix(f".{settings.process_index}").write_text(json.dumps(values))
 
 
 def means(parts: list[list[tuple[int, float, int]]]) -> list[float]:
@@ -204,8 +198,8 @@ def run(index: int, steps: int, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False)
     if done.returncode != 0:
         sys.exit(f"error: {CASES[index].name} failed: {done.stderr[-2000:]}")
-    values: dict[str, Any] = json.loads(output.read_text())
-    return values
+    by_rank = [json.loads(output.with_suffix(f".{rank}").read_text()) for rank in range(CASES[index].ranks)]
+    return {**by_rank[0], "losses": means([each["seen"] for each in by_rank])}
 
 
 def gap(one: list[float], other: list[float]) -> float:

@@ -25,6 +25,8 @@ LINK = re.compile(r'\[([^\]]*)\]\(([^)\s]+)(?:\s"([^"]*)")?\)(,?\s\(?in\sthe\sso
 CODE = re.compile(r"^```.*?^```|``.+?``|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 # Errors without words of their own: they pass on a message of another machine or file, which is listed there.
 PASSED_ON = {
+    "apps/*/data.py",  # a row's line and problem, which rows.py and this file find
+    "apps/*/rows.py",
     "apps/*/placement.py",  # make_rank_table.py has the words
     "apps/*/distributed.py",  # Horovod's options.py has the words
     "core/samestep/log.py",  # it prints all others
@@ -257,3 +259,11 @@ def test_the_diffs_for_other_tools_use_names_of_the_kit() -> None:
     names = set(re.findall(r"\b(GlobalBatchSampler|DataLoader|exact|global_mean|Checkpoints)\(", "\n".join(added)))
     assert len(names) >= 4
     assert not [name for name in names if f'"{name}"' not in kit]
+
+
+def test_the_readme_shows_rows_of_the_check_that_a_tutorial_prints() -> None:
+    readme = (ROOT / "README.md").read_text()
+    tutorial = (ROOT / "docs" / "make_it_survive.md").read_text()
+    shown = re.findall(r"^[\w-]+ +(?:passed|failed) .*$", readme, re.MULTILINE)
+    assert len(shown) == 3
+    assert not [line for line in shown if line not in tutorial]

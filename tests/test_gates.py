@@ -36,7 +36,7 @@ OUTSIDE = {
     "launch/samestep_launch/job.py run_job": "deletes the run dir itself, which this job has made",
     "launch/samestep_launch/supervise.py _can_be_opened": "an open file of this process",
     "launch/samestep_launch/preflight.py read_secret": "reads",
-    "launch/samestep_launch/app.py _check_paths": "reads",
+    "launch/samestep_launch/app.py _check_weights": "reads",
     "observe/samestep_observe/command.py run_command": "/dev/null",
     "observe/samestep_observe/track_tensorboard.py delete_stale": "a descriptor from Root",
 }
@@ -102,8 +102,8 @@ def test_each_manifest_is_sealed_before_it_is_written() -> None:
     assert callers("commit") == saves
     assert saves <= callers("seal")
     assert callers("seal") - saves == {"run.py start", "sharded/storage.py write"}  # earlier, for the same values
-    assert callers("verify") == {"manifest.py seal", "checkpoint.py read"}
-    assert callers("encode") >= {"manifest.py seal", "checkpoint.py commit", "checkpoint.py read"}
+    assert callers("verify") == {"manifest.py seal", "checkpoint.py _read_manifest"}
+    assert callers("encode") >= {"manifest.py seal", "checkpoint.py commit", "checkpoint.py _read_manifest"}
     assert callers("serialize") == {
         "checkpoint.py save",
         "checkpoint.py save_weights",

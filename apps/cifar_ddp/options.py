@@ -9,110 +9,155 @@ import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from samestep import ConfigError
 from samestep.options import (
-    Options,
+    DATA,
+    FAULT_TOLERANCE,
+    MODEL,
+    CommonOptions,
     Parser,
-    add_common,
     add_local_rank,
-    add_share_gpu,
-    add_start_method,
-    add_virtual_ranks,
     bounded_float,
     bounded_int,
+    dataset_option,
+    device_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    share_gpu_option,
+    start_method_option,
+    threads_option,
+    virtual_ranks_option,
 )
 
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.003}
 WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}
+fraction = bounded_float(0.0, below=1.0)
+positive = bounded_float(0.0, above=True)
+
+
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app."""
+
+    lr: float = lr_option("0.1 with sgd, 0.003 with adamw")
+    device: str = device_option("auto", "cpu", "cuda")
+    dataset: str = dataset_option("cifar10", "fashion-mnist", "synthetic-cifar10")
+    start_method: str | None = start_method_option()
+    virtual_ranks: int | None = virtual_ranks_option()
+    threads: int | None = threads_option()
+    share_gpu: bool = share_gpu_option()
+    model: str = option(
+        "small",
+        "network: a VGG with 242,474 parameters (small), or torchvision's",
+        group=MODEL,
+        choices=("small", "resnet18", "resnet50"),
+    )
+    stem: str | None = option(
+        None,
+        "first layers of a ResNet: 3 x 3 (cifar), or 7 x 7 with stride 2 and pooling (imagenet) (default: cifar)",
+        group=MODEL,
+        choices=("cifar", "imagenet"),
+    )
+    norm: str = option(
+        "batch",
+        "normalization: over the global batch, or over groups of channels",
+        group=MODEL,
+        choices=("batch", "group"),
+    )
+    freeze_bn: bool = option(False, "normalize by the stored statistics, also in training", group=MODEL)
+    dropout: float = option(0.1, "dropout probability before the last layer", group=MODEL, type=fraction, metavar="P")
+    augment: bool = option(True, "crop and flip at random (default: augment)", action=argparse.BooleanOptionalAction)
+    label_smoothing: float = option(0.1, "label smoothing in training", type=fraction, metavar="S")
+    accumulate: int = option(1, "micro-batches per global batch", type=bounded_int(1), metavar="K")
+    clip_norm: float | None = option(
+        None, "maximum norm of the global batch's gradient (default: none)", type=positive, metavar="C"
+    )
+    autocast: str = option(
+        "none", "type of the forward pass; weights and optimizer stay in float32", choices=("none", "bfloat16")
+    )
+    dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
+    compile: bool = option(False, "use torch.compile, which needs a C++ compiler")
+    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adamw"))
+    momentum: float = option(0.9, "Nesterov momentum of sgd", type=fraction, metavar="M")
+    weight_decay: float | None = option(
+        None,
+        "weight decay, except for norms and biases (default: 5e-4 with sgd, 0.05 with adamw)",
+        type=bounded_float(0.0),
+        metavar="W",
+    )
+    schedule: str = option(
+        "cosine",
+        "learning-rate schedule over --epochs",
+        choices=("cosine", "linear", "step", "one-cycle", "constant"),
+    )
+    warmup_steps: int = option(0, "steps of linear warm-up before the schedule", type=bounded_int(0), metavar="S")
+    ema: float | None = option(
+        None,
+        "decay of a moving average of the weights, which is then evaluated, such as 0.999 (default: none)",
+        type=fraction,
+        metavar="D",
+    )
+    input: str = option(
+        "memory",
+        "source of batches: a tensor of all images, or a DataLoader for larger data; losses are equal",
+        group=DATA,
+        may_change=True,
+        choices=("memory", "loader"),
+    )
+    workers: int = option(
+        2, "processes of --input loader per rank", group=DATA, may_change=True, type=bounded_int(0), metavar="W"
+    )
+    first_step_timeout: float | None = option(
+        None,
+        "--timeout in seconds for the first step (default: --timeout; with --compile at least 1800)",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=positive,
+        metavar="T",
+    )
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel: every step is the "
-        "same at any number of ranks, and a killed run resumes.",
+    description = (
+        "Train a convolutional network on CIFAR-10 with PyTorch DistributedDataParallel: every "
+        "step is the same at any number of ranks, and a killed run resumes."
     )
-    add_common(
-        parser,
-        epochs=10,
-        global_batch_size=128,
-        lr="0.1 with sgd, 0.003 with adamw",
-        datasets=("cifar10", "fashion-mnist", "synthetic-cifar10"),
-        devices=("auto", "cpu", "cuda"),
-        resume_mutable=("input", "workers", "first_step_timeout"),
-    )
-    add_start_method(parser)
-    add_virtual_ranks(parser)
-    add_share_gpu(parser.group("Training"))
-    default, fraction, positive = (
-        "(default: %(default)s)",
-        bounded_float(0.0, below=1.0),
-        bounded_float(0.0, above=True),
-    )
-    add = parser.group("Model").add_argument
-    models = f"network: a VGG with 242,474 parameters (small), or torchvision's {default}"
-    add("--model", choices=("small", "resnet18", "resnet50"), default="small", help=models)
-    stem = "first layers of a ResNet: 3 x 3 (cifar), or 7 x 7 with stride 2 and pooling (imagenet) (default: cifar)"
-    add("--stem", choices=("cifar", "imagenet"), help=stem)
-    norm = f"normalization: over the global batch, or over groups of channels {default}"
-    add("--norm", choices=("batch", "group"), default="batch", help=norm)
-    add("--freeze-bn", action="store_true", help="normalize by the stored statistics, also in training")
-    add(
-        "--dropout",
-        type=fraction,
-        default=0.1,
-        metavar="P",
-        help=f"dropout probability before the last layer {default}",
-    )
-    add = parser.group("Training").add_argument
-    add(
-        "--augment",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="crop and flip at random (default: augment)",
-    )
-    add("--label-smoothing", type=fraction, default=0.1, metavar="S", help=f"label smoothing in training {default}")
-    add("--accumulate", type=bounded_int(1), default=1, metavar="K", help=f"micro-batches per global batch {default}")
-    add("--clip-norm", type=positive, metavar="C", help="maximum norm of the global batch's gradient (default: none)")
-    autocast = f"type of the forward pass; weights and optimizer stay in float32 {default}"
-    add("--autocast", choices=("none", "bfloat16"), default="none", help=autocast)
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
-    add("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
-    add("--optimizer", choices=("sgd", "adamw"), default="sgd", help=f"optimizer {default}")
-    add("--momentum", type=fraction, default=0.9, metavar="M", help=f"Nesterov momentum of sgd {default}")
-    decay = "weight decay, except for norms and biases (default: 5e-4 with sgd, 0.05 with adamw)"
-    add("--weight-decay", type=bounded_float(0.0), metavar="W", help=decay)
-    schedules = ("cosine", "linear", "step", "one-cycle", "constant")
-    add("--schedule", choices=schedules, default="cosine", help=f"learning-rate schedule over --epochs {default}")
-    warmup = f"steps of linear warm-up before the schedule {default}"
-    add("--warmup-steps", type=bounded_int(0), default=0, metavar="S", help=warmup)
-    average = "decay of a moving average of the weights, which is then evaluated, such as 0.999 (default: none)"
-    add("--ema", type=fraction, metavar="D", help=average)
-    add = parser.group("Data").add_argument
-    ways = f"source of batches: a tensor of all images, or a DataLoader for larger data; losses are equal {default}"
-    add("--input", choices=("memory", "loader"), default="memory", help=ways)
-    add(
-        "--workers", type=bounded_int(0), default=2, metavar="W", help=f"processes of --input loader per rank {default}"
-    )
-    add = parser.group("Fault tolerance").add_argument
-    first = "--timeout in seconds for the first step (default: --timeout; with --compile at least 1800)"
-    add("--first-step-timeout", type=positive, metavar="T", help=first)
+    parser = make_parser(Options, description, prog=prog, usage=usage)
     add_local_rank(parser)
     return parser
 
 
-def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:  # noqa: C901
+def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
-    if options.lr is None:
-        options.lr = LEARNING_RATES[options.optimizer]
+    options = parse_as(Options, build_parser(prog, usage), argv)
+    check(options)
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.weight_decay is None:
         options.weight_decay = WEIGHT_DECAYS[options.optimizer]
-    resnet = options.model.startswith("resnet")
-    if options.stem and not resnet:
+    if options.first_step_timeout is None:
+        options.first_step_timeout = options.timeout
+        if options.compile:
+            options.first_step_timeout = max(options.timeout, 1800.0)
+    if is_resnet(options.model):
+        options.stem = options.stem or "cifar"
+    if options.schedule != "constant":
+        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+    return options
+
+
+def is_resnet(model: str) -> bool:
+    """Return whether a model is one of torchvision's."""
+    return model.startswith("resnet")
+
+
+def check(options: Options) -> None:
+    """Raise ConfigError for options that contradict each other."""
+    if options.stem and not is_resnet(options.model):
         raise ConfigError(f"--stem {options.stem} needs a ResNet: choose --model resnet18 or resnet50, or leave it out")
     if options.freeze_bn and options.norm != "batch":
         raise ConfigError(f"--freeze-bn: --norm {options.norm} has no stored statistics: leave one of them out")
@@ -123,10 +168,3 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     compiler = os.environ.get("CXX", "g++")  # as torch chooses
     if options.compile and not shutil.which(compiler):
         raise ConfigError(f"--compile needs a C++ compiler, but {compiler!r} is missing: install g++, or set CXX")
-    if options.first_step_timeout is None:
-        options.first_step_timeout = max(options.timeout, 1800.0) if options.compile else options.timeout
-    if resnet:
-        options.stem = options.stem or "cifar"
-    if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
-    return options

@@ -8,21 +8,30 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError, env
 from samestep.options import (
-    Options,
+    DATA,
+    MODEL,
+    CommonOptions,
     Parser,
-    add_common,
     add_local_rank,
-    add_share_gpu,
-    add_start_method,
-    add_virtual_ranks,
     bounded_float,
     bounded_int,
+    dataset_option,
+    device_option,
+    keep_best_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    share_gpu_option,
+    start_method_option,
+    virtual_ranks_option,
 )
 
 TEXTS = Path(__file__).resolve().parent / "text"
@@ -56,66 +65,73 @@ def resolve(data_file: Path | None, name: str, data_dir: Path, fallback: bool = 
         raise ConfigError(f"cannot read {path}: {error.strerror}: name another --data-file") from error
 
 
-def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Train a small GPT on a text's bytes with PyTorch FSDP2 and tensor parallelism: every step is the "
-        "same at any mesh, and a killed run resumes at any other.",
-    )
-    add_common(
-        parser,
-        epochs=1,
-        global_batch_size=16,
-        lr="0.001",
-        datasets=(*SIZES, "file"),
-        devices=("auto", "cpu", "cuda"),
-        resume_mutable=("mesh", "data_file", "checkpoint_activations"),
-        metrics=("test_loss", "bits_per_byte"),
-    )
-    add_start_method(parser)
-    add_virtual_ranks(parser, "FSDP reduces gradients in its own order")
-    add_share_gpu(parser.group("Training"))
-    default, count = "(default: %(default)s)", bounded_int(1)
-    add = parser.group("Model").add_argument
-    add("--layers", type=count, default=4, metavar="L", help=f"number of transformer blocks {default}")
-    add("--width", type=bounded_int(2), default=128, metavar="W", help=f"features per byte {default}")
-    add("--heads", type=count, default=4, metavar="H", help=f"attention heads per block {default}")
-    add("--context", type=count, default=128, metavar="T", help=f"bytes per window; a sample is one window {default}")
-    add(
-        "--dropout",
+positive = bounded_int(1)
+
+
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app."""
+
+    epochs: int = 1
+    global_batch_size: int = 16
+    lr: float = lr_option("0.001")
+    device: str = device_option("auto", "cpu", "cuda")
+    dataset: str = dataset_option(*SIZES, "file")
+    keep_best: bool | str = keep_best_option("test_loss", "bits_per_byte")
+    start_method: str | None = start_method_option()
+    virtual_ranks: int | None = virtual_ranks_option(refusal="FSDP reduces gradients in its own order")
+    share_gpu: bool = share_gpu_option()
+    layers: int = option(4, "number of transformer blocks", group=MODEL, type=positive, metavar="L")
+    width: int = option(128, "features per byte", group=MODEL, type=bounded_int(2), metavar="W")
+    heads: int = option(4, "attention heads per block", group=MODEL, type=positive, metavar="H")
+    context: int = option(128, "bytes per window; a sample is one window", group=MODEL, type=positive, metavar="T")
+    dropout: float | None = option(
+        None,
+        "dropout probability of the embedding, and of what attention and feed-forward add (default: 0)",
+        group=MODEL,
         type=bounded_float(0.0, below=1.0),
         metavar="P",
-        help="dropout probability of the embedding, and of what attention and feed-forward add (default: 0)",
     )
-    add = parser.group("Training").add_argument
-    add(
-        "--mesh",
+    mesh: str | None = option(
+        None,
+        "data-parallel times tensor-parallel ranks, such as 2x2 (default: all data-parallel)",
+        may_change=True,
         metavar="DPxTP",
-        help="data-parallel times tensor-parallel ranks, such as 2x2 (default: all data-parallel)",
     )
-    recompute = "recompute activations in the backward pass, to save memory"
-    add("--checkpoint-activations", action="store_true", help=recompute)
-    add("--accumulate", type=count, default=1, metavar="K", help=f"micro-batches per global batch {default}")
-    clip = "maximum norm of the global batch's gradient (default: none)"
-    add("--clip-norm", type=bounded_float(0.0, above=True), metavar="C", help=clip)
-    autocast = f"type of the forward pass; weights and optimizer stay in float32 {default}"
-    add("--autocast", choices=("none", "bfloat16"), default="none", help=autocast)
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
-    add(
-        "--weight-decay",
-        type=bounded_float(0.0),
-        default=0.1,
-        metavar="W",
-        help=f"AdamW's weight decay, except for norms {default}",
+    checkpoint_activations: bool = option(
+        False, "recompute activations in the backward pass, to save memory", may_change=True
     )
-    schedule = f"schedule of the learning rate over --epochs {default}"
-    add("--schedule", choices=("cosine", "constant"), default="cosine", help=schedule)
-    warmup = f"steps of linear warm-up before the schedule {default}"
-    add("--warmup-steps", type=bounded_int(0), default=30, metavar="S", help=warmup)
-    add = parser.group("Data").add_argument
-    add("--data-file", type=Path, metavar="FILE", help="file to train on; implies --dataset file (default: none)")
+    accumulate: int = option(1, "micro-batches per global batch", type=positive, metavar="K")
+    clip_norm: float | None = option(
+        None,
+        "maximum norm of the global batch's gradient (default: none)",
+        type=bounded_float(0.0, above=True),
+        metavar="C",
+    )
+    autocast: str = option(
+        "none", "type of the forward pass; weights and optimizer stay in float32", choices=("none", "bfloat16")
+    )
+    dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
+    weight_decay: float = option(0.1, "AdamW's weight decay, except for norms", type=bounded_float(0.0), metavar="W")
+    schedule: str = option("cosine", "schedule of the learning rate over --epochs", choices=("cosine", "constant"))
+    warmup_steps: int = option(30, "steps of linear warm-up before the schedule", type=bounded_int(0), metavar="S")
+    data_file: Path | None = option(
+        None,
+        "file to train on; implies --dataset file (default: none)",
+        group=DATA,
+        may_change=True,
+        type=Path,
+        metavar="FILE",
+    )
+
+
+def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    """Return the parser of the options."""
+    description = (
+        "Train a small GPT on a text's bytes with PyTorch FSDP2 and tensor parallelism: every "
+        "step is the same at any mesh, and a killed run resumes at any other."
+    )
+    parser = make_parser(Options, description, prog=prog, usage=usage)
     add_local_rank(parser)
     return parser
 
@@ -145,9 +161,8 @@ def check_ranks(options: Options, ranks: int) -> None:
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
-    if options.lr is None:
-        options.lr = 0.001
+    options = parse_as(Options, build_parser(prog, usage), argv)
+    options.lr = options.lr or 0.001
     options.dropout = options.dropout or None  # as in checkpoints that are older than the option
     if options.width % (2 * options.heads):
         raise ConfigError(f"--width {options.width} is not a multiple of 2 x --heads {options.heads}: choose one")

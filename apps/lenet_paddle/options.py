@@ -8,64 +8,30 @@ import subprocess
 import sys
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from samestep import ConfigError, env
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int
+from samestep.options import (
+    LOGGING,
+    TRAINING,
+    CommonOptions,
+    Parser,
+    bounded_float,
+    bounded_int,
+    dataset_option,
+    device_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    threads_option,
+    virtual_ranks_option,
+)
 
 LAUNCHER = {"may_differ": ("gpus",)}
 LEARNING_RATES = {"sgd": 0.02, "adam": 0.001}
-
-
-def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
-    """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Train LeNet on MNIST with any of PaddlePaddle's three APIs: every step is the same at any number "
-        "of ranks, and a killed run resumes.",
-    )
-    add_common(
-        parser,
-        epochs=20,
-        global_batch_size=64,
-        lr="0.001 with adam, 0.02 with sgd",
-        datasets=("mnist", "fashion-mnist", "mnist-5k"),
-        devices=("auto", "cpu", "gpu"),
-        resume_mutable=("gpus", "launcher", "nprocs", "verbose", "visualdl"),
-    )
-    add_virtual_ranks(parser)
-    default = "(default: %(default)s)"
-    add = parser.group("Training").add_argument
-    add("--optimizer", choices=("sgd", "adam"), default="adam", help=f"optimizer {default}")
-    add("--momentum", type=bounded_float(0, below=1), default=0.9, metavar="M", help=f"momentum of sgd {default}")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
-    add(
-        "--api",
-        choices=("basic", "fleet", "highlevel"),
-        default="basic",
-        help=f"API: DataParallel (basic), paddle.distributed.fleet, or paddle.Model (highlevel) {default}",
-    )
-    add(
-        "--launcher",
-        choices=("launch", "spawn"),
-        default="launch",
-        help=f"module of paddle.distributed that starts the ranks {default}",
-    )
-    add(
-        "--nprocs",
-        type=bounded_int(1),
-        metavar="N",
-        help="number of ranks with --launcher spawn (default: N of the script; else one per GPU, or per processor)",
-    )
-    add("--gpus", type=gpu_list, metavar="I,J", help="GPUs to use, one per rank, such as 0,1 (default: the first N)")
-    add("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # its name in Paddle 1
-    add = parser.group("Logging and tracking").add_argument
-    verbose = f"2: paddle.Model's progress lines with --api highlevel, of rank 0's shards {default}"
-    add("--verbose", type=int, choices=(0, 2), default=0, help=verbose)
-    add("--visualdl", type=Path, metavar="DIR", help="folder for VisualDL's loss and accuracy (default: none)")
-    return parser
 
 
 def gpu_list(text: str) -> str:
@@ -76,9 +42,77 @@ def gpu_list(text: str) -> str:
     return text
 
 
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app."""
+
+    epochs: int = 20
+    global_batch_size: int = 64
+    lr: float = lr_option("0.001 with adam, 0.02 with sgd")
+    device: str = device_option("auto", "cpu", "gpu")
+    dataset: str = dataset_option("mnist", "fashion-mnist", "mnist-5k")
+    virtual_ranks: int | None = virtual_ranks_option()
+    threads: int | None = threads_option()
+    optimizer: str = option("adam", "optimizer", choices=("sgd", "adam"))
+    momentum: float = option(0.9, "momentum of sgd", type=bounded_float(0, below=1), metavar="M")
+    dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
+    api: str = option(
+        "basic",
+        "API: DataParallel (basic), paddle.distributed.fleet, or paddle.Model (highlevel)",
+        choices=("basic", "fleet", "highlevel"),
+    )
+    launcher: str = option(
+        "launch",
+        "module of paddle.distributed that starts the ranks",
+        may_change=True,
+        choices=("launch", "spawn"),
+    )
+    nprocs: int | None = option(
+        None,
+        "number of ranks with --launcher spawn (default: N of the script; else one per GPU, or per processor)",
+        may_change=True,
+        type=bounded_int(1),
+        metavar="N",
+    )
+    gpus: str | None = option(
+        None,
+        "GPUs to use, one per rank, such as 0,1 (default: the first N)",
+        may_change=True,
+        type=gpu_list,
+        metavar="I,J",
+    )
+    verbose: int = option(
+        0,
+        "2: paddle.Model's progress lines with --api highlevel, of rank 0's shards",
+        group=LOGGING,
+        may_change=True,
+        type=int,
+        choices=(0, 2),
+    )
+    visualdl: Path | None = option(
+        None,
+        "folder for VisualDL's loss and accuracy (default: none)",
+        group=LOGGING,
+        may_change=True,
+        type=Path,
+        metavar="DIR",
+    )
+
+
+def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
+    """Return the parser of the options."""
+    description = (
+        "Train LeNet on MNIST with any of PaddlePaddle's three APIs: every step is the same at "
+        "any number of ranks, and a killed run resumes."
+    )
+    parser = make_parser(Options, description, prog=prog, usage=usage)
+    parser.group(TRAINING).add_argument("--selected_gpus", type=gpu_list, dest="gpus", help=SUPPRESS)  # in Paddle 1
+    return parser
+
+
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
+    options = parse_as(Options, build_parser(prog, usage), argv)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     _, machines = env.machine_count(os.environ)
     if options.launcher == "spawn" and machines not in ("", "1"):

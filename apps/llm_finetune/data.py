@@ -48,7 +48,10 @@ class ByteTokenizer:
         self.special = [self.end]
 
     def prompt(self, messages: Messages) -> str:
-        return "".join(f"{message['content']}\n" for message in messages)
+        return "".join(message["content"] + self._after(message) for message in messages)
+
+    def _after(self, message: dict[str, str]) -> str:
+        return self.end if message["role"] == "assistant" else "\n"
 
     def encode(self, text: str) -> list[int]:
         return [256] if text == self.end else [*text.encode()]

@@ -53,7 +53,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
         description="Fine-tune a language model on prompts and completions with PyTorch DistributedDataParallel: every "
         "step is the same at any number of ranks, and a killed run resumes.",
     )
-    parser.options_class = TokenOptions
+    parser.kind = TokenOptions
     add_common(
         parser,
         epochs=1,

@@ -6,67 +6,83 @@ The launch script imports this module on the system's Python, so it uses the sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from samestep import ConfigError
 from samestep.options import (
-    Options,
+    FAULT_TOLERANCE,
+    MODEL,
+    CommonOptions,
     Parser,
-    add_common,
-    add_share_gpu,
-    add_start_method,
-    add_virtual_ranks,
     bounded_float,
     bounded_int,
+    dataset_option,
+    device_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    share_gpu_option,
+    start_method_option,
+    threads_option,
+    virtual_ranks_option,
 )
 
 LAUNCHER = {"late_machines": True}
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 VIRTUAL_RANKS = 8
 
+fraction = bounded_float(0.0, below=1.0)
+
+
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app."""
+
+    lr: float = lr_option("0.03 with sgd, 0.001 with adam")
+    device: str = device_option("auto", "cpu", "cuda")
+    dataset: str = dataset_option("mnist", "fashion-mnist", "mnist-5k")
+    start_method: str | None = start_method_option()
+    virtual_ranks: int | None = virtual_ranks_option(VIRTUAL_RANKS)
+    threads: int | None = threads_option()
+    share_gpu: bool = share_gpu_option()
+    min_ranks: int = option(
+        1,
+        "ranks below which training waits for lost ones",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=bounded_int(1),
+        metavar="M",
+    )
+    allow_mixed: bool = option(
+        False,
+        "also take ranks with another processor, number of threads or version; the bits may then differ",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+    )
+    model: str = option(
+        "net", "network: net with 21,840 parameters, or lenet with 61,610", group=MODEL, choices=("net", "lenet")
+    )
+    dropout: float = option(0.5, "dropout probability of net", group=MODEL, type=fraction, metavar="P")
+    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam"))
+    momentum: float = option(0.9, "momentum of sgd", type=fraction, metavar="M")
+    dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
+
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Train a small CNN on MNIST while ranks come and go. If a rank is lost, the others go on within a "
-        "second, and the weights have the same bits as those of an uninterrupted run at any number of ranks.",
+    description = (
+        "Train a small CNN on MNIST while ranks come and go. If a rank is lost, the others go on "
+        "within a second, and the weights have the same bits as those of an uninterrupted run at "
+        "any number of ranks."
     )
-    add_common(
-        parser,
-        epochs=10,
-        global_batch_size=128,
-        lr="0.03 with sgd, 0.001 with adam",
-        datasets=("mnist", "fashion-mnist", "mnist-5k"),
-        devices=("auto", "cpu", "cuda"),
-        resume_mutable=("min_ranks", "allow_mixed"),
-    )
-    add_start_method(parser)
-    add_virtual_ranks(parser)
-    add_share_gpu(parser.group("Training"))
-    parser.set_defaults(virtual_ranks=VIRTUAL_RANKS)
-    default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
-    add = parser.group("Fault tolerance").add_argument
-    fewest = f"ranks below which training waits for lost ones {default}"
-    add("--min-ranks", type=bounded_int(1), default=1, metavar="M", help=fewest)
-    mixed = "also take ranks with another processor, number of threads or version; the bits may then differ"
-    add("--allow-mixed", action="store_true", help=mixed)
-    add = parser.group("Model").add_argument
-    models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"
-    add("--model", choices=("net", "lenet"), default="net", help=models)
-    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"dropout probability of net {default}")
-    add = parser.group("Training").add_argument
-    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=f"optimizer {default}")
-    add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
-    return parser
+    return make_parser(Options, description, prog=prog, usage=usage)
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
-    if options.lr is None:
-        options.lr = LEARNING_RATES[options.optimizer]
+    options = parse_as(Options, build_parser(prog, usage), argv)
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if not options.virtual_ranks:
         raise ConfigError("--virtual-ranks 0: this app sums in a fixed tree: name the most ranks that will train")
     if options.device == "cuda" and not options.share_gpu:

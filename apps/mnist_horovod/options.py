@@ -13,10 +13,24 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import ConfigError, env
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float
+from samestep.options import (
+    MODEL,
+    CommonOptions,
+    Parser,
+    bounded_float,
+    dataset_option,
+    device_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    threads_option,
+    virtual_ranks_option,
+)
 
 LEARNING_RATES = {"sgd": 0.03, "adam": 0.001}
 # The prefix of a rank's lines: from horovodrun itself, from Open MPI's mpirun (4 and 5), and from MPICH's.
@@ -27,49 +41,49 @@ NO_MPI = (
     "HOROVOD_WITH_MPI=1 python apps/mnist_horovod/build_horovod.py"
 )
 
+fraction = bounded_float(0.0, below=1.0)
+
+
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app."""
+
+    lr: float = lr_option("0.03 with sgd, 0.001 with adam")
+    device: str = device_option("auto", "cpu", "cuda")
+    dataset: str = dataset_option("mnist", "fashion-mnist", "mnist-5k")
+    virtual_ranks: int | None = virtual_ranks_option()
+    threads: int | None = threads_option()
+    model: str = option(
+        "net", "network: net with 21,840 parameters, or lenet with 61,610", group=MODEL, choices=("net", "lenet")
+    )
+    dropout: float = option(0.5, "dropout probability of net", group=MODEL, type=fraction, metavar="P")
+    optimizer: str = option("sgd", "optimizer", choices=("sgd", "adam"))
+    momentum: float = option(0.9, "momentum of sgd", type=fraction, metavar="M")
+    gradients: str = option(
+        "group",
+        "group sums all gradients after backward, in a fixed order; optimizer is hvd.DistributedOptimizer, which sums "
+        "each during backward, so that the last bits of two runs differ from 3 ranks on",
+        may_change=True,
+        choices=("group", "optimizer"),
+    )
+    compression: str = option("none", "compression of gradients in the all-reduce", choices=("none", "fp16"))
+    dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
+    transport: str | None = option(
+        None,
+        "transport of collectives; mpi starts the ranks by mpirun, and its first start builds Horovod with MPI "
+        "(default: gloo, or mpi if mpirun started the ranks)",
+        may_change=True,
+        choices=("gloo", "mpi"),
+    )
+
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Train a small CNN on MNIST with Horovod: every step is the same at any number of ranks, and a "
-        "killed run resumes.",
+    description = (
+        "Train a small CNN on MNIST with Horovod: every step is the same at any number of ranks, "
+        "and a killed run resumes."
     )
-    add_common(
-        parser,
-        epochs=10,
-        global_batch_size=128,
-        lr="0.03 with sgd, 0.001 with adam",
-        datasets=("mnist", "fashion-mnist", "mnist-5k"),
-        devices=("auto", "cpu", "cuda"),
-        resume_mutable=("transport", "gradients"),
-    )
-    add_virtual_ranks(parser)
-    default, fraction = "(default: %(default)s)", bounded_float(0.0, below=1.0)
-    add = parser.group("Model").add_argument
-    models = f"network: net with 21,840 parameters, or lenet with 61,610 {default}"
-    add("--model", choices=("net", "lenet"), default="net", help=models)
-    add("--dropout", type=fraction, default=0.5, metavar="P", help=f"dropout probability of net {default}")
-    add = parser.group("Training").add_argument
-    add("--optimizer", choices=("sgd", "adam"), default="sgd", help=f"optimizer {default}")
-    add("--momentum", type=fraction, default=0.9, metavar="M", help=f"momentum of sgd {default}")
-    add(
-        "--gradients",
-        choices=("group", "optimizer"),
-        default="group",
-        help="group sums all gradients after backward, in a fixed order; optimizer is hvd.DistributedOptimizer, which "
-        f"sums each during backward, so that the last bits of two runs differ from 3 ranks on {default}",
-    )
-    compression = f"compression of gradients in the all-reduce {default}"
-    add("--compression", choices=("none", "fp16"), default="none", help=compression)
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
-    add(
-        "--transport",
-        choices=("gloo", "mpi"),
-        help="transport of collectives; mpi starts the ranks by mpirun, and its first start builds Horovod with MPI "
-        "(default: gloo, or mpi if mpirun started the ranks)",
-    )
+    parser = make_parser(Options, description, prog=prog, usage=usage)
     # torch.distributed.launch passes it; before torch 2.0 with an underscore.
     parser.add_argument("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
@@ -77,7 +91,7 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
+    options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
     by_slurm = os.environ.get("HOROVOD_HOSTS") == "slurm"
@@ -85,8 +99,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         script = "deploy/slurm/mnist_horovod.sbatch"
         raise ConfigError(f"HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch {script}")
     check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
-    if options.lr is None:
-        options.lr = LEARNING_RATES[options.optimizer]
+    options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if options.transport is None:
         # For ranks only: the launch script, which sets a usage, may run in a job of mpirun.
         launcher = env.find_launcher(os.environ)

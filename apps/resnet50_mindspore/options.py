@@ -5,10 +5,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from samestep import ConfigError
-from samestep.options import Options, Parser, add_common, add_virtual_ranks, bounded_float, bounded_int, seconds
+from samestep.options import (
+    FAULT_TOLERANCE,
+    MODEL,
+    CommonOptions,
+    Parser,
+    bounded_float,
+    bounded_int,
+    dataset_option,
+    device_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    seconds,
+    virtual_ranks_option,
+)
 
 # msrun numbers the ranks of a machine from NODE_RANK * N.
 LAUNCHER = {"equal_ranks": True}
@@ -20,54 +36,75 @@ TRAIN_EXAMPLES = {"cifar10": 50_000, "synthetic-cifar10": 1_024}
 DEFAULTS = {"ascend": (224, 1800.0), "cpu": (32, 300.0)}
 
 
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app."""
+
+    global_batch_size: int = 32
+    lr: float = lr_option("0.01", 0.01)
+    dtype: str = "float32"  # MindSpore's convolutions on CPU have no other
+    device: str = device_option("auto", "cpu", "ascend")
+    dataset: str = dataset_option("cifar10", "synthetic-cifar10")
+    virtual_ranks: int | None = virtual_ranks_option(refusal="MindSpore compiles its reduction into the step")
+    depth: int = option(50, "depth of the ResNet", group=MODEL, type=int, choices=(10, 18, 50))
+    image_size: int = option(
+        None,
+        "image size in pixels (default: 32, on Ascend 224)",
+        group=MODEL,
+        type=bounded_int(8),
+        metavar="S",
+    )
+    freeze_bn: bool = option(False, "normalize by the stored statistics, also in training", group=MODEL)
+    loss: str = option("expand", "cross-entropy in small operators, or MindSpore's own", choices=("expand", "builtin"))
+    momentum: float = option(0.9, "momentum", type=bounded_float(0.0, below=1.0), metavar="M")
+    drop_remainder: bool | None = option(  # None: as in checkpoints without this option
+        None,
+        "omit the samples of an epoch that do not fill a global batch (default: a smaller last batch)",
+        action="store_true",
+    )
+    api: str = option(
+        "functional",
+        "API: the app's own loop (functional), or mindspore.train.Model (highlevel)",
+        may_change=True,
+        choices=("functional", "highlevel"),
+    )
+    sink_size: int = option(
+        1,
+        "steps per loop on the device (dataset_sink_mode); must divide an epoch and every interval; the CPU cannot "
+        "sink data: MindSpore reads each batch from memory there",
+        may_change=True,
+        type=bounded_int(1),
+        metavar="S",
+    )
+    parallel: str = option(
+        "data",
+        "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as MindSpore's "
+        "search cuts the operators (auto: AUTO_PARALLEL); semi-auto and auto are experimental and need Ascend, and the "
+        "app refuses them on CPU",
+        choices=("data", "semi-auto", "auto"),
+    )
+    first_step_timeout: float | None = option(
+        None,
+        "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=seconds,
+        metavar="T",
+    )
+
+
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Train ResNet on CIFAR-10 with MindSpore: with --freeze-bn, every step is the same at any number "
-        "of ranks. A killed run resumes.",
+    description = (
+        "Train ResNet on CIFAR-10 with MindSpore: with --freeze-bn, every step is the same at any number of ranks. "
+        "A killed run resumes."
     )
-    add_common(
-        parser,
-        epochs=10,
-        global_batch_size=32,
-        lr="0.01",
-        datasets=("cifar10", "synthetic-cifar10"),
-        devices=("auto", "cpu", "ascend"),
-        resume_mutable=("api", "sink_size", "first_step_timeout"),
-    )
-    add_virtual_ranks(parser, "MindSpore compiles its reduction into the step")
-    parser.set_defaults(dtype="float32", lr=0.01)  # MindSpore's convolutions on CPU have no other dtype
-    default = "(default: %(default)s)"
-    add = parser.group("Model").add_argument
-    add("--depth", type=int, choices=(10, 18, 50), default=50, help=f"depth of the ResNet {default}")
-    add("--image-size", type=bounded_int(8), metavar="S", help="image size in pixels (default: 32, on Ascend 224)")
-    add("--freeze-bn", action="store_true", help="normalize by the stored statistics, also in training")
-    add = parser.group("Training").add_argument
-    loss = f"cross-entropy in small operators, or MindSpore's own {default}"
-    add("--loss", choices=("expand", "builtin"), default="expand", help=loss)
-    add("--momentum", type=bounded_float(0.0, below=1.0), default=0.9, metavar="M", help=f"momentum {default}")
-    text = "omit the samples of an epoch that do not fill a global batch (default: a smaller last batch)"
-    add("--drop-remainder", action="store_true", default=None, help=text)  # None: as in checkpoints without this option
-    text = f"API: the app's own loop (functional), or mindspore.train.Model (highlevel) {default}"
-    add("--api", choices=("functional", "highlevel"), default="functional", help=text)
-    text = "steps per loop on the device (dataset_sink_mode); must divide an epoch and every interval; the CPU cannot "
-    text += f"sink data: MindSpore reads each batch from memory there {default}"
-    add("--sink-size", type=bounded_int(1), default=1, metavar="S", help=text)
-    text = "parallelism: of the batch (data), of the batch and the last layer's weights (semi-auto), or as MindSpore's "
-    text += "search cuts the operators (auto: AUTO_PARALLEL); semi-auto and auto are experimental and need Ascend, and "
-    text += f"the app refuses them on CPU {default}"
-    add("--parallel", choices=("data", "semi-auto", "auto"), default="data", help=text)
-    add = parser.group("Fault tolerance").add_argument
-    text = "--timeout in seconds for the first step, which compiles (default: 300, on Ascend 1800, at least --timeout)"
-    add("--first-step-timeout", type=seconds, metavar="T", help=text)
-    return parser
+    return make_parser(Options, description, prog=prog, usage=usage)
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Parse and complete the options. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
+    options = parse_as(Options, build_parser(prog, usage), argv)
     if options.device == "auto":
         options.device = "ascend" if ASCEND_DRIVER.exists() else "cpu"
         if options.device == "cpu" and (name := table_variable(os.environ)):

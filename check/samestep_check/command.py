@@ -14,6 +14,7 @@ write the global batch of 64 samples as {64/n}. Rows (quick: the first 12):
 from __future__ import annotations
 
 import html
+import json
 import os
 import shlex
 import signal
@@ -84,6 +85,8 @@ def build_parser() -> Parser:
     add("--require", metavar="ROWS", help="rows that must pass for exit code 0 (default: no row may fail)")
     add("--html", type=Path, metavar="FILE", help="write the table as a page")
     add("--junit", type=Path, metavar="FILE", help="write the table as JUnit XML")
+    add("--json", type=Path, metavar="FILE", help="write the table as JSON")
+    add("--list", action="store_true", help="print the rows, and run nothing")
     add("--keep", type=Path, metavar="DIR", help="new folder for the copies and their output (default: keep none)")
     add("--adapter", type=Path, metavar="FILE", help="Python file that records steps without a DataLoader")
     add("--loss-pattern", default=LOSS, metavar="RE", help="regular expression of a loss (default: loss and a number)")
@@ -93,25 +96,50 @@ def build_parser() -> Parser:
     add("--allow-write", type=Path, action="append", metavar="DIR", help="folder to write to, such as a cache")
     add("--copy-limit", type=bounded_float(0), default=200.0, metavar="MB", help="size limit of copies (default: 200)")
     add("--row-limit", type=seconds, default=120.0, metavar="T", help="seconds per row (default: 120)")
+    add("--stall-limit", type=seconds, default=600.0, metavar="T", help="longest sound timeout (default: 600)")
     add("--total-limit", type=seconds, default=900.0, metavar="T", help="seconds for all rows (default: 900)")
     return parser
 
 
 def run(options: Options, command: Sequence[str]) -> int:
     """Run the command ``samestep check`` and return the exit code."""
+    if options.list:
+        print("\n".join(f"{name:19}{row.title}" for name, row in ROWS.items()))
+        return 0
     if not command:
         raise ConfigError("COMMAND is missing: write it after --")
     required = parse_rows("--require", options.require) if options.require else None
     names = list(dict.fromkeys([*parse_rows("--faults", options.faults), *(required or [])]))
-    results = check(options, command, names, _progress)
+    outputs = ("--html", options.html), ("--junit", options.junit), ("--json", options.json)
+    for option, path in outputs:
+        if path:
+            check_writable(option, path)
+    notes: list[str] = []
+    results = check(options, command, names, _progress, notes)
+    for note in notes:
+        print(f"note: {printable(note)}")
     print(table(results))
     if options.html:
         options.html.write_text(page(results, command))
     if options.junit:
         options.junit.write_text(junit(results))
+    if options.json:
+        options.json.write_text(as_json(results, command, notes))
     if required is None:
         return int(any(each.verdict == "failed" for each in results))
     return int(any(each.verdict != "passed" for each in results if each.row in required))
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise ConfigError if an output cannot be written after the check."""
+    is_new = not path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}: name a file in a folder that exists") from None
 
 
 def parse_rows(option: str, text: str) -> list[str]:
@@ -124,22 +152,37 @@ def parse_rows(option: str, text: str) -> list[str]:
 
 
 def check(
-    options: Options, command: Sequence[str], rows: Iterable[str], progress: Callable[[str], None] = lambda name: None
+    options: Options,
+    command: Sequence[str],
+    rows: Iterable[str],
+    progress: Callable[[str], None] = lambda name: None,
+    notes: list[str] | None = None,
 ) -> list[Result]:
     """Run the script of the current folder undisturbed, then decide the rows.
+
+    Args:
+        options: the parsed options.
+        command: the checked command.
+        rows: the names of the rows.
+        progress: called with the name of each row before it runs.
+        notes: gets lines on what the check cannot see.
 
     Raises:
         ConfigError: the undisturbed script fails, or writes outside of its folder.
     """
     with tempfile.TemporaryDirectory(prefix="samestep-check-") as temporary:
+        folder = Path(options.keep or temporary).resolve()
+        lab = Lab(options, command, folder)
         if options.keep:
-            options.keep.mkdir()
-        lab, results = Lab(options, command, Path(options.keep or temporary).resolve()), []
+            make_kept(options.keep)
+        results: list[Result] = []
         progress("undisturbed")
         try:
             lab.run_reference()
         except Verdict as problem:
             raise ConfigError(f"the undisturbed script: {problem}: give a short command that works") from None
+        if notes is not None:
+            notes += lab.notes()
         for name in rows:
             progress(name)
             begun = time.monotonic()
@@ -153,6 +196,14 @@ def check(
             results.append(Result(name, verdict, printable(seen), time.monotonic() - begun))
     progress("")
     return results
+
+
+def make_kept(folder: Path) -> None:
+    """Create the folder of --keep."""
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--keep {folder}: {error.strerror}: name a new folder") from None
 
 
 def _progress(name: str) -> None:
@@ -197,6 +248,20 @@ def page(results: Sequence[Result], command: Sequence[str]) -> str:
 <main><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {rows}</tbody></table></div></main></body></html>
 """
+
+
+def as_json(results: Sequence[Result], command: Sequence[str], notes: Sequence[str]) -> str:
+    """Return the results as JSON."""
+    rows = []
+    for each in results:
+        row = ROWS[each.row]
+        entry: dict[str, object] = {"row": each.row, "verdict": each.verdict, "message": each.seen}
+        entry["seconds"] = round(each.took, 1)
+        if each.verdict == "failed":
+            entry["cause"] = row.cause
+            entry["page"] = row.page
+        rows.append(entry)
+    return json.dumps({"command": [*command], "notes": [*notes], "rows": rows}, indent=2) + "\n"
 
 
 def junit(results: Sequence[Result]) -> str:

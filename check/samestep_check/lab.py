@@ -18,7 +18,9 @@ from typing import Any
 from samestep import ConfigError
 from samestep.options import Options
 
-from samestep_check.job import Job, Records, Step, started
+from samestep_check.job import Job, started
+from samestep_check.records import Key, Records, Step
+from samestep_check.source import Source
 
 PATIENCE = 75.0  # seconds from a fault to an effect; torchrun waits 30 for ranks that it has told to end
 MIN_RUN = 3.0  # seconds that the steps of a run with a fault take at least, by pauses after each step
@@ -26,7 +28,6 @@ CLOSE = 1e-4  # relative difference of norms that rounding may cause
 LOSS = r"(?i)\bloss\b[ =:]+([-+.\deE]+|nan|inf)"
 CHECKPOINT = r"(?i)\.(pt|pth|bin|safetensors|np[yz]|pkl|pdparams|pdopt|h5|distcp)\b|ckpt|checkpoint|snapshot"
 ALLOWED = "/dev", "/proc", "/tmp", "~/.cache", "~/.config/matplotlib", "~/.triton", "~/.nv"  # noqa: S108  # without TMPDIR
-SKIPPED = ".git", ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
 NPROC = re.compile(r"^(--?nproc[-_]per[-_]node|--num[-_]processes|--nproc|-np|-n)(=(\d+))?$")
 
 
@@ -61,6 +62,7 @@ class Faulted:
     again_code: int | None = None
     again_words: str = ""
     again: list[Step] = field(default_factory=list)
+    again_records: Records | None = None  # None if the launcher restarted the ranks
     in_place: bool = False  # no restart: the other ranks continue
 
 
@@ -111,7 +113,7 @@ class Lab:
             "checkpoint": options.checkpoint,
             "adapter": str(options.adapter.resolve()) if options.adapter else None,
         }
-        self.links = {str(self.folder / link) for link in options.link or []}
+        self.source = Source(self.folder, options.link or [])
         self.begun, self.count = time.monotonic(), 0
         self.row_end: float = self.begun + options.row_limit
         self.results: dict[str, Any] = {}
@@ -119,7 +121,7 @@ class Lab:
         self.left = 0  # processes that outlived their launchers
         self.n = next((int(number) for _, number in self._numbers(command)), 2)  # with {n}: 2
         self.other = options.other_n or self.n + 1
-        self._check_size()
+        self.source.check(options.copy_limit, temporary)
 
     def _numbers(self, command: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield the places and values of the number of ranks in a command."""
@@ -145,32 +147,40 @@ class Lab:
         """Copy a folder, the script's own by default."""
         self.count += 1
         work = self.temporary / f"work-{self.count}"
-        shutil.copytree(source or self.folder, work, symlinks=True, ignore=self._ignored)
-        for link in self.links if source is None else ():
-            work.joinpath(Path(link).relative_to(self.folder)).symlink_to(link)
+        if source is None:
+            self.source.copy(work)
+        else:
+            shutil.copytree(source, work, symlinks=True)
         return work
-
-    def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if name in SKIPPED or os.path.join(folder, name) in self.links}
-
-    def _check_size(self) -> None:
-        """Raise ConfigError if the script's folder is too large to copy for each run."""
-        size = 0
-        for folder, folders, names in os.walk(self.folder):
-            ignored = self._ignored(folder, [*folders, *names])
-            folders[:] = [name for name in folders if name not in ignored]
-            size += sum(os.lstat(os.path.join(folder, name)).st_size for name in names if name not in ignored)
-            if size > 1e6 * (limit := self.options.copy_limit):
-                raise ConfigError(f"the folder is larger than {limit:g} MB: link data by --link, or raise --copy-limit")
 
     @contextmanager
     def job(self, work: Path, n: int | None = None, again: bool = False, **config: Any) -> Iterator[Job]:
         """Start the script in a copied folder."""
         self.count += 1
         records = self.temporary / f"records-{self.count}"
-        with started(self.command(n or self.n, again), work, records, {**self.config, **config}) as job:
+        command = self.source.in_copy(self.command(n or self.n, again), work)
+        with started(command, work, records, {**self.config, **config}) as job:
             yield job
             self.left += job.left_behind
+
+    def notes(self) -> list[str]:
+        """Return lines for the head of the table: what the check could not see or copy, and the kit's parts in use."""
+        found = []
+        parts, unseen, awaited, imported = set[str](), set[str](), set[str](), set[str]()
+        for notes in self.reference.notes():
+            parts.update(notes.parts)
+            unseen.update(notes.unseen)
+            awaited.update(notes.awaited)
+            imported.update(notes.imported)
+        if parts:
+            found.append(f"the script uses {', '.join(sorted(parts))} of samestep.torch")
+        if any(notes.is_inferred for notes in self.reference.notes()):
+            found.append("batches of steps are inferred from the loader")
+        found += [f"the check could not see everything: {words}" for words in sorted(unseen)]
+        found += [f"the adapter's function for {module} is never called" for module in sorted(awaited - imported)]
+        if self.source.special:
+            found.append(f"not copied, as they are no files: {', '.join(self.source.special)}")
+        return found
 
     def patience(self) -> float:
         """Return the seconds that a run may take now."""
@@ -215,13 +225,15 @@ class Lab:
     def at_other(self) -> Records:
         return self.undisturbed_at(self.other)
 
-    def samples(self) -> list[list[int]]:
+    def samples(self) -> list[list[Key]]:
         """Return the examples of each step of the undisturbed run, which must equal its repetition."""
         if not self.steps:
             raise NotSeen("no optimizer step: give an --adapter that records them")
         first, second = ([step.indices for step in each] for each in (self.steps, self.twin.steps()))
         if any(indices is None for indices in first):
-            raise NotSeen("examples without numbers: give an --adapter that records them")
+            reasons = {notes.reason for notes in self.reference.notes() if notes.reason}
+            words = "; ".join(sorted(reasons)) or "examples without numbers"
+            raise NotSeen(f"{words}: give an --adapter that records them")
         if first != second:
             k = next((k for k, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
             raise CannotTell(f"differs from itself by the samples of step {k + 1}")
@@ -299,7 +311,8 @@ class Lab:
         with self.job(work, n, again=True) as job:
             ended = job.ended(self.patience())
             result.again_code, result.again_words = job.code if ended else None, job.last_words()
-            result.again = job.read().steps()
+            result.again_records = job.read()
+            result.again = result.again_records.steps()
 
     @kept
     def killed(self) -> Faulted:

@@ -11,12 +11,12 @@ import signal
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep_check.job import Step
-from samestep_check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, relative
+from samestep_check.lab import PATIENCE, CannotTell, Failed, Faulted, Lab, NotSeen, Verdict, kill_all, relative
+from samestep_check.records import Key, Records, Step, ordered
 
 NOTICE = 4.0  # seconds that ranks may take to notice that their launcher was killed
 QUICK = 12  # first rows
@@ -57,7 +57,7 @@ def restarted(lab: Lab, run: Faulted) -> None:
         raise Failed("the restart takes no step")
 
 
-def once_an_epoch(steps: Sequence[Step]) -> Counter[int]:
+def once_an_epoch(steps: Sequence[Step]) -> Counter[Key]:
     """Return in how many epochs the steps have each sample."""
     return Counter(i for _, i in {(step.epoch, i) for step in steps for i in step.indices or ()})
 
@@ -95,9 +95,11 @@ def saved_at(run: Faulted) -> list[int]:
 
 
 def random_by_rank(single: Sequence[Step], several: Sequence[Step]) -> bool:
-    """Return whether steps draw random numbers, and others at one rank than at several."""
-    draw = any(a.random != b.random for a, b in zip(single, single[1:]) if a.epoch == b.epoch)
-    return draw and any(a.random != b.random for a, b in zip(single, several))
+    """Return whether steps draw random numbers of torch, and others at one rank than at several."""
+    one, other = ([(step.random or {}).get("torch") for step in each] for each in (single, several))
+    pairs = zip(single, single[1:], one, one[1:])
+    draw = any(x != y for a, b, x, y in pairs if a.epoch == b.epoch)
+    return draw and any(x != y for x, y in zip(one, other))
 
 
 @row("rank-killed", "A rank is killed", "no checkpoint, or a restart that does not find it", "recovery")
@@ -117,10 +119,14 @@ def rank_killed(lab: Lab) -> str:
 
 @row("term", "TERM to the job", "no handler that saves, or a launcher that does not pass it", "signals")
 def term(lab: Lab) -> str:
-    run = lab.terminated
+    return stopped_well(lab, lab.terminated)
+
+
+def stopped_well(lab: Lab, run: Faulted) -> str:
+    """Return how a run ended after TERM. Raise Failed if it lost a step, or ended as if it were done."""
     if run.code is None:
         raise Failed(f"does not end in {run.took:.0f} s")
-    if len(lab.steps) and run.done >= len(lab.steps):
+    if lab.steps and run.done >= len(lab.steps):
         raise Failed(f"ignores TERM and trains to the end; exit {run.code}")
     if run.code == 0:
         raise Failed(f"exit 0 after {run.done} of {len(lab.steps)} steps: a scheduler takes it as done")
@@ -140,35 +146,106 @@ def resume_position(lab: Lab) -> str:
 @row("resume-optimizer", "Learning rate and optimizer after a resume",
      "the optimizer's or the scheduler's state_dict is not saved", "own_loop")  # fmt: skip
 def resume_optimizer(lab: Lab) -> str:
-    run, bound = lab.killed, lab.bound()
+    run = lab.killed
+    bound = lab.bound()
     restarted(lab, run)
     if not run.again or run.again[0].state is None:
         raise NotSeen("no optimizer of torch")
     at = run.done if run.in_place else len(lab.steps) - len(run.again)
     if not 0 < at < len(lab.steps):
         raise Failed("starts over at step 0: nothing is restored")
-    wanted, found = lab.steps[at], run.again[0]
-    if found.lr != wanted.lr:
-        raise Failed(f"learning rate {found.lr[0]:g} at step {at + 1}, {wanted.lr[0]:g} undisturbed")
-    if wanted.state and found.state[0] < wanted.state[0]:
-        raise Failed(f"the optimizer has {found.state[0]:g} tensors of state, {wanted.state[0]:g} undisturbed")
-    for name, a, b in (
-        ("weights", found.weights_before, wanted.weights_before),
-        ("optimizer's state", found.state[1], (wanted.state or [0, 0])[1]),
-    ):
-        if relative(a, b) > bound:
-            raise Failed(f"the {name} differ by {relative(a, b):.0e} at step {at + 1}")
-    rates = [k for k, (a, b) in enumerate(zip(run.again, lab.steps[at:]), at + 1) if a.lr != b.lr]
-    if rates:
-        raise Failed(f"learning rate differs from step {rates[0]} on")
-    return f"learning rate {found.lr[0]:g}, {found.state[0]:g} tensors of state, as undisturbed"
+    optimizers = {step.optimizer for step in lab.steps}
+    compared = set()
+    for k, found in enumerate(run.again, at):
+        wanted = lab.steps[k]
+        name = found.kind if len(optimizers) == 1 else f"{found.kind} (optimizer {found.optimizer})"
+        if found.lr != wanted.lr:
+            raise Failed(f"learning rate {found.lr[0]:g} of {name} at step {k + 1}, {wanted.lr[0]:g} undisturbed")
+        if found.optimizer not in compared:
+            compared.add(found.optimizer)
+            compare_state(lab, k, found, bound, name)
+    first = run.again[0]
+    tensors = sum(count for name, (count, _, _) in (first.state or {}).items() if is_of_optimizer(name))
+    return f"learning rate {first.lr[0]:g}, {tensors:g} tensors of state, as undisturbed"
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Return whether a name of state is an optimizer's own, and not the weights' or a buffer's."""
+    return name != "weights" and not name.startswith("buffer ")
+
+
+def compare_state(lab: Lab, k: int, found: Step, bound: float, name: str) -> None:
+    """Raise Failed if an optimizer's first step after a resume began with another state than undisturbed."""
+    wanted = lab.steps[k]
+    twin = lab.twin.steps()[k]
+    if found.optimizer != wanted.optimizer or found.kind != wanted.kind:
+        raise CannotTell(f"{found.kind} takes step {k + 1}, {wanted.kind} undisturbed: the optimizers differ in order")
+    place = f"at step {k + 1}" + (f" ({found.line})" if found.line else "")
+    lost = [part for part in wanted.state or {} if is_of_optimizer(part)]
+    if lost and not any(is_of_optimizer(part) for part in found.state or {}):
+        raise Failed(f"{name} starts without its state ({', '.join(lost)}) {place}")
+    for part in wanted.state or {}:
+        # A norm that the script's own repetition does not reach shows nothing.
+        if relative(norm_of(twin, part), norm_of(wanted, part)) <= bound:
+            words = f"{part} of {name}" if is_of_optimizer(part) else f"the {part}"
+            compare_part(wanted, found, part, bound, f"{words} {place}")
+    if found.settings != wanted.settings:
+        raise Failed(f"settings of {name} differ {place}: {difference(found.settings, wanted.settings)}")
+    if found.scale != wanted.scale:
+        raise Failed(f"the GradScaler's scale is {found.scale} {place}, {wanted.scale} undisturbed")
+    compare_generators(lab, k, found, place)
+
+
+def norm_of(step: Step, part: str) -> float:
+    """Return the norm of a part of a step's state, 0 without the part."""
+    return (step.state or {}).get(part, [0, 0.0, 0])[1]
+
+
+def compare_part(wanted: Step, found: Step, part: str, bound: float, words: str) -> None:
+    """Raise Failed if a part of the state, such as all tensors ``exp_avg``, is another one after a resume."""
+    count, norm, zeros = (wanted.state or {})[part]
+    others, other_norm, other_zeros = (found.state or {}).get(part, [0, 0.0, 0])
+    if part.startswith("buffer ") and others != count:
+        return  # other modules have run so far
+    if others < count:
+        raise Failed(f"{words}: {others:g} tensors, {count:g} undisturbed")
+    if relative(norm, other_norm) <= bound:
+        return
+    if other_zeros > zeros:
+        raise Failed(f"{words}: {other_zeros:g} of {others:g} tensors start from zero")
+    raise Failed(f"{words} differs by {relative(norm, other_norm):.0e}")
+
+
+def difference(found: Sequence[Mapping[str, object]] | None, wanted: Sequence[Mapping[str, object]] | None) -> str:
+    """Return the first number of parameter groups that differs, with both values."""
+    for group, (one, two) in enumerate(zip(found or [], wanted or []), 1):
+        for name in two:
+            if one.get(name) != two[name]:
+                return f"{name} of group {group} is {one.get(name)}, {two[name]} undisturbed"
+    return f"{len(found or [])} parameter groups, {len(wanted or [])} undisturbed"
+
+
+def compare_generators(lab: Lab, k: int, found: Step, place: str) -> None:
+    """Raise Failed if steps draw from a generator whose state a resume does not restore."""
+    wanted, twin = lab.steps[k], lab.twin.steps()[k]
+    for name, state in (wanted.random or {}).items():
+        is_reproducible = (twin.random or {}).get(name) == state
+        differs = (found.random or {}).get(name) not in (None, state)
+        if is_reproducible and differs and draws(lab.steps, name):
+            raise Failed(f"the generator of {name} has another state {place}, and steps draw from it")
+
+
+def draws(steps: Sequence[Step], generator: str) -> bool:
+    """Return whether each step of an epoch draws from a generator, and not only its loader at the begin."""
+    pairs = [(a, b) for a, b in zip(steps, steps[1:]) if a.epoch == b.epoch]
+    return bool(pairs) and all((a.random or {}).get(generator) != (b.random or {}).get(generator) for a, b in pairs)
 
 
 @row("odd-batch", "A batch that N does not divide", "DistributedSampler pads, or DDP averages over ranks", "same_step")
 def odd_batch(lab: Lab) -> str:
     samples = lab.samples()
     odd = [k for k, step in enumerate(lab.steps) if len({*step.shards}) > 1]
-    epochs: dict[int, Counter[int]] = {}
+    epochs: dict[int, Counter[Key]] = {}
     for step, indices in zip(lab.steps, samples):
         epochs.setdefault(step.epoch, Counter()).update(indices)
     repeated = max((count.total() - len(count) for count in epochs.values()), default=0)
@@ -197,13 +274,15 @@ def epoch_order(lab: Lab) -> str:
     first = next(iter(lab.reference.ranks().values()), None)
     if first is None or any(step.indices is None for step in lab.steps):
         raise NotSeen(f"the examples of steps: {ADAPTER}")
-    epochs: dict[int, list[int]] = {}
+    epochs: dict[int, list[Key]] = {}
     for step, shard in zip(lab.steps, first[0].steps):
-        epochs.setdefault(step.epoch, []).extend(shard["indices"])
+        epochs.setdefault(step.epoch, []).extend(shard.indices or ())
     if len(epochs) < 2:
         raise NotSeen("fewer than two epochs")
     one, two, *_ = epochs.values()
-    if one == sorted(one):
+    if isinstance(one[0], tuple):  # such as (index, epoch)
+        one, two = ([key[0] for key in keys] for keys in (one, two))
+    if one == ordered(one):
         raise CannotTell("the examples come in stored order")
     if one == two:
         raise Failed(f"both epochs have the same order: {', '.join(map(str, one[:5]))}...")
@@ -326,8 +405,21 @@ def stalled(lab: Lab) -> str:
         struck = time.time()
         os.kill(lab.victim(job), signal.SIGSTOP)
         if not job.ended(min(PATIENCE, lab.patience())):
-            raise Failed(f"hangs: no end in {time.time() - struck:.0f} s")
+            raise hangs(job.read(), time.time() - struck, lab.options.stall_limit)
         return f"the job ends after {time.time() - struck:.0f} s, exit {job.code}"
+
+
+def hangs(records: Records, seconds: float, limit: float) -> Verdict:
+    """Return the verdict on a job that has not ended after a rank was stopped: its own timeout may be longer."""
+    timeouts = [notes.timeout for notes in records.notes() if notes.timeout is not None]
+    if not timeouts:
+        return CannotTell(f"no end in {seconds:.0f} s, and its timeout is not known: end it within {PATIENCE:g} s")
+    longest = max(timeouts)
+    if longest > limit:
+        return Failed(f"no end in {seconds:.0f} s; its collectives wait {longest:g} s, more than {limit:g} s")
+    if longest >= seconds:
+        return CannotTell(f"no end in {seconds:.0f} s, as its collectives wait {longest:g} s: shorten the timeout")
+    return Failed(f"hangs: no end in {seconds:.0f} s, although its collectives wait {longest:g} s only")
 
 
 @row("save-killed", "Killed while saving", "the checkpoint is written in place, not renamed", "recovery")
@@ -411,3 +503,37 @@ def two_jobs(lab: Lab) -> str:
                 if not done or job.code:
                     raise Failed(f"the {name} job {f'exit {job.code}' if done else 'hangs'}: {job.last_words()}")
     return "both end with exit 0"
+
+
+@row("all-killed", "All processes are killed", "checkpoints are rare, or not found", "recovery")
+def all_killed(lab: Lab) -> str:
+    run = lab.faulted(kill_all)
+    at = resumed_at(lab, run, saved_at(run))
+    return f"killed after step {run.done}; resumes at step {at}"
+
+
+@row("replicas", "Equal replicas on all ranks", "a rank skips a step, or loads other weights", "same_step")
+def replicas(lab: Lab) -> str:
+    restarted(lab, lab.killed)
+    runs = ("at the end", lab.reference), ("after a resume", lab.killed.again_records)
+    compared = 0
+    for when, records in runs:
+        for optimizer, digests in (records.last_digests() if records else {}).items():
+            if len(digests) < 2 or None in digests.values():
+                continue
+            compared = len(digests)
+            common, _ = Counter(digests.values()).most_common(1)[0]
+            others = [str(rank) for rank, digest in digests.items() if digest != common]
+            if others:
+                name = f"the weights or the state of optimizer {optimizer}"
+                raise Failed(f"{when} {name} on rank {', '.join(others)} differ from those of the other ranks")
+    if not compared:
+        raise NotSeen("no weights that two ranks hold")
+    return f"weights and optimizer state are equal on {compared} ranks, at the end and after a resume"
+
+
+@row("workers", "TERM to the process group", "a loader's workers end first, and the rank fails", "signals")
+def workers(lab: Lab) -> str:
+    if not any(notes.workers for notes in lab.reference.notes()):
+        raise NotSeen("no DataLoader with workers")
+    return stopped_well(lab, lab.faulted(lambda job: os.killpg(job.process.pid, signal.SIGTERM)))

@@ -14,13 +14,20 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, NoReturn, TypeVar, cast
 
 from samestep import ConfigError
 from samestep.untrusted import shown
 
-GROUPS = "Training", "Data", "Checkpoint and resume", "Fault tolerance", "Logging and tracking", "Model"
+TRAINING = "Training"
+DATA = "Data"
+CHECKPOINT = "Checkpoint and resume"
+FAULT_TOLERANCE = "Fault tolerance"
+LOGGING = "Logging and tracking"
+MODEL = "Model"
+GROUPS = (TRAINING, DATA, CHECKPOINT, FAULT_TOLERANCE, LOGGING, MODEL)
 HELP_WIDTH = 80  # columns
 SHARED_GPU = "cuda:0"  # the device of every rank with --share-gpu
 FORK = "fork"
@@ -28,13 +35,6 @@ EXEC = "exec"
 START_METHODS = (FORK, EXEC)
 # The metrics for which --keep-best needs no direction. Alone, --keep-best takes the first that an evaluation has.
 BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": "min"}
-# Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
-# compared with the checkpoint, so an app's own options are protected without being listed anywhere.
-RESUME_MUTABLE = frozenset(
-    "epochs max_steps data_dir run_dir resume checkpoint_every keep_checkpoints log_every device share_gpu "
-    "init_from threads max_restarts start_method timeout grace straggler quiet requested_dataset evaluate_every "
-    "evaluate_only keep_best track".split()
-)
 
 
 class Options(argparse.Namespace):
@@ -65,10 +65,10 @@ class Options(argparse.Namespace):
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
-    options_class: type[Options] = Options  # an app whose result repeats other options has its own
     default_dataset: str | None = None
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
+    kind: type[Options] = Options
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         """Wrap a description that is one line."""
@@ -115,8 +115,10 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
-        parsed, unknown = self.parse_known_args(argv)  # argparse gives an Options with neutral values no defaults
-        options = self.options_class(**vars(parsed))
+        parsed, unknown = self.parse_known_args(argv)
+        options = self.kind()  # argparse would not set the defaults of an object that has neutral values
+        for name, value in vars(parsed).items():
+            setattr(options, name, value)
         options.default_dataset = self.default_dataset
         options.resolve_dataset = self.resolve_dataset
         options.resume_mutable = self.resume_mutable
@@ -217,6 +219,302 @@ def best_metric(metrics: Sequence[str]) -> Callable[[str], str]:
 seconds = bounded_float(0.0, below=1e7, above=True)  # argparse type of timeouts; larger values overflow clocks
 
 
+# --- options as fields -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """Describe a field to `argparse`. `option` makes it.
+
+    Attributes:
+        help: a noun phrase or an imperative, with its unit. A default is added unless it has one.
+        group: one of GROUPS.
+        may_change: a resume may change the option, because it does not change the arithmetic of a step.
+        argument: more keywords of `argparse.ArgumentParser.add_argument`.
+    """
+
+    help: str
+    group: str
+    may_change: bool
+    argument: Mapping[str, Any]
+
+    def add_to(self, parser: Parser, name: str, default: Any) -> None:
+        """Add the option ``--name`` to its group of a parser.
+
+        Args:
+            parser: gets the option.
+            name: name of the field.
+            default: value without the option.
+        """
+        argument = {"default": default, "help": self.help, **self.argument}
+        if default is False and "nargs" not in argument:
+            argument["action"] = argument.get("action", "store_true")
+        has_default = "(default" in argument["help"] or argument["help"] == argparse.SUPPRESS
+        if not has_default and default is not None and not isinstance(default, bool):
+            argument["help"] += " (default: %(default)s)"
+        parser.group(self.group).add_argument(f"--{name.replace('_', '-')}", **argument)
+
+
+def option(default: Any, help: str, *, group: str = TRAINING, may_change: bool = False, **argument: Any) -> Any:
+    """Declare a field of `CommonOptions`, or of an app's subclass, that is an option; see `Option`.
+
+    Args:
+        default: value without the option.
+        help: text of --help.
+        group: title of the option's group.
+        may_change: whether a resume may have another value.
+        **argument: further keywords of argparse's ``add_argument``.
+    """
+    return field(default=default, metadata={"option": Option(help, group, may_change=may_change, argument=argument)})
+
+
+def lr_option(default: str, value: float | None = None) -> Any:
+    """Declare the learning rate; ``default`` describes its default ``value``, such as "0.1 with sgd"."""
+    return option(value, f"learning rate (default: {default})", type=bounded_float(0.0, above=True), metavar="X")
+
+
+def device_option(*names: str) -> Any:
+    """Declare the device, one of ``names``."""
+    return option("auto", "auto: an accelerator if each rank has one", may_change=True, choices=names)
+
+
+def dataset_option(*names: str) -> Any:
+    """Declare the dataset, one of ``names``; the first is the default of a new run."""
+    help = f"dataset to train on (default: {names[0]}, or the checkpoint's)"
+    return option(None, help, group=DATA, choices=names)
+
+
+def keep_best_option(*metrics: str) -> Any:
+    """Declare --keep-best for an evaluation that returns ``metrics``."""
+    help = (
+        "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
+        "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
+    )
+    argument = {"nargs": "?", "const": True, "type": best_metric(metrics), "metavar": "METRIC"}
+    return option(False, help, group=CHECKPOINT, may_change=True, **argument)
+
+
+def start_method_option(default: str | None = None) -> Any:
+    """Declare the way in which torchrun's agent starts ranks; None lets the launcher choose by the machine."""
+    shown_default = default or "fork; exec on a machine with an NVIDIA driver"
+    help = (
+        f"fork imports the program once and forks the ranks; exec starts a Python per rank (default: {shown_default})"
+    )
+    return option(default, help, group=FAULT_TOLERANCE, may_change=True, choices=START_METHODS)
+
+
+def virtual_ranks_option(default: int | None = None, refusal: str = "") -> Any:
+    """Declare --virtual-ranks; an app with a ``refusal``, its reason, refuses the option."""
+
+    def convert(text: str) -> int | None:
+        if refusal:
+            raise argparse.ArgumentTypeError(f"not available, because {refusal}: leave it out")
+        return bounded_int(0)(text) or None  # None is off, as in checkpoints of earlier versions
+
+    help = "sub-shards per global batch, summed in a fixed tree: same bits at any number of ranks (default: off)"
+    return option(default, argparse.SUPPRESS if refusal else help, type=convert, metavar="V")
+
+
+def threads_option() -> Any:
+    """Declare the number of threads per rank."""
+    help = "threads per rank (default: OMP_NUM_THREADS, or 1 with --virtual-ranks)"
+    return option(None, help, may_change=True, type=bounded_int(1), metavar="T")
+
+
+def share_gpu_option() -> Any:
+    """Declare --share-gpu."""
+    help = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
+    return option(False, help, may_change=True)
+
+
+_count = bounded_int(0)
+_positive = bounded_int(1)
+
+
+@dataclass
+class CommonOptions(Options):
+    """Hold the options that every app has. An app's subclass adds fields, and may declare one of these again."""
+
+    epochs: int = option(10, "passes over the training set", may_change=True, type=_count, metavar="E")
+    max_steps: int | None = option(
+        None, "last step since the start of training (default: none)", may_change=True, type=_count, metavar="S"
+    )
+    global_batch_size: int = option(128, "samples per step, over all ranks", type=_positive, metavar="B")
+    lr: float = lr_option("")
+    seed: int = option(
+        1, "seed of initial weights, sample order and dropout", type=bounded_int(0, 2**63 - 1), metavar="I"
+    )
+    device: str = device_option("auto")
+    evaluate_every: int = option(
+        0,
+        "steps between evaluations within an epoch; 0 evaluates only after each epoch",
+        may_change=True,
+        type=_count,
+        metavar="S",
+    )
+    evaluate_only: bool = option(
+        False,
+        "evaluate the run's newest checkpoint, or --init-from, and write evaluation.json; do not train",
+        may_change=True,
+    )
+    dataset: str = dataset_option("")
+    # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
+    requested_dataset: str | None = option(None, argparse.SUPPRESS, group=DATA, may_change=True)
+    data_dir: Path = option(
+        Path("data"), "folder to search for datasets first", group=DATA, may_change=True, type=Path, metavar="DIR"
+    )
+    run_dir: Path = option(
+        None,
+        "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)",
+        group=CHECKPOINT,
+        may_change=True,
+        type=Path,
+        metavar="DIR",
+    )
+    resume: bool = option(
+        True,
+        "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)",
+        group=CHECKPOINT,
+        may_change=True,
+        action=argparse.BooleanOptionalAction,
+    )
+    init_from: Path | None = option(
+        None,
+        "initial weights: the model.safetensors of any run",
+        group=CHECKPOINT,
+        may_change=True,
+        type=Path,
+        metavar="FILE",
+    )
+    checkpoint_every: int = option(
+        500,
+        "steps between checkpoints within an epoch; 0 saves only after each epoch and the last step",
+        group=CHECKPOINT,
+        may_change=True,
+        type=_count,
+        metavar="S",
+    )
+    keep_checkpoints: int = option(
+        3, "newest ones to keep", group=CHECKPOINT, may_change=True, type=_positive, metavar="K"
+    )
+    keep_best: bool | str = keep_best_option("test_accuracy", "test_loss")
+    max_restarts: int = option(
+        3,
+        "maximum number of restarts after failures",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=_count,
+        metavar="R",
+    )
+    timeout: float = option(
+        300.0,
+        "seconds without progress after which the job ends as hung",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=seconds,
+        metavar="T",
+    )
+    grace: float = option(
+        30.0,
+        "seconds from a stop signal until the job is killed",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=seconds,
+        metavar="T",
+    )
+    straggler: float = option(
+        1.5,
+        "report a rank X times slower than the others' median; 0 disables",
+        group=FAULT_TOLERANCE,
+        may_change=True,
+        type=bounded_float(0.0),
+        metavar="X",
+    )
+    log_every: int = option(
+        10, "steps per line of metrics.jsonl", group=LOGGING, may_change=True, type=_positive, metavar="S"
+    )
+    track: str | None = option(
+        None,
+        "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)",
+        group=LOGGING,
+        may_change=True,
+        metavar="NAMES",
+    )
+    quiet: bool = option(False, "print only warnings, errors and the result", group=LOGGING, may_change=True)
+
+
+Kind = TypeVar("Kind", bound=CommonOptions)
+
+
+def options_of(kind: type[CommonOptions]) -> dict[str, Option]:
+    """Return the options of a class by field. A field that only gives another default keeps the option of its base."""
+    found: dict[str, Option] = {}
+    for base in reversed(kind.__mro__):
+        for each in vars(base).get("__dataclass_fields__", {}).values():
+            if "option" in each.metadata:
+                found[each.name] = each.metadata["option"]
+    return found
+
+
+def make_parser(
+    kind: type[CommonOptions], description: str, prog: str | None = None, usage: str | None = None
+) -> Parser:
+    """Return the parser of an app's options.
+
+    Args:
+        kind: the class of the options; each field becomes an option.
+        description: what the app does, for --help.
+        prog: the name of the program, for --help.
+        usage: the line of usage, for --help.
+    """
+    parser = Parser(description, prog=prog, usage=usage)
+    parser.kind = kind
+    for title in GROUPS:
+        parser.group(title)
+    options = options_of(kind)
+    for each in fields(kind):
+        if each.name in options:  # other fields are constants of the app
+            options[each.name].add_to(parser, each.name, default=each.default)
+    _set_defaults_of_launcher(parser)
+    parser.default_dataset = options["dataset"].argument["choices"][0]
+    parser.resume_mutable = [name for name, each in options.items() if each.may_change]
+    return parser
+
+
+def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
+    """Return the options of a command line, typed. Raises ConfigError as `Parser.parse`.
+
+    Args:
+        kind: class of the options.
+        parser: its parser.
+        argv: words of the command line.
+    """
+    return cast(Kind, parser.parse(argv))
+
+
+def _set_defaults_of_launcher(parser: Parser) -> None:
+    """Take the run dir, timeout and grace that `samestep run` passes to the program that it starts."""
+    parser.set_defaults(
+        run_dir=os.environ.get("SAMESTEP_RUN_DIR"),
+        timeout=os.environ.get("SAMESTEP_TIMEOUT", "300"),
+        grace=os.environ.get("SAMESTEP_GRACE", "30"),
+    )
+
+
+# Options that may change at a resume, because they do not change the arithmetic of a step. Every other option is
+# compared with the checkpoint, so an app's own options are protected without being listed anywhere.
+RESUME_MUTABLE = frozenset(
+    [
+        "share_gpu",
+        "start_method",
+        "threads",
+        *(name for name, each in options_of(CommonOptions).items() if each.may_change),
+    ]
+)
+
+# --- options of a program with a parser of its own ---------------------------------------------------------------
+
+
 def add_common(
     parser: Parser,
     *,
@@ -229,7 +527,7 @@ def add_common(
     resolve: Callable[..., Any] | None = None,
     metrics: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
-    """Add the options that every app has.
+    """Add the options of `CommonOptions` to a parser.
 
     Args:
         parser: the parser to extend.
@@ -242,103 +540,53 @@ def add_common(
         resolve: finds the app's own datasets, with the interface of `samestep.data.datasets.resolve`.
         metrics: names of numbers that the app's evaluation returns, for --keep-best.
     """
+    declared = {
+        "lr": lr_option(lr),
+        "device": device_option(*devices),
+        "dataset": dataset_option(*datasets),
+        "keep_best": keep_best_option(*metrics),
+    }
+    defaults = {"epochs": epochs, "global_batch_size": global_batch_size}
+    for title in GROUPS:
+        parser.group(title)
+    for each in fields(CommonOptions):
+        own = declared.get(each.name, each)
+        if each.name == "global_batch_size" and global_batch_size is None:
+            continue
+        own.metadata["option"].add_to(parser, each.name, default=defaults.get(each.name, own.default))
+    _set_defaults_of_launcher(parser)
     parser.default_dataset = datasets[0]
     parser.resolve_dataset = resolve
     parser.resume_mutable = resume_mutable
-    default = "(default: %(default)s)"
-    count = bounded_int(0)
-    positive = bounded_int(1)
-    training, data, checkpoint, recovery, log, _ = (parser.group(title).add_argument for title in GROUPS)
 
-    training("--epochs", type=count, default=epochs, metavar="E", help=f"passes over the training set {default}")
-    training("--max-steps", type=count, metavar="S", help="last step since the start of training (default: none)")
-    size = f"samples per step, over all ranks {default}"
-    if global_batch_size is not None:
-        training("--global-batch-size", type=positive, default=global_batch_size, metavar="B", help=size)
-    training("--lr", type=bounded_float(0.0, above=True), metavar="X", help=f"learning rate (default: {lr})")
-    seed = f"seed of initial weights, sample order and dropout {default}"
-    training("--seed", type=bounded_int(0, 2**63 - 1), default=1, metavar="I", help=seed)
-    training("--device", choices=devices, default="auto", help=f"auto: an accelerator if each rank has one {default}")
-    every = f"steps between evaluations within an epoch; 0 evaluates only after each epoch {default}"
-    training("--evaluate-every", type=count, default=0, metavar="S", help=every)
-    only = "evaluate the run's newest checkpoint, or --init-from, and write evaluation.json; do not train"
-    training("--evaluate-only", action="store_true", help=only)
 
-    data("--dataset", choices=datasets, help=f"dataset to train on (default: {datasets[0]}, or the checkpoint's)")
-    # The launch script resolves the dataset before the ranks start. This is the name that the user asked for.
-    data("--requested-dataset", help=argparse.SUPPRESS)
-    folder = f"folder to search for datasets first {default}"
-    data("--data-dir", type=Path, default=Path("data"), metavar="DIR", help=folder)
-
-    # `samestep run` passes its run dir, timeout and grace to the program that it starts.
-    run_dir = os.environ.get("SAMESTEP_RUN_DIR")
-    timeout = os.environ.get("SAMESTEP_TIMEOUT", "300")
-    grace = os.environ.get("SAMESTEP_GRACE", "30")
-    results = "directory for checkpoints, logs and results (default: runs/<app>/<UTC time>)"
-    checkpoint("--run-dir", type=Path, default=run_dir, metavar="DIR", help=results)
-    resume = "resume the run in --run-dir; --no-resume archives it and starts a new one (default: resume)"
-    checkpoint("--resume", action=argparse.BooleanOptionalAction, default=True, help=resume)
-    checkpoint("--init-from", type=Path, metavar="FILE", help="initial weights: the model.safetensors of any run")
-    every = f"steps between checkpoints within an epoch; 0 saves only after each epoch and the last step {default}"
-    checkpoint("--checkpoint-every", type=count, default=500, metavar="S", help=every)
-    checkpoint("--keep-checkpoints", type=positive, default=3, metavar="K", help=f"newest ones to keep {default}")
-    best = (
-        "save a checkpoint at each evaluation, and write the best one's weights to model-best.safetensors; METRIC is "
-        "[min:|max:]NAME of a number that the evaluation returns, such as test_loss"
-    )
-    checkpoint(
-        "--keep-best", nargs="?", type=best_metric(metrics), const=True, default=False, metavar="METRIC", help=best
-    )
-
-    restarts = f"maximum number of restarts after failures {default}"
-    recovery("--max-restarts", type=count, default=3, metavar="R", help=restarts)
-    limit = f"seconds without progress after which the job ends as hung {default}"
-    recovery("--timeout", type=seconds, default=timeout, metavar="T", help=limit)
-    limit = f"seconds from a stop signal until the job is killed {default}"
-    recovery("--grace", type=seconds, default=grace, metavar="T", help=limit)
-    factor = f"report a rank X times slower than the others' median; 0 disables {default}"
-    recovery("--straggler", type=bounded_float(0.0), default=1.5, metavar="X", help=factor)
-
-    log("--log-every", type=positive, default=10, metavar="S", help=f"steps per line of metrics.jsonl {default}")
-    trackers = "trackers to write to, separated by commas: tensorboard, mlflow, wandb (default: none)"
-    log("--track", metavar="NAMES", help=trackers)
-    log("--quiet", action="store_true", help="print only warnings, errors and the result")
+def _add(parser: Parser, name: str, declared: Any) -> None:
+    """Add one option, as a function such as `threads_option` declares it."""
+    declared.metadata["option"].add_to(parser, name, default=declared.default)
 
 
 def add_start_method(parser: Parser, default: str | None = None) -> None:
-    """Add --start-method, for ranks that torchrun's agent starts; None lets the launcher choose by the machine."""
-    method = "fork imports the program once and forks the ranks; exec starts a Python per rank"
-    method += f" (default: {default or 'fork; exec on a machine with an NVIDIA driver'})"
-    add = parser.group(GROUPS[3]).add_argument
-    add("--start-method", choices=START_METHODS, default=default, help=method)
+    """Add --start-method, as `start_method_option` declares it."""
+    _add(parser, "start_method", start_method_option(default))
 
 
 def add_virtual_ranks(parser: Parser, refusal: str = "") -> None:
-    """Add --virtual-ranks and --threads; an app with a ``refusal``, its reason, refuses --virtual-ranks."""
-
-    def convert(text: str) -> int | None:
-        if refusal:
-            raise argparse.ArgumentTypeError(f"not available, because {refusal}: leave it out")
-        return bounded_int(0)(text) or None  # None is off, as in checkpoints of earlier versions
-
-    add = parser.group("Training").add_argument
-    virtual = "sub-shards per global batch, summed in a fixed tree: same bits at any number of ranks (default: off)"
-    add("--virtual-ranks", type=convert, metavar="V", help=argparse.SUPPRESS if refusal else virtual)
+    """Add --virtual-ranks and --threads, as `virtual_ranks_option` declares them."""
+    _add(parser, "virtual_ranks", virtual_ranks_option(refusal=refusal))
     if not refusal:
-        threads = "threads per rank (default: OMP_NUM_THREADS, or 1 with --virtual-ranks)"
-        add("--threads", type=bounded_int(1), metavar="T", help=threads)
+        _add(parser, "threads", threads_option())
+
+
+def add_share_gpu(parser: Any) -> None:
+    """Add --share-gpu to a parser, or to one of its option groups."""
+    help = share_gpu_option().metadata["option"].help
+    parser.add_argument("--share-gpu", action="store_true", help=help)
 
 
 def check_virtual_ranks(options: Options, ranks: int) -> None:
     """Raise ConfigError if --virtual-ranks is below the number of ``ranks``."""
     if options.virtual_ranks and options.virtual_ranks < ranks:
         raise ConfigError(f"--virtual-ranks {options.virtual_ranks} is below {ranks} ranks: start fewer")
-
-
-def add_share_gpu(parser: Any) -> None:
-    """Add --share-gpu to a parser, or to one of its option groups."""
-    share = "let all ranks use the machine's first GPU, for tests and demonstrations; slower than one rank"
-    parser.add_argument("--share-gpu", action="store_true", help=share)
 
 
 def resume_invariants(options: Options) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Environment:
         built = re.findall(r"^# (\S+==\S+) is built by setup\.sh", self._requirements, re.MULTILINE)
         built_from = " ".join(re.findall(r"^# builds from: (.*)", setup, re.MULTILINE)).split()
         wheel = find_wheel(self.root)
-        content = [
+        content: list[Any] = [
             version,
             [_requirement_lines(lock) for lock in locks],
             sorted(built),

@@ -329,7 +329,7 @@ def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: 
 
 
 def _reason(code: int) -> str:
-    """Return how a job has ended; "" if the other machines know it, because their ranks take part in a stop."""
+    """Return how a job has ended; "" if the other machines know it, because a stop ends their ranks too."""
     if code == 0:
         return "has finished"
     if code < 128:
@@ -589,7 +589,7 @@ def attempt(
         end = _run_launcher(job, state, number, plan=plan, rendezvous=rendezvous)
     finally:
         state.verdict = _verdict(logs, state.name)
-    return _judge(job, state, end)
+    return _outcome_of(job, state, end)
 
 
 def _remove_traces(run_dir: Path) -> None:
@@ -619,7 +619,7 @@ def _run_launcher(
     with user_folder.reserved_port(given_port) as port, user_folder.job_tmpdir(_is_local()) as variables:
         command = job.command(sys.executable, port, run_dir / "log", *arguments, met=rendezvous)
         environ |= variables
-        start = _describe_start(job, state, command=command, environ=environ)
+        start = _prepare_start(job, state, command=command, environ=environ)
         return supervise.run_once(start)
 
 
@@ -631,7 +631,7 @@ def _is_local() -> bool:
     return not os.environ.get("HOROVOD_HOSTS")
 
 
-def _describe_start(job: Job, state: JobState, command: Sequence[str], environ: Mapping[str, str]) -> supervise.Start:
+def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: Mapping[str, str]) -> supervise.Start:
     """Return all that `supervise.run_once` needs to know."""
     logs = job.options.run_dir / "log"
     grace = getattr(job.options, "grace", supervise.STOP_SECONDS)
@@ -663,7 +663,7 @@ def _describe_start(job: Job, state: JobState, command: Sequence[str], environ: 
     )
 
 
-def _judge(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcome:
+def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcome:
     """Return how a start has ended, by what its ranks left in the log folder."""
     logs = job.options.run_dir / "log"
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.

@@ -114,7 +114,7 @@ def _run(options: Options) -> None:
     for run_dir in options.run_dirs:
         states += newest(run_dir)
     columns = shutil.get_terminal_size((100, 24)).columns
-    lines = report(states, options.threads, columns)
+    lines = report(states, bool(options.threads), columns)
     print("\n".join(map(printable, lines)))
 
 

@@ -365,7 +365,7 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 
 def _result_columns(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of numbers that a result has: the known ones in their order, then the others."""
-    numbers = set()
+    numbers: set[str] = set()
     for result in results:
         numbers.update(name for name, value in result.items() if finite_number(value) is not None)
     known = [name for name in RESULTS if name in numbers]
@@ -441,7 +441,7 @@ def _header_tables(
         yield Table(title, ["", "value"], equal_rows, folded=True)
         return
     rows = []
-    marked = set()
+    marked: set[tuple[int, int]] = set()
     for row, key in enumerate(different):
         texts = [_exact(values, key) for values in columns]
         marked.update((row, column) for column, text in enumerate(texts, 1) if text != texts[0])

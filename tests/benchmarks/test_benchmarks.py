@@ -80,6 +80,6 @@ def test_the_variants_of_a_step(harness: Harness, name: str, options: list[str],
 
 @pytest.mark.core_only
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["start_up", "checkpoint", "sharding"])
+@pytest.mark.parametrize("name", ["start_up", "recovery_time", "checkpoint", "sharding"])
 def test_it_prints_its_table(harness: Harness, name: str) -> None:
     assert quick(harness, name).stdout.count("\n|") >= 3

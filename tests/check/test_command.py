@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import tutorial
-from samestep_check.job import Records
+from samestep_check.records import Records
 
 PLAIN = Path(__file__).with_name("program") / "plain.py"
 MAIN = "from samestep.__main__ import main; raise SystemExit(main())"
@@ -63,8 +63,9 @@ def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -
     done, verdicts = plain(folder, "all", f"--html={page}", TMPDIR=str(tmp_path / "temporary"))
     assert done.returncode == 0, done.stdout + done.stderr
     not_seen = {name for name, verdict in verdicts.items() if verdict == "not seen"}
-    assert not_seen == {"resume-optimizer", "odd-batch"}, done.stdout  # it has no weights
-    assert len(verdicts) == 18
+    # It has no weights and no DataLoader.
+    assert not_seen == {"resume-optimizer", "odd-batch", "replicas", "workers"}, done.stdout
+    assert len(verdicts) == 21
     assert {*verdicts.values()} == {"passed", "not seen"}, done.stdout
     assert "<td>no optimizer of torch</td>" in page.read_text()
     assert [*folder.iterdir()] == [folder / "plain.py"]
@@ -105,6 +106,10 @@ def test_a_write_outside_of_the_copy_stops_the_check(tmp_path: Path, allowed: bo
         (["--", "false"], "the undisturbed script: at 2 ranks: exit 1"),
         (["--", "no-such-program"], "cannot run no-such-program"),
         ([], "COMMAND is missing: write it after --"),
+        (["--keep=kept", "--", "true"], "copies in "),
+        (["--keep=/dev/null", "--", "true"], "--keep /dev/null: File exists: name a new folder"),
+        (["--json=no/such/folder", "--", "true"], "--json no/such/folder: No such file or directory: name a file"),
+        (["--link=no", "--", "true"], "--link "),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
@@ -113,6 +118,30 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], message: str) -
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}"), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_an_adapter_that_raises_ends_the_check(tmp_path: Path) -> None:
+    """No other test has a mistake in an adapter, at its start or in a function that it gives."""
+    folder = program(tmp_path / "sound", PLAIN)
+    (folder / "adapter.py").write_text("raise RuntimeError('a mistake')\n")
+    done, _ = plain(folder, "evaluation", "--adapter=adapter.py")
+    assert done.returncode == 2
+    assert done.stderr == "error: the adapter raises RuntimeError: a mistake: correct the file of --adapter\n"
+    (folder / "adapter.py").write_text(
+        "import samestep_record\nsamestep_record.after_import('no_such_module', print)\n"
+    )
+    done, _ = plain(folder, "evaluation", "--adapter=adapter.py")
+    assert "note: the adapter's function for no_such_module is never called" in done.stdout
+
+
+def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
+    """No other test uses --list or --json."""
+    folder = program(tmp_path / "unsound", PLAIN, PADDED)
+    done, _ = check(folder, "--list")
+    assert done.stdout.splitlines()[0].split() == ["rank-killed", "A", "rank", "is", "killed"]
+    done, _ = plain(folder, "evaluation", f"--json={tmp_path / 'table.json'}")
+    (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert (row["row"], row["verdict"], row["page"]) == ("evaluation", "failed", "docs/same_step.md")
 
 
 def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ HOST = socket.gethostname()
 # A rank of two. The guilty one is stuck in the given function; the other waits for it.
 PROGRAM = """\
 import ctypes, os, signal, sys, threading, time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from samestep import log
 from samestep.env import World
+from samestep.options import Options
 from samestep.recovery import watchdog
 from samestep.root import Root
 
@@ -79,7 +79,7 @@ def wait():
 
 log.start(run_dir, rank, False)
 dog = watchdog.Watchdog()
-dog.start(World(rank, 2, launcher="torchrun"), Namespace(timeout=float(sys.argv[4])))
+dog.start(World(rank, 2, launcher="torchrun"), Options(timeout=float(sys.argv[4])))
 dog.write_to(run_dir / "log")
 while not (run_dir / "log" / f"alive-{1 - rank}").exists():
     time.sleep(0.05)
@@ -498,13 +498,13 @@ def test_a_crash_after_other_stacks_is_still_told(tmp_path: Path) -> None:
     """A heartbeat that came late has left stacks in the file, and the next one took them away."""
     code = f"""
 import faulthandler, os, time
-from argparse import Namespace
 from pathlib import Path
 from samestep import log
 from samestep.env import World
+from samestep.options import Options
 from samestep.recovery import watchdog
 dog = watchdog.Watchdog()
-dog.start(World(0, 1), Namespace(timeout=60))
+dog.start(World(0, 1), Options(timeout=60))
 dog.write_to(Path({str(tmp_path)!r}))
 faulthandler.dump_traceback(dog._stacks)
 dog._write_heartbeat()

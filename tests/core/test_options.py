@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +300,59 @@ def test_the_help_ends_with_the_options_that_a_resume_may_change() -> None:
     names = last.removesuffix(". It must repeat all other options.").split(", ")
     assert {"--epochs", "--data-dir", "--workers"} <= {*names}
     assert not {"--lr", "--seed", "--width", "--requested-dataset"} & {*names}
+
+
+# --- an option as a field ----------------------------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass
+class OwnOptions(options.CommonOptions):
+    """An app's options: another default of a common one, and one field of each kind."""
+
+    epochs: int = 7
+    dataset: str = options.dataset_option("mnist")
+    size: tuple[int, int] = options.option((2, 3), "rows and columns", nargs=2, type=int, group=options.MODEL)
+    color: Color = options.option(Color.RED, "color", type=Color, choices=list(Color))
+    weights: Path | None = options.option(None, "file of weights", type=Path, may_change=True)
+    shuffle: bool = options.option(False, "shuffle the samples")
+    dtype: str = "float32"  # a constant of the app
+
+
+def parse_own(*arguments: str) -> OwnOptions:
+    parser = options.make_parser(OwnOptions, "Train.", prog="toy", usage="toy [options]")
+    return options.parse_as(OwnOptions, parser, arguments)
+
+
+def test_a_field_is_an_option_with_its_default_its_type_and_its_group() -> None:
+    own = parse_own()
+    assert (own.epochs, own.size, own.color, own.weights, own.shuffle) == (7, (2, 3), Color.RED, None, False)
+    given = parse_own("--epochs=9", "--size", "4", "5", "--color=blue", "--weights=w", "--shuffle")
+    assert (given.epochs, given.size, given.color) == (9, [4, 5], Color.BLUE)
+    assert (given.weights, given.shuffle, given.dtype) == (Path("w"), True, "float32")
+    text = options.make_parser(OwnOptions, "Train.", prog="toy", usage="toy [options]").format_help()
+    assert "rows and columns (default: (2, 3))" in text
+    assert "passes over the training set (default: 7)" in text
+    assert text.index("Model:") < text.index("--size")
+    with pytest.raises(ConfigError, match="unknown argument --dtype"):
+        parse_own("--dtype=float64")
+
+
+def test_a_resume_must_repeat_the_fields_that_do_not_say_otherwise() -> None:
+    own = resume_invariants(parse_own("--weights=w"))
+    assert {"size", "color", "shuffle", "dtype"} <= own.keys()
+    assert not {"weights", "epochs", "device"} & own.keys()
+    assert (own["size"], own["color"]) == ([2, 3], "red")
+
+
+def test_an_option_that_an_app_lacks_has_a_neutral_value_and_is_not_recorded() -> None:
+    own = parse_own()
+    assert (own.virtual_ranks, own.threads, own.share_gpu, own.log_format) == (None, None, False, "plain")
+    assert not {"virtual_ranks", "threads", "share_gpu", "log_format"} & as_json(own).keys()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit_programs import LIMIT, ROOT, environment
-from processes import free_port, kill_marked, marked
+from processes import environments, free_port, kill_marked, marked, parent
 
 SCRIPT = ROOT / "docs" / "own_loop_exact.py"
 FAULT = Path(__file__).parent / "fault.py"
@@ -113,7 +113,7 @@ def test_losses_are_equal_at_any_number_of_ranks(folder: Path) -> None:
     assert_equal_losses(folder, [(1, 0), (3, 2)], batch_size=37, epochs=1)
 
 
-@pytest.mark.soak  # test_losses_are_equal_at_any_number_of_ranks
+@pytest.mark.soak  # in the matrix test_losses_are_equal_at_any_number_of_ranks
 @pytest.mark.parametrize("batch_size", [32, 37])
 def test_losses_are_equal_with_any_number_of_workers(folder: Path, batch_size: int) -> None:
     cases = [(world_size, workers) for world_size in (1, 2, 3) for workers in (0, 2)]
@@ -148,7 +148,7 @@ def test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing(
     assert_stopped(folder, undisturbed, [(STEPS, "SIGTERM"), (EPOCHS * STEPS, "SIGUSR1")], workers=2)
 
 
-@pytest.mark.soak  # test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.soak  # in the matrix test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
 @pytest.mark.parametrize("seed", range(10))
 def test_stops_at_random_steps_lose_nothing(folder: Path, undisturbed: tuple[bytes, list[str]], seed: int) -> None:
     rng = random.Random(seed)
@@ -157,17 +157,20 @@ def test_stops_at_random_steps_lose_nothing(folder: Path, undisturbed: tuple[byt
     assert_stopped(folder, undisturbed, stops, workers=rng.choice([0, 2]))
 
 
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=20", "--monitor-interval=0.2"]
+SAMESTEP = ["-m", "samestep", "run", "--max-restarts=20"]
 
 
 class Job:
-    """The script under bare torchrun, which restarts it."""
+    """The script under bare torchrun or `samestep run`, which restart it."""
 
-    def __init__(self, folder: Path, world_size: int, options: list[str]) -> None:
+    def __init__(self, folder: Path, world_size: int, launcher: list[str], words: list[str]) -> None:
         self.log = folder / "job.log"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=20", "--monitor-interval=0.2"]
-        self._command = [sys.executable, *launcher, f"--nproc-per-node={world_size}", str(SCRIPT), *options]
+        self._folder = folder
+        own = [f"--nproc={world_size}", f"--run-dir={folder / 'run'}"]
+        if launcher is TORCHRUN:
+            own = [f"--nproc-per-node={world_size}"]
+        self._command = [sys.executable, *launcher, *own, *words]
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SAMESTEP_TEST": str(folder)}
         self._environment = environment(**variables)
         self.start()
@@ -186,26 +189,43 @@ class Job:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.01)
 
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks, without their loaders' workers, which have the same environment."""
+        mine = {pid: each for pid, each in environments().items() if each.get("SAMESTEP_TEST") == str(self._folder)}
+        of_ranks = [pid for pid, each in mine.items() if "LOCAL_RANK" in each]
+        found = []
+        for pid in of_ranks:
+            with contextlib.suppress(OSError):  # it has ended
+                if parent(pid) not in of_ranks:
+                    found.append(pid)
+        return found
+
     def kill(self, kind: str, rng: random.Random) -> None:
         """Kill a rank, all ranks, or the whole job, which then starts again."""
-        ranks = children(self.process.pid)
-        targets = [rng.choice(ranks)] if kind == "rank" and ranks else ranks
+        ranks = self.ranks()
         if kind == "job":
-            targets = [*ranks, self.process.pid]
+            kill_marked("SAMESTEP_TEST", str(self._folder), LIMIT)
+            self.process.wait(timeout=LIMIT)
+            self.start()
+            return
+        targets = [rng.choice(ranks)] if kind == "rank" and ranks else ranks
         for pid in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kind == "job":
-            self.process.wait(timeout=LIMIT)
-            self.start()
 
 
 def assert_killed(
-    folder: Path, undisturbed: tuple[bytes, list[str]], kinds: list[str], world_size: int, workers: int, seed: int
+    folder: Path,
+    undisturbed: tuple[bytes, list[str]],
+    kinds: list[str],
+    world_size: int,
+    workers: int,
+    seed: int,
+    launcher: list[str],
 ) -> None:
     """Kill at random steps; compare weights and evaluations with an undisturbed run."""
     rng = random.Random(seed)
-    job = Job(folder, world_size, arguments(folder / "out", workers))
+    job = Job(folder, world_size, launcher, [str(SCRIPT), *arguments(folder / "out", workers)])
     for kind in kinds:
         job.wait_for_steps(rng.randrange(3, 25))
         if job.process.poll() is None:
@@ -219,7 +239,7 @@ def assert_killed(
 def test_a_killed_rank_and_a_killed_job_end_with_the_same_weights(
     folder: Path, undisturbed: tuple[bytes, list[str]]
 ) -> None:
-    assert_killed(folder, undisturbed, ["rank", "job"], world_size=2, workers=2, seed=1)
+    assert_killed(folder, undisturbed, ["rank", "job"], world_size=2, workers=2, seed=1, launcher=TORCHRUN)
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +253,58 @@ def undisturbed_by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, t
     return found
 
 
-@pytest.mark.soak  # test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
+@pytest.mark.soak  # in the matrix test_a_killed_rank_and_a_killed_job_end_with_the_same_weights
+@pytest.mark.parametrize("launcher", [TORCHRUN, SAMESTEP], ids=["torchrun", "samestep"])
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_at_random_steps_end_with_the_same_weights(
-    folder: Path, undisturbed_by_size: dict[int, tuple[bytes, list[str]]], seed: int
+    folder: Path, undisturbed_by_size: dict[int, tuple[bytes, list[str]]], launcher: list[str], seed: int
 ) -> None:
     rng = random.Random(seed)
     world_size = 2 + seed % 2
     kinds = [rng.choice(["rank", "all", "job"]) for _ in range(3)]
-    assert_killed(folder, undisturbed_by_size[world_size], kinds, world_size, seed // 2 % 2 * 2, seed)
+    workers = seed // 2 % 2 * 2
+    assert_killed(folder, undisturbed_by_size[world_size], kinds, world_size, workers, seed, launcher)
+
+
+def with_workers(method: str) -> str:
+    """The script with workers that start by this method, once a rank: each of them imports torch."""
+    context = f"multiprocessing_context={method!r}, persistent_workers=True"
+    changes = {
+        "batch_sampler=sampler, ": f"batch_sampler=sampler, {context}, ",
+        "100), num_workers=args.workers": "100)",
+    }
+    text = SCRIPT.read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.mark.soak  # in the matrix test_stops_at_the_last_step_of_an_epoch_and_of_the_run_lose_nothing
+@pytest.mark.parametrize(
+    ("launcher", "name", "method"),
+    [
+        pytest.param(TORCHRUN, "SIGTERM", "fork", id="torchrun"),
+        pytest.param(TORCHRUN, "SIGINT", "forkserver", id="torchrun, forkserver"),
+        pytest.param(TORCHRUN, "SIGTERM", "spawn", id="torchrun, spawn"),
+        pytest.param(SAMESTEP, "SIGINT", "fork", id="samestep"),
+        pytest.param(SAMESTEP, "SIGUSR1", "forkserver", id="samestep, forkserver"),
+        pytest.param(SAMESTEP, "SIGTERM", "spawn", id="samestep, spawn"),
+    ],
+)
+def test_a_stop_of_the_launcher_saves_a_step(
+    folder: Path, undisturbed: tuple[bytes, list[str]], launcher: list[str], name: str, method: str
+) -> None:
+    """A second start ends with the weights of an undisturbed run; with loader workers of each start method."""
+    script = folder / "script.py"
+    script.write_text(with_workers(method))
+    fault = [str(FAULT), "0", "0", name]  # no fault: it lets the ranks agree after each step
+    job = Job(folder, 2, launcher, [*fault, str(script), *arguments(folder / "out", workers=1)])
+    job.wait_for_steps(STEPS + 5)
+    os.kill(job.process.pid, getattr(signal, name))
+    assert job.process.wait(timeout=LIMIT) != 0, job.log.read_text()[-3000:]
+    (step,) = {int(each) for each in re.findall(r"at step (\d+), which is saved", job.log.read_text())}
+    assert STEPS < step < EPOCHS * STEPS
+    job.start()
+    assert job.process.wait(timeout=LIMIT) == 0, job.log.read_text()[-3000:]
+    assert (weights(folder / "out"), evaluations(job.log.read_text())) == undisturbed

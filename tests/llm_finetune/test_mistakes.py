@@ -145,7 +145,7 @@ def test_other_weights_than_the_known_ones_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(("--lora=2",), "has shape"), (("--lora=0",), "is missing")],
+    [(("--lora=2",), "has shape"), (("--lora=0",), "is not part of it")],
     ids=["another rank", "no adapter"],
 )
 def test_weights_of_another_kind_are_refused(harness: Harness, options: tuple[str, ...], words: str) -> None:

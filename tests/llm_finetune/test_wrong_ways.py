@@ -1,4 +1,4 @@
-"""The README's differences of the usual ways, and a core that does not mention this app's packages."""
+"""The usual ways of a step make another training, and the core does not mention this app's packages."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import re
 
 from harness import ROOT, told_by
 
-APART = {
-    "mean over ranks": 3e-3,
-    "mean over micro-batches": 3e-3,
-    "mean over samples": 8e-3,
-    "clipping": 2e-3,
-    "end as padding": 1e-2,
-    "dropout": 1e-2,
-    "evaluation: mean over batches": 1e-2,
+WAYS = {
+    "mean over ranks",
+    "mean over micro-batches",
+    "mean over samples",
+    "clipping",
+    "end as padding",
+    "dropout",
+    "evaluation: mean over batches",
 }
 
 
 def test_the_usual_ways_make_another_training() -> None:
     found = told_by("llm_finetune", "import wrong_ways; wrong_ways.main()")
     assert found.pop("none") < 1e-12
-    assert found.keys() == APART.keys()
-    # Another processor or torch may round differently.
-    assert all(apart / 3 < found[way] < 3 * apart for way, apart in APART.items()), found
+    assert found.keys() == WAYS
+    assert min(found.values()) > 1e-5, found
 
 
 def test_the_core_knows_neither_this_app_nor_its_packages() -> None:

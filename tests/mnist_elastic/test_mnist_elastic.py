@@ -135,6 +135,27 @@ def test_ranks_are_added_taken_out_stopped_and_all_killed_and_the_job_too(
     check_same(result, reference)
 
 
+@pytest.mark.soak  # in the matrix the test above stops a job once
+def test_ten_stops_of_the_job_in_a_row_cost_no_bit(
+    harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
+) -> None:
+    reference = undisturbed(1, *SHORT)
+    chance = random.Random(0)
+    saved = 0
+    for _ in range(10):
+        job = harness.start(3, *SHORT, **waits_for(harness, 3))
+        job.wait_for_step(saved + chance.randrange(1, 12))
+        job.process.terminate()
+        outcome = job.finish()
+        assert outcome.code == 128 + signal.SIGTERM, outcome
+        saved = last_step(job.run_dir)
+        assert checkpoint.folders(job.run_dir)[0].name == f"step-{saved:08d}"
+    result = harness.checked(harness.run(3, *SHORT), 3)
+    assert result["resumed_from_step"] == saved
+    check_same(result, reference)
+    table.append("| mnist_elastic | 3 | SIGTERM to the script soon after a resume | 10 | 10 |")
+
+
 def members(job: Job) -> list[list[int]]:
     """Return the ranks of each group of the job, in order."""
     events = (job.run_dir / "log" / "events.jsonl").read_text().splitlines()

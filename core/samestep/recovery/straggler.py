@@ -126,4 +126,4 @@ def leave_one_out_median(seconds: Seconds) -> Seconds:
 
 def _without_own(seconds: Seconds, ordered: Seconds, place: int) -> Seconds:
     """Return for each rank the value at ``place`` in the order of all others' seconds."""
-    return np.where(seconds > ordered[place], ordered[place], ordered[place + 1])
+    return np.asarray(np.where(seconds > ordered[place], ordered[place], ordered[place + 1]))

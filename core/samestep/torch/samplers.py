@@ -456,8 +456,8 @@ def checked_place(rank: int | None, world_size: int | None, group: Group) -> Pla
     """Return the place that a caller gave, or None for the process group's.
 
     Args:
-        rank: as the caller gave it, with ``world_size`` or without.
-        world_size: the same.
+        rank: as the caller gave it, or None.
+        world_size: as the caller gave it, or None.
         group: the group, which has a place of its own.
 
     Raises:

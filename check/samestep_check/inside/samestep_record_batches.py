@@ -1,0 +1,213 @@
+"""Find the batches that an optimizer step trains on.
+
+The tensors of a batch carry the batch's number. Outside of modules, a torch function passes the numbers of its
+inputs to its outputs. The outermost module's call gives its outputs the numbers of all its inputs. A hook on the
+graph's nodes reports the numbers that a backward pass reaches. The optimizer's next step trains on these batches.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from samestep_record import guarded, watch
+from torch.overrides import TorchFunctionMode
+
+MOST_TENSORS = 64  # of one value, whose numbers are followed
+MOST_DEPTH = 4  # of nested containers
+_NAME = "samestep_batches"  # of the numbers in a graph node's metadata
+_IN_PLACE = {"__setitem__", "set_"}
+
+_numbers: dict[int, tuple[weakref.ref[Any], frozenset[int]]] = {}
+_counted: set[int] = set()  # the batches that a step has trained on
+_reached: list[int] = []  # by backward passes, in their order
+_first: dict[int, int] = {}  # for each optimizer, the place in _reached where its gradients begin
+_depth = 0  # of modules' calls
+_modules: weakref.WeakSet[Any] = weakref.WeakSet()  # outermost modules that trained
+
+
+def tensors(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the tensors of a nested value, in its containers and in the attributes of its objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if depth == MOST_DEPTH:
+        return
+    for each in _content(value)[:MOST_TENSORS]:
+        yield from tensors(each, depth + 1)
+
+
+def _content(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return [*value]
+    if isinstance(value, (str, bytes, type, torch.nn.Module)) or not hasattr(value, "__dict__"):
+        return []
+    return [*vars(value).values()]
+
+
+def mark(value: Any, number: int) -> None:
+    """Give all tensors of a batch its number."""
+    for tensor in tensors(value):
+        _add(tensor, frozenset([number]))
+
+
+def _of(value: Any) -> frozenset[int]:
+    """Return the numbers of all tensors of a value that no step has counted."""
+    found: frozenset[int] = frozenset()
+    for tensor in tensors(value):
+        entry = _numbers.get(id(tensor))
+        if entry is not None:
+            found |= entry[1]
+    return found - _counted if found else found
+
+
+def _add(tensor: Any, numbers: frozenset[int]) -> None:
+    key = id(tensor)
+    entry = _numbers.get(key)
+    if entry is None:
+        reference = weakref.ref(tensor, lambda _: _numbers.pop(key, None))
+    else:
+        reference = entry[0]
+        numbers |= entry[1]
+    _numbers[key] = (reference, numbers)
+    node = tensor.grad_fn
+    if node is not None:
+        _watch_node(node, numbers)
+
+
+def _watch_node(node: Any, numbers: frozenset[int]) -> None:
+    metadata = node.metadata
+    if _NAME in metadata:
+        metadata[_NAME].update(numbers)
+        return
+    found = metadata[_NAME] = set(numbers)
+
+    def reach(_: Any) -> None:
+        _reached.extend(found)
+
+    node.register_prehook(reach)
+
+
+def _pass_on(inputs: Any, outputs: Any) -> None:
+    numbers = _of(inputs)
+    if numbers:
+        for tensor in tensors(outputs):
+            _add(tensor, numbers)
+
+
+def _changes_first(function: Any) -> bool:
+    """Return whether a torch function changes its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+class _Follow(TorchFunctionMode):
+    """Pass the numbers on, outside of modules."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _depth == 0 and not _in_backward():
+            self.follow(func, args, kwargs, result)
+        return result
+
+    @staticmethod
+    @guarded
+    def follow(function: Any, arguments: Any, named: Any, result: Any) -> None:
+        given = [arguments, named] if named else arguments
+        _pass_on(given, result)
+        if _changes_first(function) and arguments:
+            _pass_on(given, arguments[0])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+_mode = _Follow()
+_process: int | None = None  # that follows; a forked worker of a loader does not
+
+
+def follow() -> None:
+    """Begin to follow batches, at the first one."""
+    global _process
+    if _process is not None:
+        return
+    _process = os.getpid()
+    _watch_modules()
+    _mode.__enter__()
+    os.register_at_fork(after_in_child=_leave)
+
+
+def _leave() -> None:
+    """Follow nothing in a forked process."""
+    global _depth
+    _depth = 1
+
+
+def _watch_modules() -> None:
+    call = torch.nn.Module.__call__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _depth
+        if _in_backward() or torch.compiler.is_compiling():
+            return call(self, *args, **kwargs)
+        is_outermost = _depth == 0
+        is_paused = is_outermost and _pause()
+        _depth += 1
+        try:
+            result = call(self, *args, **kwargs)
+        finally:
+            _depth -= 1
+            if is_paused:
+                torch.overrides._push_mode(_mode)
+        if is_outermost:
+            _after_module(self, (args, kwargs), result)
+        return result
+
+    torch.nn.Module.__call__ = watched  # type: ignore[method-assign]
+    watch(torch.nn.Module, "zero_grad", after=_forget_all)
+
+
+def _pause() -> bool:
+    """Take the mode off while a module computes, for speed, if no other mode is above it."""
+    count = torch._C._len_torch_function_stack()
+    if count == 0 or torch._C._get_function_stack_at(count - 1) is not _mode:
+        return False
+    torch.overrides._pop_mode()
+    return True
+
+
+@guarded
+def _after_module(module: Any, inputs: Any, outputs: Any) -> None:
+    if torch.is_grad_enabled():
+        _modules.add(module)
+    _pass_on(inputs, outputs)
+
+
+def forget(optimizer: Any) -> None:
+    """Forget the batches of an optimizer's gradients, at its zero_grad."""
+    _first[id(optimizer)] = len(_reached)
+
+
+def _forget_all(*_: Any, **__: Any) -> None:
+    """Forget the batches of all gradients, at a module's zero_grad."""
+    _reached.clear()
+    _first.clear()
+
+
+def take(optimizer: Any) -> list[int]:
+    """Return the new batches that the backward passes since an optimizer's zero_grad reached."""
+    new = set(_reached[_first.get(id(optimizer), 0) :]) - _counted
+    _counted.update(new)
+    _first[id(optimizer)] = len(_reached)
+    return sorted(new)
+
+
+def training_modules() -> list[Any]:
+    """Return the outermost modules whose outputs had gradients."""
+    return [*_modules]

@@ -1,0 +1,108 @@
+"""Record the writes to checkpoints, and refuse writes outside of the copied folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from types import ModuleType
+from typing import Any
+
+from samestep_record import config, guarded, on_import, record
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_checkpoint_folders: set[str] = set()
+_saves = 0
+
+
+def start() -> None:
+    """Watch the files that Python opens, renames and deletes, and those that torch.save writes."""
+    sys.addaudithook(_audit)
+    on_import("torch.serialization", _watch_saves)
+
+
+def _audit(event: str, values: Any) -> None:
+    if event == "open":
+        path, _, flags = values
+        if path is not None and not isinstance(path, int) and flags & _WRITES:
+            _written(path, "open", flags)
+    elif event == "os.rename":
+        source = _inside(values[0], follow=False)
+        _written(values[1], "rename", 0, of_checkpoint=source in _checkpoint_folders)
+    elif event in ("os.link", "os.symlink"):
+        _inside(values[1], follow=False)
+    elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
+        if (*values, None)[1] in (-1, None):  # else shutil.rmtree was checked
+            _inside(values[0], follow=False)
+    elif event in ("os.mkdir", "os.truncate") and not isinstance(values[0], int):
+        _inside(values[0])
+
+
+def _inside(path: Any, follow: bool = True) -> str | None:
+    """Return the real path to write, None for a record; refuse one outside of the copied folder."""
+    if isinstance(path, int):
+        return None
+    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+    full = os.path.join(os.path.realpath(folder), name)
+    if follow:
+        full = os.path.realpath(full)
+    if _is_below(full, config["records"]):
+        return None
+    # The longest of the folders that contain the path decides, as they may contain each other.
+    allowed = [each for each in (*config["allowed"], config["work"]) if _is_below(full, each)]
+    longest = max(map(len, allowed), default=0)
+    in_source = _is_below(full, config["source"]) and longest < len(config["source"])
+    if in_source or not (allowed or "__pycache__" in full):
+        record("outside", path=full)
+        raise PermissionError(f"samestep check: a write outside of the copied folder: {full}: --allow-write allows it")
+    return full
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return (path + os.sep).startswith(folder + os.sep)
+
+
+def _written(path: Any, kind: str, flags: int, of_checkpoint: bool = False) -> None:
+    full = _inside(path)
+    if full is None or "__pycache__" in full:
+        return
+    if not of_checkpoint and not re.search(config["checkpoint"], os.path.basename(full)):
+        return
+    _checkpoint_folders.add(os.path.dirname(full))
+    record("save", kind=kind, path=full)
+    if kind == config.get("kill_at"):
+        _kill_in_save(full, kind, flags)
+
+
+def _kill_in_save(path: str, kind: str, flags: int) -> None:
+    """Kill this process at the save that the check has chosen."""
+    global _saves
+    _saves += 1
+    marker = os.path.join(config["records"], "killed")
+    if _saves != config.get("kill_save") or os.path.exists(marker):
+        return
+    os.close(os.open(marker, os.O_CREAT))
+    if kind == "open":  # what the open was about to do: the file is empty
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | (flags & os.O_TRUNC)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_saves(module: ModuleType) -> None:
+    """Make torch.save announce the file that its C++ writes."""
+    describe = guarded(_path_of_save)
+    save = module.save
+
+    def announced(obj: Any, f: Any, *args: Any, **named: Any) -> Any:
+        path = describe(f)
+        if path is not None:
+            sys.audit("open", path, "wb", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return save(obj, f, *args, **named)
+
+    module.save = announced  # type: ignore[attr-defined]
+
+
+def _path_of_save(file: Any) -> str | bytes | None:
+    if isinstance(file, (str, os.PathLike)):
+        return os.fspath(file)
+    return None

@@ -1,0 +1,395 @@
+"""Record the batches of DataLoaders, and the steps of torch's optimizers with their state."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import sys
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from types import FrameType, ModuleType
+from typing import Any
+
+from samestep_record import config, guarded, on_import, pause, record, watch
+
+MOST_ELEMENTS = 1 << 20  # of all tensors of one kind, that a norm reads in a step
+_optimizers: dict[int, int] = {}  # number of creation by id
+_numbers_of_optimizers = itertools.count(1)
+_loaders = itertools.count(1)
+_batches = itertools.count(1)
+_stepping: FrameType | None = None  # the outermost call of step()
+_before: dict[str, Any] = {}
+_newest_loader = 0
+_dropped_in = 0  # the loader whose last batch was shortened
+_scale: float | None = None  # of a GradScaler
+
+
+def start() -> None:
+    """Watch torch, Accelerate and the parts of samestep.torch, once they are imported."""
+    on_import("torch.utils.data.dataloader", _watch_loaders)
+    on_import("torch.optim.optimizer", _watch_optimizers)
+    on_import("torch.amp.grad_scaler", _watch_scaler)
+    on_import("accelerate.accelerator", _watch_accelerator)
+    on_import("samestep.torch", _watch_parts)
+    on_import("torch.distributed.distributed_c10d", _watch_groups)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def _watch_loaders(module: ModuleType) -> None:
+    iterator = module._BaseDataLoaderIter
+    watch(iterator, "__init__", before=_begin)
+    watch(iterator, "_reset", before=_begin)
+    watch(iterator, "_next_index", after=_asked)
+    watch(iterator, "__next__", before=_follow, after=_returned, failed=_ended)
+
+
+def _begin(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
+    global _newest_loader
+    number = next(_loaders)
+    _newest_loader = number
+    iterator._samestep = number, deque()
+    dataset = loader.dataset
+    workers = getattr(loader, "num_workers", 0)
+    record(
+        "iterate",
+        loader=number,
+        size=_size(dataset),
+        batches=_size(loader),
+        subset=_subset(dataset),
+        workers=workers,
+    )
+    weakref.finalize(iterator, record, "gone", loader=number).atexit = False
+
+
+def _asked(indices: Any, iterator: Any) -> None:
+    iterator._samestep[1].append(indices)
+
+
+def _follow(_: Any) -> None:
+    import samestep_record_batches  # it imports torch
+
+    samestep_record_batches.follow()
+
+
+def _returned(batch: Any, iterator: Any) -> None:
+    loader, asked = iterator._samestep
+    number = next(_batches)
+    indices, reason = None, "it has no indices"
+    if asked:
+        indices, reason = _examples(iterator._dataset, asked.popleft())
+    trains = sys.modules["torch"].is_grad_enabled()
+    record("batch", number=number, loader=loader, indices=indices, reason=reason, trains=trains)
+    if trains:
+        sys.modules["samestep_record_batches"].mark(batch, number)
+
+
+def _ended(error: BaseException, iterator: Any) -> None:
+    if isinstance(error, StopIteration):
+        record("end", loader=iterator._samestep[0])
+
+
+def _size(values: Any) -> int | None:
+    while _is_subset(values):
+        values = values.dataset
+    try:
+        return len(values)
+    except Exception:  # an IterableDataset has no length, and a script's own __len__ may raise anything
+        return None
+
+
+def _is_subset(dataset: Any) -> bool:
+    return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
+
+
+def _subset(dataset: Any) -> list[int] | None:
+    """Return the length of a Subset and a checksum of its indices, None for another dataset."""
+    if not _is_subset(dataset):
+        return None
+    keys = [_key(each) for each in dataset.indices]
+    return [len(keys), zlib.crc32(repr(keys).encode())]
+
+
+def _examples(dataset: Any, batch: Any) -> tuple[list[Any] | None, str]:
+    """Return the keys of a batch's examples in the whole dataset, or None and the reason."""
+    if hasattr(batch, "tolist"):  # an array or a tensor, by which some datasets read whole batches
+        batch = batch.tolist()
+    keys = batch if isinstance(batch, list) else [batch]
+    while _is_subset(dataset):
+        keys = [dataset.indices[key] for key in keys]
+        dataset = dataset.dataset
+    try:
+        return [_key(key) for key in keys], ""
+    except TypeError as error:
+        return None, str(error)
+
+
+def _key(value: Any) -> Any:
+    """Return the key of an example as JSON: a number, a text, or a list of keys."""
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if hasattr(value, "__index__"):  # also int's subclasses, numpy's integers, and tensors of one integer
+        return int(value)
+    if isinstance(value, (list, tuple)):
+        return [_key(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [_key(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    text = repr(value)
+    is_stable = type(value).__repr__ is not object.__repr__ and type(value).__hash__ is not None
+    if not is_stable:
+        raise TypeError(f"a key of type {type(value).__name__} is not the same in two runs")
+    return text
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _watch_optimizers(module: ModuleType) -> None:
+    watch(module.Optimizer, "__init__", after=_created)
+    watch(module.Optimizer, "zero_grad", after=_zeroed)
+    module.register_optimizer_step_pre_hook(_step_begins)
+    module.register_optimizer_step_post_hook(_step_ends)
+
+
+def _created(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
+    _number(optimizer)
+    _zeroed(None, optimizer)
+
+
+def _number(optimizer: Any) -> int:
+    """Return the number of an optimizer, from 1 in the order of creation."""
+    key = id(optimizer)
+    if key not in _optimizers:
+        _optimizers[key] = next(_numbers_of_optimizers)
+        weakref.finalize(optimizer, _optimizers.pop, key, None).atexit = False
+    return _optimizers[key]
+
+
+def _zeroed(_: None, optimizer: Any, *__: Any, **___: Any) -> None:
+    batches = sys.modules.get("samestep_record_batches")
+    if batches is not None:
+        batches.forget(optimizer)
+
+
+def _step_begins(optimizer: Any, *_: Any) -> None:
+    global _stepping
+    caller = sys._getframe(1)  # the call of step(), which is also the caller of _step_ends
+    frame: FrameType | None = caller
+    while frame is not None and frame is not _stepping:
+        frame = frame.f_back
+    # Horovod's optimizer steps inside a step. An exception may have ended the step before, without _step_ends.
+    if frame is None:
+        _stepping = caller
+        _before.clear()
+        _describe(optimizer)
+
+
+def _step_ends(optimizer: Any, *_: Any) -> None:
+    global _stepping
+    if sys._getframe(1) is not _stepping:
+        return
+    _stepping = None
+    _record_step(optimizer)
+    pause()
+
+
+@guarded
+def _describe(optimizer: Any) -> None:
+    _before["settings"] = _settings(optimizer)
+    _before["random"] = _random()
+    _before["weights_before"] = _weights(optimizer)
+    _before["state"] = _state(optimizer)
+
+
+@guarded
+def _record_step(optimizer: Any) -> None:
+    used = _used(optimizer)
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    record(
+        "step",
+        lr=rates,
+        used=used,
+        optimizer=_number(optimizer),
+        kind=type(optimizer).__name__,
+        scale=_scale,
+        line=_line(),
+        weights=_weights(optimizer),
+        digest=_digest(optimizer),
+        **_before,
+    )
+
+
+@guarded
+def _used(optimizer: Any) -> list[int] | None:
+    batches = sys.modules.get("samestep_record_batches")
+    if batches is None:
+        return None
+    return list(batches.take(optimizer))
+
+
+@guarded
+def _line() -> str | None:
+    """Return the file and the line of the script's call of step()."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith((config["work"], config["source"])) and "site-packages" not in path:
+            return f"{path.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@guarded
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the numbers of each parameter group, such as momentum, that a checkpoint or a scheduler sets."""
+    found = []
+    for group in optimizer.param_groups:
+        numbers = {}
+        for name, value in group.items():
+            is_number = isinstance(value, (int, float, tuple)) and not isinstance(value, bool)
+            if is_number and name not in ("lr", "initial_lr"):
+                numbers[name] = value
+        found.append(numbers)
+    return found
+
+
+@guarded
+def _random() -> dict[str, int]:
+    """Return a checksum of the state of each generator."""
+    torch_state = sys.modules["torch"].get_rng_state().numpy().tobytes()
+    found = {"torch": zlib.crc32(torch_state), "random": hash(random.getstate()[1])}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        _, keys, position, *_ = numpy.get_state()
+        found["numpy"] = zlib.crc32(keys.tobytes(), position)
+    return found
+
+
+@guarded
+def _state(optimizer: Any) -> dict[str, list[float]]:
+    """Return, for each name of state, the number of tensors, their norm, and how many are zero."""
+    torch = sys.modules["torch"]
+    groups: dict[str, list[Any]] = {}
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if torch.is_tensor(value):
+                groups.setdefault(str(name), []).append(value)
+    for module in _modules():
+        for name, value in module.named_buffers():
+            leaf = name.rpartition(".")[2]
+            groups.setdefault(f"buffer {leaf}", []).append(value)
+    groups["weights"] = _parameters(optimizer)
+    return {name: _summary(values) for name, values in groups.items()}
+
+
+def _modules() -> list[Any]:
+    batches = sys.modules.get("samestep_record_batches")
+    if batches is None:
+        return []
+    return list(batches.training_modules())
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    found = []
+    for group in optimizer.param_groups:
+        found += [each for each in group["params"] if each.requires_grad]
+    return found
+
+
+def _summary(values: Iterable[Any]) -> list[float]:
+    norms = _norms(values)
+    total = sum(norm * norm for norm in norms) ** 0.5
+    return [len(norms), total, norms.count(0.0)]
+
+
+def _norms(values: Iterable[Any]) -> list[float]:
+    """Return the norm of each tensor. Of large tensors, it reads evenly spaced elements."""
+    torch = sys.modules["torch"]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
+    flat = [each.detach().reshape(-1) for each in local]
+    stride = 1 + sum(each.numel() for each in flat) // MOST_ELEMENTS
+    if not flat:
+        return []
+    norms = torch._foreach_norm([each[::stride].double() for each in flat])
+    return [float(norm) for norm in norms]
+
+
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "to_local") or type(value).__name__ == "FlatParameter"
+
+
+@guarded
+def _weights(optimizer: Any) -> float | None:
+    """Return a norm of the weights; None if this rank holds shards of them, which depend on the number of ranks."""
+    weights = _parameters(optimizer)
+    if any(_is_sharded(each) for each in weights):
+        return None
+    return _summary(weights)[1]
+
+
+@guarded
+def _digest(optimizer: Any) -> int | None:
+    """Return a checksum of the weights and the state of an optimizer; None for shards."""
+    values = _parameters(optimizer)
+    if any(_is_sharded(each) for each in values):
+        return None
+    for state in optimizer.state.values():
+        values += [each for each in state.values() if sys.modules["torch"].is_tensor(each)]
+    return zlib.crc32(repr(_norms(values)).encode())
+
+
+def _watch_scaler(module: ModuleType) -> None:
+    watch(module.GradScaler, "step", before=_scaled)
+
+
+def _scaled(scaler: Any, *_: Any, **__: Any) -> None:
+    global _scale
+    if scaler.is_enabled():
+        _scale = float(scaler.get_scale())
+
+
+# --- other libraries -------------------------------------------------------------------------------------------------
+
+
+def _watch_accelerator(module: ModuleType) -> None:
+    """Record how many examples gather_for_metrics drops of this rank's last batch, as they only fill it."""
+    size = sys.modules["accelerate.utils.operations"].find_batch_size
+
+    def gathered(found: Any, accelerator: Any, data: Any, *_: Any, **__: Any) -> None:
+        global _dropped_in
+        local = size(data) or 0
+        total = size(found) or 0
+        dropped = local - min(local, max(0, total - accelerator.process_index * local))
+        if dropped and _dropped_in != _newest_loader:  # once for all tensors of a batch
+            _dropped_in = _newest_loader
+            record("dropped", count=dropped)
+
+    watch(module.Accelerator, "gather_for_metrics", after=gathered)
+
+
+def _watch_parts(module: ModuleType) -> None:
+    """Record which parts of samestep.torch the script uses."""
+    own = module.__getattr__
+
+    def used(name: str) -> Any:
+        value = own(name)
+        if name in module.__all__:
+            record("part", name=name)
+        return value
+
+    module.__getattr__ = used  # type: ignore[method-assign]
+
+
+def _watch_groups(module: ModuleType) -> None:
+    watch(module, "init_process_group", after=lambda *_, **__: _record_timeout(module))
+
+
+def _record_timeout(module: ModuleType) -> None:
+    """Record after how many seconds a collective of the default group gives up."""
+    group = module._get_default_group()
+    backend = group._get_backend(group._device_types[0])
+    record("timeout", seconds=backend.options._timeout.total_seconds())

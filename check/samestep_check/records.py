@@ -1,0 +1,446 @@
+"""Read the events that the processes of a script recorded: its steps, checkpoints and evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Event = Mapping[str, Any]
+Key = Any  # an example's: a number, a text, or a tuple of keys
+Keys = list[Key] | None  # None if the check sees none
+
+
+class Step(NamedTuple):
+    """An optimizer step of all ranks. ``indices`` is in a fixed order, or None if not seen; weights are a norm."""
+
+    time: float
+    indices: Keys
+    shards: list[int]
+    epoch: int
+    lr: list[float]
+    loss: float | None
+    optimizer: int | None  # in the order of creation, from 1
+    kind: str  # the optimizer's class
+    state: dict[str, list[float]] | None  # before the step: number of tensors, their norm, how many are zero
+    settings: list[dict[str, Any]] | None  # other numbers of each parameter group
+    scale: float | None  # of a GradScaler
+    weights_before: float | None
+    weights: float | None
+    random: dict[str, int] | None  # checksums of generators
+    line: str | None  # of the script
+
+
+class Save(NamedTuple):
+    """A write to a checkpoint after ``step`` steps of its process."""
+
+    step: int
+    time: float
+    kind: str
+    path: str
+
+
+class Evaluation(NamedTuple):
+    """How often each example was evaluated, of ``size`` examples."""
+
+    counts: Counter[Key]
+    size: int
+
+
+@dataclass
+class Batch:
+    """A batch that a loader returned."""
+
+    number: int | None  # None if an adapter recorded it
+    loader: int
+    keys: Keys
+
+
+@dataclass
+class Loader:
+    """An iteration over a DataLoader."""
+
+    size: int | None = None  # examples of the dataset
+    batches: int | None = None  # batches of the iteration
+    subset: tuple[int, ...] = ()
+    keys: list[Keys] = field(default_factory=list)  # of the returned batches
+    epoch: int | None = None  # if a step used one of its batches; -1 if it is an evaluation
+    end: int | None = None  # the number of steps at its end
+    is_gone: bool = False
+
+
+@dataclass
+class RankStep:
+    """An optimizer step of one rank."""
+
+    event: Event
+    epoch: int
+    batches: list[Batch]
+    indices: Keys = None
+
+    @property
+    def time(self) -> float:
+        return float(self.event["time"])
+
+
+class Shard(NamedTuple):
+    """A rank's part of an evaluation."""
+
+    keys: Keys
+    size: int | None
+    subset: tuple[int, ...]
+
+
+class Process:
+    """The records of one process."""
+
+    def __init__(self, events: Sequence[Event], pid: int) -> None:
+        reader = Reader()
+        for event in events:
+            reader.read(event)
+        reader.finish()
+        ranks = [event["rank"] for event in events if event["rank"] is not None]
+        self.pid = pid
+        self.begun = float(events[0]["time"])
+        self.rank: int | None = ranks[-1] if ranks else None
+        self.steps = reader.steps
+        self.saves = reader.saves
+        self.evaluations = reader.adapted or reader.evaluations
+        self.notes = reader.notes
+
+
+@dataclass
+class Notes:
+    """The notes of a process about the check itself."""
+
+    is_inferred: bool = False  # no step showed the batches that it used
+    workers: int = 0  # most of a DataLoader
+    timeout: float | None = None  # of collectives, in seconds
+    parts: list[str] = field(default_factory=list)  # of samestep.torch
+    unseen: list[str] = field(default_factory=list)  # hooks that failed
+    reason: str = ""  # why examples have no keys
+    awaited: set[str] = field(default_factory=set)  # modules whose import the adapter awaits
+    imported: set[str] = field(default_factory=set)
+
+
+class Reader:
+    """Read the events of a process in their order; each kind of event has a method."""
+
+    def __init__(self) -> None:
+        self.steps: list[RankStep] = []
+        self.saves: list[Save] = []
+        self.evaluations: list[Shard] = []
+        self.adapted: list[Shard] = []  # recorded by an adapter
+        self.notes = Notes()
+        self._loaders: dict[int, Loader] = {}
+        self._pending: list[Batch] = []  # that no step has used
+        self._epoch = 0
+        self._has_batches = False
+        self._has_numbers = False  # batches of a DataLoader that a step may use
+        self._follows = False  # a step has shown the batches that it used
+
+    def read(self, event: Event) -> None:
+        """Read one event. A kind without a method does not matter here."""
+        method = getattr(self, f"on_{event['event']}", None)
+        if method is not None:
+            method(event)
+
+    def finish(self) -> None:
+        """Give the steps the keys of their examples, after the last event."""
+        self.notes.is_inferred = self._has_numbers and not self._follows
+        if not self._follows:
+            _align(self.steps, self._loaders)
+        if self._has_batches:
+            for step in self.steps:
+                step.indices = _joined([batch.keys for batch in step.batches])
+
+    def _loader(self, event: Event) -> Loader:
+        return self._loaders.setdefault(event["loader"], Loader())
+
+    def on_iterate(self, event: Event) -> None:
+        loader = self._loader(event)
+        loader.size = event["size"]
+        loader.batches = event["batches"]
+        loader.subset = tuple(event["subset"] or ())
+        self.notes.workers = max(self.notes.workers, event.get("workers", 0))
+
+    def on_batch(self, event: Event) -> None:
+        keys = None if event["indices"] is None else [_frozen(key) for key in event["indices"]]
+        loader = self._loader(event)
+        loader.keys.append(keys)
+        if keys is None:
+            self.notes.reason = event.get("reason", "")
+        if not self._has_batches:
+            self.steps.clear()  # without examples: Horovod steps once to create the optimizer's state
+        self._has_batches = True
+        if event["trains"]:
+            self._has_numbers |= event.get("number") is not None
+            self._pending.append(Batch(event.get("number"), event["loader"], keys))
+        elif len(loader.keys) == loader.batches:  # all; Lightning does not ask for more
+            self._evaluated(loader)
+
+    def on_end(self, event: Event) -> None:
+        loader = self._loader(event)
+        if loader.epoch is None:  # no step used any of its batches
+            self._pending = [batch for batch in self._pending if batch.loader != event["loader"]]
+            self._evaluated(loader)
+        else:
+            loader.end = len(self.steps)
+
+    def _evaluated(self, loader: Loader) -> None:
+        loader.epoch = -1
+        self.evaluations.append(Shard(_joined(loader.keys), loader.size, loader.subset))
+
+    def on_gone(self, event: Event) -> None:
+        self._loader(event).is_gone = True
+
+    def on_dropped(self, event: Event) -> None:
+        if self.evaluations:
+            last = self.evaluations[-1]
+            if last.keys:
+                self.evaluations[-1] = last._replace(keys=last.keys[: -event["count"]])
+
+    def on_evaluated(self, event: Event) -> None:
+        keys = [_frozen(key) for key in event["indices"]]
+        self.adapted.append(Shard(keys, event["size"], ()))
+
+    def on_save(self, event: Event) -> None:
+        self.saves.append(Save(len(self.steps), event["time"], event["kind"], event["path"]))
+
+    def on_step(self, event: Event) -> None:
+        used = event.get("used")
+        if used:
+            self._follows = True
+        # A step without numbers trains on no batch if another step had some, such as a GAN's generator. Batches of an
+        # adapter have no numbers.
+        has_numbers = any(batch.number is not None for batch in self._pending)
+        if used or (self._follows and has_numbers):
+            taken = [batch for batch in self._pending if batch.number in (used or ())]
+            self._pending = [batch for batch in self._pending if batch not in taken]
+        else:
+            taken = self._without_shown(self._pending)
+            self._pending = []
+        for batch in taken:
+            self._begin_epoch(batch)
+        self.steps.append(RankStep(event, self._epoch - 1, taken))
+
+    def _without_shown(self, batches: list[Batch]) -> list[Batch]:
+        """Leave out the batches of loaders that only showed one, as in ``next(iter(loader))``."""
+        if len({batch.loader for batch in batches}) < 2:
+            return batches
+        return [batch for batch in batches if not self._loaders[batch.loader].is_gone] or batches
+
+    def _begin_epoch(self, batch: Batch) -> None:
+        loader = self._loaders[batch.loader]
+        if batch.loader and loader.epoch is None:
+            loader.epoch = self._epoch
+            self._epoch += 1
+
+    def on_timeout(self, event: Event) -> None:
+        self.notes.timeout = event["seconds"]
+
+    def on_part(self, event: Event) -> None:
+        self.notes.parts.append(event["name"])
+
+    def on_unseen(self, event: Event) -> None:
+        self.notes.unseen.append(f"{event['hook']}: {event['error']}")
+
+    def on_awaited(self, event: Event) -> None:
+        self.notes.awaited.add(event["module"])
+
+    def on_imported(self, event: Event) -> None:
+        self.notes.imported.add(event["module"])
+
+
+def _frozen(key: Any) -> Key:
+    return tuple(_frozen(each) for each in key) if isinstance(key, list) else key
+
+
+def ordered(keys: Iterable[Key]) -> list[Key]:
+    """Return keys in a fixed order, also of unlike types: numbers by value, others by their text."""
+    return sorted(keys, key=lambda key: (0, key, "") if isinstance(key, (int, float)) else (1, 0, repr(key)))
+
+
+def _joined(batches: Sequence[Keys]) -> Keys:
+    found: list[Key] = []
+    for keys in batches:
+        if keys is None:
+            return None
+        found += keys
+    return found
+
+
+def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
+    """Give batches that a loader returned ahead of their steps, as Accelerate's does, to the steps that used them.
+
+    A loader that is ahead ends before its last step.
+    """
+    first = 0
+    for _, group in groupby(steps, key=lambda step: step.epoch):
+        epoch = list(group)
+        begin, first = first, first + len(epoch)
+        numbers = {batch.loader for step in epoch for batch in step.batches}
+        if len(numbers) != 1 or len(epoch) < 2:
+            continue
+        end = loaders[min(numbers)].end
+        count = len(epoch[1].batches)
+        if len(epoch[0].batches) > count and (end is None or end < first):
+            _shift(epoch, max(1, count), None if end is None else first - begin)
+
+
+def _shift(epoch: list[RankStep], count: int, last: int | None) -> None:
+    """Give each step ``count`` batches of those so far; the step of number ``last`` takes all."""
+    ahead: list[Batch] = []
+    for k, step in enumerate(epoch, 1):
+        ahead += step.batches
+        taken = len(ahead) if k == last else count
+        step.batches, ahead = ahead[:taken], ahead[taken:]
+
+
+class Records:
+    """The records of all processes of a job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processes: list[Process] = []
+        for path in folder.glob("*.jsonl"):
+            lines = path.read_text().split("\n")[:-1]  # the last is empty, or not whole yet
+            if lines:
+                events = [json.loads(line) for line in lines]
+                self.processes.append(Process(events, int(path.stem)))
+        self.processes.sort(key=lambda each: each.begun)
+        for each in self.processes:
+            if not each.steps:  # it writes for the ranks
+                each.saves = [save._replace(step=self._done(save.time)) for save in each.saves]
+
+    def _done(self, when: float) -> int:
+        """Return how many steps the rank that has taken most has taken by a time."""
+        counts = (sum(step.time <= when for step in each.steps) for each in self.processes)
+        return max(counts, default=0)
+
+    def ranks(self) -> dict[int, list[Process]]:
+        """Return the processes that took steps, by rank, in the order of their start."""
+        found: dict[int, list[Process]] = {}
+        for each in self.processes:
+            if each.steps:
+                found.setdefault(each.rank or 0, []).append(each)
+        return dict(sorted(found.items()))
+
+    def attempts(self) -> list[list[Step]]:
+        """Return the steps of each start of the ranks; a launcher may restart them."""
+        ranks = self.ranks().values()
+        count = max((len(each) for each in ranks), default=0)
+        return [_steps([each[i].steps for each in ranks if i < len(each)]) for i in range(count)]
+
+    def continued(self, since: float) -> list[Step]:
+        """Return the steps after ``since`` if the process of a rank outlived the fault, else none."""
+        ranks = self.ranks().values()
+        if not any(len(each) == 1 and each[0].steps[0].time < since for each in ranks):
+            return []
+        later = []
+        for processes in ranks:
+            for process in processes:
+                later.append([step for step in process.steps if step.time > since])
+        # A rank that has come back takes part in the last steps.
+        most = max(map(len, later), default=0)
+        return _steps([[*[None] * (most - len(steps)), *steps] for steps in later if steps])
+
+    def steps(self) -> list[Step]:
+        """Return the steps of the last start."""
+        attempts = self.attempts()
+        return attempts[-1] if attempts else []
+
+    def last_digests(self) -> dict[int, dict[int, int | None]]:
+        """Return the checksums of weights and state after each rank's last step, by optimizer and rank."""
+        found: dict[int, dict[int, int | None]] = {}
+        for rank, processes in self.ranks().items():
+            for step in processes[-1].steps:
+                optimizer = step.event.get("optimizer")
+                if optimizer is not None:
+                    found.setdefault(optimizer, {})[rank] = step.event["digest"]
+        return found
+
+    def saves(self) -> list[Save]:
+        """Return the writes that complete a checkpoint: renames if there are any, else opens."""
+        found: list[Save] = []
+        for each in self.processes:
+            found += each.saves
+        found.sort(key=lambda save: save.time)
+        return [save for save in found if save.kind == "rename"] or found
+
+    def opens(self) -> list[Save]:
+        """Return the writes of the first process that wrote checkpoints."""
+        for each in self.processes:
+            if each.saves:
+                return each.saves
+        return []
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the evaluations of all ranks together, those whose examples have keys."""
+        found = []
+        parts = [process.evaluations for process in self.processes if process.evaluations]
+        for each in zip_longest(*parts):
+            evaluation = _whole([shard for shard in each if shard is not None])
+            if evaluation is not None:
+                found.append(evaluation)
+        return found
+
+    def notes(self) -> Iterator[Notes]:
+        """Yield the notes of each process."""
+        for each in self.processes:
+            yield each.notes
+
+
+def _whole(shards: Sequence[Shard]) -> Evaluation | None:
+    """Merge the ranks' shards of an evaluation; None if examples have no keys."""
+    size = max((shard.size or 0 for shard in shards), default=0)
+    subsets = {shard.subset for shard in shards}
+    if len(subsets) == 1 and () not in subsets:  # all ranks have the same, so it is a split of the dataset
+        size = subsets.pop()[0]
+    keys = _joined([shard.keys for shard in shards])
+    if not size or keys is None:
+        return None
+    return Evaluation(Counter(keys), size)
+
+
+def _steps(ranks: Sequence[Sequence[RankStep | None]]) -> list[Step]:
+    """Merge the steps of ranks; None is a step in which a rank did not take part."""
+    found: list[Step] = []
+    epoch = 0
+    known: set[Key] = set()
+    for shards in zip_longest(*ranks):
+        each = [shard for shard in shards if shard is not None]
+        indices = _joined([shard.indices for shard in each])
+        number = each[0].epoch
+        if number < 0:  # recorded by an adapter: an epoch ends when an example returns
+            if indices is not None and not known.isdisjoint(indices):
+                epoch += 1
+                known.clear()
+            known.update(indices or ())
+            number = epoch
+        found.append(_merged(each, indices, number))
+    return found
+
+
+def _merged(shards: Sequence[RankStep], indices: Keys, epoch: int) -> Step:
+    event = shards[0].event
+    return Step(
+        time=max(shard.time for shard in shards),
+        indices=None if indices is None else ordered(indices),
+        shards=[len(shard.indices or ()) for shard in shards],
+        epoch=epoch,
+        lr=event.get("lr") or [],
+        loss=event.get("loss"),
+        optimizer=event.get("optimizer"),
+        kind=event.get("kind") or "the optimizer",
+        state=event.get("state"),
+        settings=event.get("settings"),
+        scale=event.get("scale"),
+        weights_before=event.get("weights_before"),
+        weights=event.get("weights"),
+        random=event.get("random"),
+        line=event.get("line"),
+    )

@@ -1,0 +1,119 @@
+"""The folder of a checked script, and its copies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from samestep import ConfigError
+
+SKIPPED = ".tox", ".venv", ".venvs", "__pycache__", "node_modules"
+LINKED = (".git",)  # a script may read its commit
+
+
+class Source:
+    """The folder of a script. Copies keep times, modes and links.
+
+    Attributes:
+        special: paths of FIFOs, sockets and devices, which copies leave out.
+    """
+
+    def __init__(self, folder: Path, links: Sequence[Path]) -> None:
+        self.folder = folder
+        self.special: list[str] = []
+        self._links = {str(folder / link) for link in links}
+
+    def check(self, limit: float, temporary: Path) -> None:
+        """Raise ConfigError if the folder cannot be copied for each run.
+
+        Args:
+            limit: most MB of files.
+            temporary: the folder of the copies.
+        """
+        if temporary.is_relative_to(self.folder):
+            raise ConfigError(f"copies in {temporary} would contain themselves: choose TMPDIR and --keep elsewhere")
+        for link in self._links:
+            if not os.path.lexists(link):
+                raise ConfigError(f"--link {link}: it is missing: name a file or folder of the script's folder")
+        size = 0
+        for entry in self._entries(str(self.folder)):
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                size += status.st_size
+            elif not stat.S_ISLNK(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+                self.special.append(os.path.relpath(entry.path, self.folder))
+            if size > 1e6 * limit:
+                raise ConfigError(f"the folder is larger than {limit:g} MB: link data by --link, or raise --copy-limit")
+
+    def _entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        """Yield what a copy has of the folder, each folder before its content. Links of --link are left out."""
+        try:
+            found = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            raise ConfigError(f"cannot read {folder}: {error.strerror}: leave it out by --link") from None
+        for entry in found:
+            if entry.name in (*SKIPPED, *LINKED) or entry.path in self._links:
+                continue
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._entries(entry.path)
+
+    def copy(self, target: Path) -> None:
+        """Copy the folder to a new one."""
+        target.mkdir()
+        folders = [(str(self.folder), str(target))]
+        first_names: dict[tuple[int, int], str] = {}  # of files with hard links
+        for entry in self._entries(str(self.folder)):
+            path = os.path.join(target, os.path.relpath(entry.path, self.folder))
+            status = entry.stat(follow_symlinks=False)
+            inode = status.st_dev, status.st_ino
+            if stat.S_ISLNK(status.st_mode):
+                self._copy_link(entry.path, path)
+            elif stat.S_ISDIR(status.st_mode):
+                os.mkdir(path)
+                folders.append((entry.path, path))
+            elif stat.S_ISREG(status.st_mode) and inode in first_names:
+                os.link(first_names[inode], path)
+            elif stat.S_ISREG(status.st_mode):
+                self._copy_file(entry.path, path)
+                first_names[inode] = path
+        for name in (*LINKED, *self._links):
+            self._link(name, target)
+        for source, copied in reversed(folders):
+            shutil.copystat(source, copied)
+
+    def _copy_file(self, source: str, path: str) -> None:
+        try:
+            shutil.copy2(source, path)
+        except OSError as error:
+            raise ConfigError(f"cannot copy {source}: {error.strerror}: leave it out by --link") from None
+
+    def _copy_link(self, source: str, path: str) -> None:
+        """Copy a symbolic link. A relative one that leads out of the folder becomes absolute."""
+        to = os.readlink(source)
+        full = os.path.normpath(os.path.join(os.path.dirname(source), to))
+        if not os.path.isabs(to) and not Path(full).is_relative_to(self.folder):
+            to = full
+        os.symlink(to, path)
+
+    def _link(self, name: str, target: Path) -> None:
+        source = self.folder / name
+        if os.path.lexists(source):
+            (target / source.relative_to(self.folder)).symlink_to(source)
+
+    def in_copy(self, words: Sequence[str], work: Path) -> list[str]:
+        """Return a command's words for a copy: words that begin with the folder's path get the copy's."""
+        own = str(self.folder)
+        found = []
+        for word in words:
+            option, equals, value = word.rpartition("=")
+            if value == own or value.startswith(own + os.sep):
+                copied = str(work) + value.removeprefix(own)
+                # Not a program of a virtual environment, which copies leave out.
+                if os.path.isdir(os.path.dirname(copied)):
+                    value = copied
+            found.append(option + equals + value)
+        return found

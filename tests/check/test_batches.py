@@ -1,0 +1,59 @@
+"""Which batches a step trains on, by the tensors that took part in it: program/shapes.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samestep_check import job
+
+SHAPES = Path(__file__).with_name("program") / "shapes.py"
+Cases = dict[str, tuple[list[list[int]], list[list[int]]]]
+
+
+def recorded(folder: Path, script: Path) -> list[dict[str, Any]]:
+    """Run a script with the recorder; return the events of its first process."""
+    config = {name: str(folder) for name in ("work", "source", "records")}
+    config |= {"checkpoint": "none", "allowed": [tempfile.gettempdir()]}
+    environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_CHECK": json.dumps(config)}
+    words = [sys.executable, str(script)]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    events = []
+    for path in folder.glob("*.jsonl"):
+        events += [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(events, key=lambda event: event["time"])
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Return, for each loop, the batches of its steps and those that it wants, numbered from its first batch."""
+    found: Cases = {}
+    for event in recorded(tmp_path_factory.mktemp("shapes"), SHAPES):
+        if event["event"] == "begin_case":
+            name, numbers, steps = event["name"], list[int](), list[list[int]]()
+        elif event["event"] == "batch":
+            numbers.append(event["number"])
+        elif event["event"] == "step":
+            steps.append(event["used"])
+        elif event["event"] == "end_case":
+            first = numbers[0]
+            found[name] = [[number - first for number in used] for used in steps], event["wanted"]
+        assert event["event"] != "unseen", event
+    return found
+
+
+@pytest.mark.parametrize("name", [
+    line.partition("(")[0].removeprefix("def ")
+    for before, line in zip(SHAPES.read_text().split("\n"), SHAPES.read_text().split("\n")[1:])
+    if before == "@case"
+])  # fmt: skip
+def test_a_step_trains_on_the_batches_whose_tensors_took_part(shapes: Cases, name: str) -> None:
+    """No other test has loops of other shapes than a forward pass, a backward pass and a step for each batch."""
+    steps, wanted = shapes[name]
+    assert steps == wanted

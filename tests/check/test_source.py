@@ -1,0 +1,167 @@
+"""The copies of a script's folder, the keys of examples, and the steps that the reader finds in events."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samestep import ConfigError
+from samestep_check.lab import CLOSE, CannotTell, Failed
+from samestep_check.records import Records, ordered
+from samestep_check.rows import compare_part, difference, hangs
+from samestep_check.source import Source
+
+LIMIT = 1.0  # MB
+
+
+def copied(folder: Path, target: Path, links: Sequence[Path] = ()) -> Source:
+    source = Source(folder, links)
+    source.check(LIMIT, target.parent)
+    source.copy(target)
+    return source
+
+
+def test_a_copy_keeps_times_modes_and_links(tmp_path: Path) -> None:
+    """No other test has links, or a file whose time matters."""
+    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    target.parent.mkdir()
+    (tmp_path / "data").write_text("outside")
+    (folder / "out").mkdir(parents=True)
+    script = folder / "train.sh"
+    script.write_text("true")
+    script.chmod(0o755)
+    os.utime(script, (1000, 2000))
+    os.link(script, folder / "out" / "same")
+    (folder / "data").symlink_to("../data")
+    (folder / "out" / "newest").symlink_to("../train.sh")
+    os.utime(folder / "out", (1000, 3000))
+    copied(folder, target)
+    assert (target / "train.sh").stat().st_mtime == 2000
+    assert (target / "train.sh").stat().st_mode & 0o777 == 0o755
+    assert (target / "out").stat().st_mtime == 3000
+    assert (target / "out" / "same").samefile(target / "train.sh")
+    assert (target / "data").read_text() == "outside"
+    assert (target / "out" / "newest").samefile(target / "train.sh")
+
+
+def test_special_files_are_left_out_and_named(tmp_path: Path) -> None:
+    """No other test has a FIFO or a socket."""
+    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    folder.mkdir()
+    target.parent.mkdir()
+    os.mkfifo(folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(folder / "socket"))  # a socket's path is short
+    source = copied(folder, target)
+    assert source.special == ["fifo", "socket"]
+    assert not [*target.iterdir()]
+
+
+def test_words_of_the_command_mean_the_copy(tmp_path: Path) -> None:
+    """No other test names the folder by its absolute path; a program of a virtual environment stays."""
+    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    (folder / "out").mkdir(parents=True)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    target.parent.mkdir()
+    source = copied(folder, target)
+    words = [f"{folder}/.venv/bin/python", f"{folder}/train.py", f"--out={folder}/out", "--name=x", f"{folder}-2/a"]
+    wanted = [words[0], f"{target}/train.py", f"--out={target}/out", "--name=x", words[4]]
+    assert source.in_copy(words, target) == wanted
+
+
+def test_copies_inside_the_folder_are_refused(tmp_path: Path) -> None:
+    """No other test has TMPDIR or --keep in the script's folder."""
+    with pytest.raises(ConfigError, match="would contain themselves: choose TMPDIR and --keep elsewhere"):
+        Source(tmp_path, ()).check(LIMIT, tmp_path / "kept")
+    with pytest.raises(ConfigError, match=r"--link .*data: it is missing"):
+        Source(tmp_path, [Path("data")]).check(LIMIT, tmp_path.parent)
+
+
+def records(folder: Path, *ranks: Sequence[dict[str, Any]]) -> Records:
+    for rank, events in enumerate(ranks):
+        lines = [{"time": at, "rank": rank, **event} for at, event in enumerate(events)]
+        (folder / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Records(folder)
+
+
+def batch(number: int, *keys: Any) -> dict[str, Any]:
+    return {"event": "batch", "loader": 1, "number": number, "indices": keys, "trains": True}
+
+
+def step(*used: int, **values: Any) -> dict[str, Any]:
+    return {"event": "step", "used": used, **values}
+
+
+def test_a_skipped_batch_belongs_to_no_step(tmp_path: Path) -> None:
+    """No other test of recorded events has a loop that skips batches, or a step without a batch."""
+    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9, "subset": None, "workers": 2}
+    events = [begin, batch(1, 0), batch(2, 1), step(2), step(), batch(3, 2), batch(4, 3), step(3), step(4)]
+    read = records(tmp_path, events)
+    assert [each.indices for each in read.steps()] == [[1], [], [2], [3]]
+    (notes,) = read.notes()
+    assert (notes.is_inferred, notes.workers) == (False, 2)
+
+
+def test_keys_of_any_kind_are_compared(tmp_path: Path) -> None:
+    """No other test of recorded events has keys that are not numbers."""
+    begin = {"event": "iterate", "loader": 1, "size": 9, "batches": 9, "subset": None}
+    read = records(tmp_path, [begin, batch(1, [3, 0], "b", 2), step(1)], [begin, batch(1, 1, [1, 0]), step(1)])
+    assert read.steps()[0].indices == [1, 2, "b", (1, 0), (3, 0)] == ordered([(3, 0), "b", (1, 0), 2, 1])
+
+
+def test_the_last_checksum_of_each_optimizer_and_rank_is_kept(tmp_path: Path) -> None:
+    """No other test of recorded events has two optimizers, or a rank that skips a step."""
+    first, second = step(optimizer=1, digest=5), step(optimizer=2, digest=6)
+    later = step(optimizer=1, digest=7)
+    found = records(tmp_path, [first, second, later], [first, second]).last_digests()
+    assert found == {1: {0: 7, 1: 5}, 2: {0: 6, 1: 6}}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "verdict", "words"),
+    [
+        (None, CannotTell, "its timeout is not known"),
+        (20, Failed, "although its collectives wait 20 s only"),
+        (300, CannotTell, "as its collectives wait 300 s: shorten the timeout"),
+        (1800, Failed, "its collectives wait 1800 s, more than 600 s"),
+    ],
+)
+def test_the_verdict_on_a_hang_follows_the_timeout_of_collectives(
+    tmp_path: Path, timeout: float | None, verdict: type, words: str
+) -> None:
+    """No other test has a script that waits longer than the check."""
+    event = {"event": "start"} if timeout is None else {"event": "timeout", "seconds": timeout}
+    found = hangs(records(tmp_path, [event]), 75, limit=600)
+    assert type(found) is verdict
+    assert words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ([2, 0.0, 2], "exp_avg: 2 of 2 tensors start from zero"),
+        ([1, 1.0, 0], "exp_avg: 1 tensors, 2 undisturbed"),
+        ([2, 1.5, 0], "exp_avg differs by 3e-01"),
+    ],
+)
+def test_a_part_of_the_state_that_is_not_restored_is_named(tmp_path: Path, state: list[float], words: str) -> None:
+    """No other test restores a part of an optimizer's state only."""
+    sound = step(state={"exp_avg": [2, 1.0, 0], "buffer running_mean": [1, 1.0, 0]})
+    unsound = step(state={"exp_avg": state, "buffer running_mean": [3, 2.0, 0]})
+    wanted, found = records(tmp_path, [sound, unsound]).steps()
+    compare_part(wanted, found, "buffer running_mean", CLOSE, "running_mean")  # other modules have run
+    compare_part(wanted, wanted, "exp_avg", CLOSE, "exp_avg")
+    with pytest.raises(Failed, match=words):
+        compare_part(wanted, found, "exp_avg", CLOSE, "exp_avg")
+
+
+def test_another_setting_of_a_group_is_named() -> None:
+    """No other test has a scheduler that sets more than the learning rate."""
+    found, wanted = [{"momentum": 0.9}], [{"momentum": 0.85}]
+    assert difference(found, wanted) == "momentum of group 1 is 0.9, 0.85 undisturbed"
+    assert difference([], wanted) == "0 parameter groups, 1 undisturbed"
