@@ -90,9 +90,9 @@ class Digits(pl.LightningModule):
     def update_by_tree(self, tree: GradientTree, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.optimizer.zero_grad()
         for images, labels in self.sampler.micro_batches(batch):
+            assert self.sampler.micro_batch is not None
             loss_sum = F.nll_loss(self(images), labels, reduction="sum")
             self.sampler.scale(loss_sum).backward()  # with manual_backward() DDP would reduce
-            assert self.sampler.micro_batch is not None
             tree.add(self.sampler.micro_batch, loss_sum)
         loss = tree.all_reduce(self.sampler.step - 1)  # collective
         self.optimizers().step()  # type: ignore[union-attr]

@@ -114,10 +114,11 @@ class Checkpoints:
             saved = checkpoint.read(folder, verify=False)
             arrays = self._local_parts(storage.stored_groups(saved))
         except (CorruptCheckpoint, NonRetryableError) as error:
-            problem = f"rank {place().rank} cannot read {folder}: {error}: use a folder that all ranks share"
+            problem = f"rank {place().rank}: {error}"
         for text in storage.all_gather_bytes(ranks, problem.encode()):  # collective
             if text:
-                raise NonRetryableError(text.decode())
+                reason = text.decode()
+                raise NonRetryableError(f"cannot read {folder}, {reason}: use a folder that all ranks share")
         return arrays
 
     def _local_parts(self, stored: StoredGroups | dict[str, Arrays]) -> dict[str, Arrays]:
