@@ -36,7 +36,7 @@ OUTSIDE = {
     "launch/samestep_launch/job.py run_job": "deletes the run dir itself, which this job has made",
     "launch/samestep_launch/supervise.py _can_be_opened": "an open file of this process",
     "launch/samestep_launch/preflight.py read_secret": "reads",
-    "launch/samestep_launch/app.py _check_paths": "reads",
+    "launch/samestep_launch/app.py _check_weights": "reads",
     "observe/samestep_observe/command.py run_command": "/dev/null",
     "observe/samestep_observe/track_tensorboard.py delete_stale": "a descriptor from Root",
 }
