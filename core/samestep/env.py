@@ -224,12 +224,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def startable_launchers() -> dict[str, Launcher]:
-    """Return the launchers that `samestep run` can start, by the name of their program."""
-    launchers = {}
-    for launcher in _LAUNCHERS:
-        if launcher.command:
-            launchers[launcher.program or launcher.name] = launcher
-    return launchers
+    """Return the launchers that `samestep run` can start, by program; torchrun, its default, is the first."""
+    startable = [launcher for launcher in _LAUNCHERS if launcher.command]
+    startable.sort(key=lambda launcher: launcher.name != "torchrun")
+    return {launcher.program or launcher.name: launcher for launcher in startable}
 
 
 def launcher_variables() -> frozenset[str]:

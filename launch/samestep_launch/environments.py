@@ -140,7 +140,7 @@ class Environment:
         return str(venv / "bin" / "python")
 
     def _new(self, settings: Mapping[str, str], locks: Sequence[str]) -> Path:
-        """Make an environment unless another app has one with the same content; link it; return its folder."""
+        """Make an environment, or find one with the same content, and link it. Return its folder."""
         base, version = self._find_python()
         venv = self.link.with_name(self._key(version, settings, locks))
         try:

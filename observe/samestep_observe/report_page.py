@@ -336,7 +336,7 @@ def _steps(last: int, top: int) -> Iterable[str]:
 
 
 def _anchor(percent: float) -> str:
-    """Return the anchor of a label, so that the label stays inside the plot."""
+    """Return the alignment of a label at this place, which keeps it inside the plot."""
     if percent < 3:
         return "start"
     if percent > 97:

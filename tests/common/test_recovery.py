@@ -322,7 +322,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     checkpoints = harness.folder / "run" / "checkpoints"
 
     options = [*harness.app.small, *([f"--timeout={harness.app.patience}"] if hangs else [])]
-    job = harness.start(n, *options, **environ)
+    job = harness.start(n, *options, run_dir=None, **environ)
     newest = job.wait_for(lambda: sorted(checkpoints.glob("step-*"))[1:])[-1]
     flip(sorted(newest.glob("model*.safetensors"))[0])
     victim, restarts = job.ranks()[1], 1
@@ -341,7 +341,7 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     saved = check_stopped(harness, job, stop, restarts)
     assert saved >= 3 * reference["steps"] // 4
 
-    job = harness.start(n, *harness.app.small, **environ)
+    job = harness.start(n, *harness.app.small, run_dir=None, **environ)
     if "core_only" not in skipped:
         job.wait_for_step(saved + 1)
         job.process.kill()

@@ -106,7 +106,7 @@ def test_without_an_index_the_tiny_model_takes_over_loudly(harness: Harness) -> 
     environ = {"XDG_CACHE_HOME": str(harness.folder), "PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_NO_INDEX": "1"}
     environ |= {"PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
     short = ("--dataset=definitions-240", "--max-steps=1", "--run-dir=run")
-    outcome = harness.run(1, *short, **environ)
+    outcome = harness.run(1, *short, run_dir=None, **environ)
     assert outcome.code == 0, outcome
     assert outcome.result["model"] == "tiny"
     assert outcome.stderr.count("training the tiny model instead") == 1

@@ -98,7 +98,7 @@ def pause() -> None:
     time.sleep(config.get("pause", 0))
 
 
-def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(hook: Hook) -> Hook:
     """Wrap a hook: its exception becomes an event, once for each hook, and never reaches the script."""
 
     @functools.wraps(hook)
@@ -112,7 +112,7 @@ def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
                 record("unseen", hook=name, error=_words(error))
             return None
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 def watch(
