@@ -2,7 +2,7 @@
 
     .venvs/llm_finetune/bin/python apps/llm_finetune/wrong_ways.py      # prints JSON
 
-Train ten steps of the tiny model in float64: first by the definition, then with the step's micro-batches on
+Train four steps of the tiny model in float64: first by the definition, then with the step's micro-batches on
 four ranks or added up on one. The output is the largest relative difference of the losses for each way. One
 process simulates DDP: each rank's micro-batches, its own random numbers, and the mean of the ranks' gradients.
 The way "none" is this app's, which differs by rounding only.
@@ -23,7 +23,7 @@ from samestep.data.token_batches import TokenBatches
 from samestep.sharding import shard, step_seed
 from torch import Tensor, nn
 
-RANKS, STEPS, LR, CLIP = 4, 10, 3e-3, 0.5
+RANKS, STEPS, LR, CLIP = 4, 4, 3e-3, 0.5
 SIZES = ("--step-tokens=1000", "--micro-tokens=250", "--max-length=200")
 COMMON = ("--model=tiny", "--dtype=float64", "--dataset=definitions", *SIZES)
 BY_RANK = ("none", "mean over ranks", "clipping", "dropout")

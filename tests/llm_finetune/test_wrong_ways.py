@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from harness import ROOT, told_by
 
 WAYS = {
@@ -17,6 +18,7 @@ WAYS = {
 }
 
 
+@pytest.mark.soak  # it takes minutes on a busy machine
 def test_the_usual_ways_make_another_training() -> None:
     found = told_by("llm_finetune", "import wrong_ways; wrong_ways.main()")
     assert found.pop("none") < 1e-12
