@@ -320,6 +320,7 @@ def _app_options(root: Path, app: str) -> Any:
     _check_imports(path.parent)
     sys.path.append(str(path.parent))  # last, because apps give their files plain names
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses looks for the module of a class
     spec.loader.exec_module(module)
     return module
 

@@ -110,6 +110,7 @@ def _module(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # where dataclasses looks for the module of a class
     spec.loader.exec_module(found)
     return found
 

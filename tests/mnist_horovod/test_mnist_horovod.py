@@ -334,6 +334,7 @@ def app_module(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses looks for the module of a class
     spec.loader.exec_module(module)
     return module
 
