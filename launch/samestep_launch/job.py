@@ -329,7 +329,7 @@ def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: 
 
 
 def _reason(code: int) -> str:
-    """Return how a job has ended; "" after a stop, which the other machines know of."""
+    """Return how a job has ended; "" after a stop, in which all machines take part."""
     if code == 0:
         return "has finished"
     if code < 128:
