@@ -664,7 +664,7 @@ def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: M
 
 
 def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcome:
-    """Return how a start has ended, by what its ranks left in the log folder."""
+    """Return how a start has ended, by the files that its ranks left in the log folder."""
     logs = job.options.run_dir / "log"
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
     may_be_killed = job.trains and job.nodes.rank == 0
