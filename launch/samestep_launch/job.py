@@ -329,7 +329,7 @@ def _run_and_report(job: Job, node: NodeInfo | None, state: JobState, trackers: 
 
 
 def _reason(code: int) -> str:
-    """Return how a job has ended; "" after a stop, which the other machines know of."""
+    """Return how a job has ended; "" after a stop, in which all machines take part."""
     if code == 0:
         return "has finished"
     if code < 128:
@@ -664,7 +664,7 @@ def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: M
 
 
 def _outcome_of(job: Job, state: JobState, end: supervise.LauncherEnd) -> Outcome:
-    """Return how a start has ended, by what its ranks left in the log folder."""
+    """Return how a start has ended, by the files that its ranks left in the log folder."""
     logs = job.options.run_dir / "log"
     # msrun exits with 0 when it has killed its ranks at a Ctrl-C. A rank that ends well removes its stacks.
     may_be_killed = job.trains and job.nodes.rank == 0
