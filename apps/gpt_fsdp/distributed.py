@@ -8,9 +8,8 @@ import ctypes
 import torch
 import torch.distributed as dist
 from model import GPT
-from options import mesh_of
+from options import Options, mesh_of
 from samestep.env import World
-from samestep.options import Options
 from samestep.step_timer import COMMUNICATION, COMPUTE, OPTIMIZER, StepTimer
 from samestep.torch import distributed as torch_distributed
 from samestep.torch.distributed import all_gather, backend, broadcast, last_collective, rendezvous, run_metadata

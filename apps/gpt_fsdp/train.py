@@ -25,9 +25,8 @@ import torch.nn.functional as F
 import weights
 from data import IGNORED, load, markov_bits, read
 from model import GPT, build_model
-from options import parse
+from options import Options, parse
 from samestep import env, log, schedules
-from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharded.shards import Shards
