@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 config: dict[str, Any] = json.loads(os.environ.get("SAMESTEP_CHECK") or "{}")
 _RANKS = (
@@ -96,6 +96,9 @@ def record(event: str, **values: Any) -> None:
 def pause() -> None:
     """Wait after a step as long as the check wants."""
     time.sleep(config.get("pause", 0))
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(hook: Hook) -> Hook:
