@@ -32,8 +32,7 @@ import distributed  # noqa: E402
 import train  # noqa: E402
 from data import load  # noqa: E402
 from model import GPT, build_model  # noqa: E402
-from options import parse  # noqa: E402
-from samestep.options import Options  # noqa: E402
+from options import Options, parse  # noqa: E402
 from samestep.step_timer import StepTimer  # noqa: E402
 from samestep.torch import DataLoader, GlobalBatchSampler, exact  # noqa: E402
 
@@ -75,7 +74,7 @@ def plain(options: Options, wrap: Callable[[GPT], nn.Module]) -> Callable[[int],
         loss = F.cross_entropy(wrapped(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(wrapped.parameters(), options.clip_norm)
+        nn.utils.clip_grad_norm_(wrapped.parameters(), options.clip_norm or float("inf"))
         optimizer.step()
         return loss.item()
 

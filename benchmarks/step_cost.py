@@ -94,7 +94,8 @@ def main() -> None:  # noqa: C901
     distributed.rendezvous(world, device, 300)
     steps = 4 * (rounds + 1) * AT_ONCE
     options = parse(["--dataset=mnist-5k", f"--epochs={steps}", f"--global-batch-size={BATCH}", "--quiet"])
-    options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-")) if world.rank == 0 else None
+    if world.rank == 0:
+        options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-"))
     run = Run("mnist_ddp", options, world, Watchdog(), datasets.resolve)
     run.restore(distributed, Parts(load=lambda groups: None, groups=dict))
     training, test = load(options.dataset, options.data_dir, device, torch.float32)

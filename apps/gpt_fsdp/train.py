@@ -110,7 +110,8 @@ def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
 def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
     """Return loss and bits per byte over the held-out part, each byte counted once; all ranks make as many passes."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=loader.dataset.device)
+    device = next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for tokens, targets in loader:
         loss = loss_of(model, tokens, targets, dtype)  # collective: FSDP gathers
         if mesh.get_local_rank("tp") == 0:  # its tensor-parallel peers have the same

@@ -442,7 +442,8 @@ class Job:
 
     def _join(self, channel: Channel) -> None:
         """Start one more rank, in the place of one that has left if there is one."""
-        alive, most = sum(not each.has_left for each in self._ranks.values()), self._options.virtual_ranks
+        alive = sum(not each.has_left for each in self._ranks.values())
+        most = self._options.virtual_ranks or 0  # the parser refuses 0
         if alive >= most:
             channel.send(refusal=f"{alive} ranks train with --virtual-ranks {most}: no more can join")
             return

@@ -45,7 +45,8 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
 def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, members: Members) -> dict[str, float]:
     """Return loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
     model.eval()
-    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, run.options.virtual_ranks)
+    blocks = run.options.virtual_ranks or 1
+    batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, blocks)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
     for k in range(*shard(len(batches), members.rank, members.world_size)):
         images, labels = test_set.batch(batches[k], dtype)

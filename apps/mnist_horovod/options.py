@@ -68,7 +68,7 @@ class Options(CommonOptions):
     )
     compression: str = option("none", "compression of gradients in the all-reduce", choices=("none", "fp16"))
     dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
-    transport: str | None = option(
+    transport: str = option(
         None,
         "transport of collectives; mpi starts the ranks by mpirun, and its first start builds Horovod with MPI "
         "(default: gloo, or mpi if mpirun started the ranks)",
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError(f"HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch {script}")
     check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
-    if options.transport is None:
+    if not options.transport:
         # For ranks only: the launch script, which sets a usage, may run in a job of mpirun.
         launcher = env.find_launcher(os.environ)
         by_mpirun = usage is None and launcher is not None and launcher.kind == "mpi"

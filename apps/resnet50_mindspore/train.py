@@ -30,10 +30,9 @@ from data import Split, load, train_loops
 from highlevel import fit
 from mindspore import Tensor, nn
 from model import Forward, ResNet, build_loss, build_model
-from options import check_ranks, check_steps, parse
+from options import Options, check_ranks, check_steps, parse
 from samestep import env, log
 from samestep.data import datasets
-from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
 from samestep.run import Parts, Run
 from samestep.sharding import GlobalBatches, shard

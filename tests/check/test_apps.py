@@ -36,7 +36,10 @@ def test_no_row_of_an_app_fails(tmp_path: Path, request: pytest.FixtureRequest, 
     begun = time.monotonic()
     limits = "--row-limit=240", "--total-limit=1800"
     done, verdicts = check(
-        *(folder, *adapters, *limits, "--"),
+        folder,
+        *adapters,
+        *limits,
+        "--",
         *(sys.executable, "-m", "samestep_launch", "run", *run.split()),
         *("--epochs=2", "--checkpoint-every=3", *options),
     )

@@ -18,7 +18,7 @@ Cases = dict[str, tuple[list[list[int]], list[list[int]]]]
 
 def recorded(folder: Path, script: Path) -> list[dict[str, Any]]:
     """Run a script with the recorder; return the events of its first process."""
-    config = {name: str(folder) for name in ("work", "source", "records")}
+    config: dict[str, Any] = {name: str(folder) for name in ("work", "source", "records")}
     config |= {"checkpoint": "none", "allowed": [tempfile.gettempdir()]}
     environ = {"PYTHONPATH": str(job.INSIDE), "SAMESTEP_CHECK": json.dumps(config)}
     words = [sys.executable, str(script)]

@@ -335,7 +335,7 @@ def test_a_field_is_an_option_with_its_default_its_type_and_its_group() -> None:
     own = parse_own()
     assert (own.epochs, own.size, own.color, own.weights, own.shuffle) == (7, (2, 3), Color.RED, None, False)
     given = parse_own("--epochs=9", "--size", "4", "5", "--color=blue", "--weights=w", "--shuffle")
-    assert (given.epochs, given.size, given.color) == (9, [4, 5], Color.BLUE)
+    assert (given.epochs, list(given.size), given.color) == (9, [4, 5], Color.BLUE)
     assert (given.weights, given.shuffle, given.dtype) == (Path("w"), True, "float32")
     text = options.make_parser(OwnOptions, "Train.", prog="toy", usage="toy [options]").format_help()
     assert "rows and columns (default: (2, 3))" in text

@@ -110,7 +110,7 @@ def test_without_an_index_the_tiny_model_takes_over_loudly(harness: Harness) -> 
     assert outcome.code == 0, outcome
     assert outcome.result["model"] == "tiny"
     assert outcome.stderr.count("training the tiny model instead") == 1
-    outcome = harness.run(1, *short, "--model=smollm2-135m", **environ)
+    outcome = harness.run(1, *short, "--model=smollm2-135m", run_dir=None, **environ)
     assert outcome.code == 2
     assert "--model smollm2-135m cannot be had" in outcome.stderr
     assert len(outcome.stderr.splitlines()) == 1

@@ -143,7 +143,7 @@ def test_ten_stops_of_the_job_in_a_row_cost_no_bit(
     chance = random.Random(0)
     saved = 0
     for _ in range(10):
-        job = harness.start(3, *SHORT, **waits_for(harness, 3))
+        job = harness.start(3, *SHORT, run_dir=None, **waits_for(harness, 3))
         job.wait_for_step(saved + chance.randrange(1, 12))
         job.process.terminate()
         outcome = job.finish()

@@ -111,6 +111,8 @@ class _Follow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # the compiled function's call passes the numbers on
+            return result
         if _depth == 0 and not _in_backward():
             self.follow(func, args, kwargs, result)
         return result
@@ -139,7 +141,7 @@ def follow() -> None:
         return
     _process = os.getpid()
     _watch_modules()
-    _mode.__enter__()
+    _mode.__enter__()  # type: ignore[no-untyped-call]
     os.register_at_fork(after_in_child=_leave)
 
 

@@ -139,7 +139,8 @@ def _key(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [_key(getattr(value, field.name)) for field in dataclasses.fields(value)]
     text = repr(value)
-    is_stable = type(value).__repr__ is not object.__repr__ and type(value).__hash__ is not None
+    has_own_text = vars(object)["__repr__"] is not type(value).__repr__
+    is_stable = has_own_text and type(value).__hash__ is not None
     if not is_stable:
         raise TypeError(f"a key of type {type(value).__name__} is not the same in two runs")
     return text

@@ -51,11 +51,12 @@ def process_group(group: GroupOrAxis) -> Group:
                 "as group=mesh['dp']"
             )
         group = group.get_group()
-    if group is None or isinstance(group, dist.ProcessGroup):
+    given: Any = group  # of any type, from a program without types
+    if group is None or isinstance(given, dist.ProcessGroup):
         return group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+    if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
         raise ValueError(f"group does not contain rank {dist.get_rank()}: pass the group of this rank")
-    raise TypeError(f"group is a {type(group).__name__}: pass a process group, or an axis such as mesh['dp']")
+    raise TypeError(f"group is a {type(given).__name__}: pass a process group, or an axis such as mesh['dp']")
 
 
 def has_group() -> bool:
