@@ -7,9 +7,11 @@ graph's nodes reports the numbers that a backward pass reaches. The optimizer's 
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,7 +113,7 @@ class _Follow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():  # the compiled function's call passes the numbers on
+        if torch.compiler.is_compiling():  # the call of the compiled function passes them on
             return result
         if _depth == 0 and not _in_backward():
             self.follow(func, args, kwargs, result)
@@ -173,6 +175,32 @@ def _watch_modules() -> None:
 
     torch.nn.Module.__call__ = watched  # type: ignore[method-assign]
     watch(torch.nn.Module, "zero_grad", after=_forget_all)
+
+
+def watch_compiler(module: Any) -> None:
+    """Pass the numbers on at each call of a compiled function. A compiled module is watched as a module."""
+    compile_by = module._TorchDynamoContext.__call__
+
+    def watched(context: Any, function: Any) -> Any:
+        compiled = compile_by(context, function)
+        if not isinstance(function, FunctionType):
+            return compiled
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = compiled(*args, **kwargs)
+            if not torch.compiler.is_compiling() and _depth == 0 and not _in_backward():
+                _pass_on_call((args, kwargs), result)
+            return result
+
+        return call
+
+    module._TorchDynamoContext.__call__ = watched
+
+
+@guarded
+def _pass_on_call(inputs: Any, outputs: Any) -> None:
+    _pass_on(inputs, outputs)
 
 
 def _pause() -> bool:

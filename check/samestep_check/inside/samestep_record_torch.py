@@ -31,10 +31,17 @@ def start() -> None:
     """Watch torch, Accelerate and the parts of samestep.torch, once they are imported."""
     on_import("torch.utils.data.dataloader", _watch_loaders)
     on_import("torch.optim.optimizer", _watch_optimizers)
+    on_import("torch._dynamo.eval_frame", _watch_compiler)
     on_import("torch.amp.grad_scaler", _watch_scaler)
     on_import("accelerate.accelerator", _watch_accelerator)
     on_import("samestep.torch", _watch_parts)
     on_import("torch.distributed.distributed_c10d", _watch_groups)
+
+
+def _watch_compiler(module: ModuleType) -> None:
+    import samestep_record_batches  # needs torch
+
+    samestep_record_batches.watch_compiler(module)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
