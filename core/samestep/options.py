@@ -99,8 +99,8 @@ class Parser(argparse.ArgumentParser):
 
     def _may_change(self, action: argparse.Action) -> bool:
         """Return whether --help shows an option, and a resume may change it."""
-        is_shown = action.help != argparse.SUPPRESS
-        return is_shown and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
+        is_shown_option = action.option_strings and action.help != argparse.SUPPRESS
+        return bool(is_shown_option) and (action.dest in RESUME_MUTABLE or action.dest in self.resume_mutable)
 
     def commands(self) -> dict[str, argparse.ArgumentParser]:
         """Return the parsers of the app's commands (``add_subparsers``) by name."""
