@@ -46,6 +46,8 @@ class TokenLoss(nn.Module):
         m may be 0. The model needs no attention mask: attention is causal and padding is on the right, so no target
         sees padding.
         """
+        if len(tokens) == 0:
+            return self._loss_of_nothing()
         causal = causal_model(self.model)
         is_target = labels != IGNORED
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
@@ -53,6 +55,11 @@ class TokenLoss(nn.Module):
             scores = causal.lm_head(hidden[is_target])
         # The model's own loss rounds the scores of a float64 model to float32.
         return F.cross_entropy(scores.to(causal.dtype), labels[is_target], reduction="sum")
+
+    def _loss_of_nothing(self) -> Tensor:
+        """Return 0 with a gradient for each trained weight, because DDP waits for all; transformers needs a row."""
+        sums = [weight.sum() for weight in self.parameters() if weight.requires_grad]
+        return torch.stack(sums).sum() * 0
 
 
 def causal_model(model: nn.Module) -> Any:

@@ -28,7 +28,7 @@ SCRIPTS = {
     "trainer": "docs/recipes/with_trainer.py",
     "fsdp2": "docs/own_loop_exact.py",
 }
-MOST_ADDED = {"accelerate": 9, "lightning": 10, "trainer": 24, "fsdp2": 5}  # a subclass of Trainer has 13 of 24
+MOST_ADDED = {"accelerate": 9, "lightning": 10, "trainer": 24, "fsdp2": 6}  # a subclass of Trainer has 13 of 24
 CHECKPOINTS = {
     "accelerate": "checkpoints/step-00000020",
     "lightning": "last.ckpt",
