@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from samestep import NonRetryableError
 from samestep.checkpoint import state_dict_diff
 from samestep.sharded.tensors import ShardGroups, StoredGroups, TensorShard
+from samestep.torch.sharded_state import part_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -74,26 +73,15 @@ def shard_of(tensor: Tensor, mesh: DeviceMesh) -> TensorShard:
 def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bool]:
     """Return this rank's part of a tensor on ``mesh`` (dp, tp), its offset, and whether another rank owns the same.
 
-    Tensor parallelism cuts first, then FSDP cuts the rest along the first axis as `torch.chunk` does: parts of equal
-    size, then a smaller one, then empty ones. A plain tensor is a counter, which rank 0 owns.
+    A plain tensor is a counter, which rank 0 owns.
     """
-    cuts: dict[str, Any] = {}
-    if isinstance(tensor, DTensor):
-        cuts = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements))
-    elif tensor.ndim:
-        raise NonRetryableError(f"a tensor of shape {[*tensor.shape]} is whole on this rank: FSDP has gathered it")
-    offset, extent, is_copy = [0] * tensor.ndim, [*tensor.shape], False
-    dp, tp = zip(mesh.get_coordinate() or (), mesh.shape)  # mesh["dp"] takes a millisecond
-    for name, (coordinate, size) in (("tp", tp), ("dp", dp)):
-        axis = getattr(cuts.get(name), "dim", None)
-        if axis is None:  # all ranks along this dimension have the same
-            is_copy |= coordinate > 0
-            continue
-        length = -(-extent[axis] // size)
-        begin = min(coordinate * length, extent[axis])
-        offset[axis], extent[axis] = offset[axis] + begin, min(length, extent[axis] - begin)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if list(local.shape) != extent:
-        expected = f"not {extent}, which {cuts} leaves of {[*tensor.shape]}"
+    if not isinstance(tensor, DTensor):
+        if tensor.ndim:
+            raise NonRetryableError(f"a tensor of shape {[*tensor.shape]} is whole on this rank: FSDP has gathered it")
+        return tensor, (), any(mesh.get_coordinate() or ())
+    part = part_of(tensor)
+    local = tensor.to_local()
+    if tuple(local.shape) != part.shape:
+        expected = f"not {[*part.shape]}, which {tensor.placements} leaves of {[*tensor.shape]}"
         raise NonRetryableError(f"a shard has the shape {[*local.shape]}, {expected}")
-    return local, tuple(offset), is_copy
+    return local, part.offset, part.is_copy
