@@ -327,7 +327,7 @@ def _app_options(root: Path, app: str) -> Any:
 
 def check_share_gpu(options: Options, machines: int) -> None:
     """Raise ConfigError if --share-gpu cannot work here: on several machines, or without an NVIDIA driver."""
-    if not getattr(options, "share_gpu", False):
+    if not options.share_gpu:
         return
     if machines > 1:  # their host ids may be equal, and ranks communicate over the loopback interface
         raise ConfigError(f"--share-gpu is for one machine, and this job has {machines}: leave it out")

@@ -645,7 +645,7 @@ def _prepare_start(job: Job, state: JobState, command: Sequence[str], environ: M
         state.name,
         logs,
         timeout=getattr(job.options, "timeout", math.inf),
-        first_step_timeout=getattr(job.options, "first_step_timeout", None) or 0.0,
+        first_step_timeout=job.options.first_step_timeout or 0.0,
         must_start=job.trains and job.has_heartbeats and _is_local(),
     )
     return supervise.Start(
