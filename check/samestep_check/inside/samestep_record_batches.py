@@ -113,9 +113,7 @@ class _Follow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():  # the call of the compiled function passes them on
-            return result
-        if _depth == 0 and not _in_backward():
+        if _is_outside():
             self.follow(func, args, kwargs, result)
         return result
 
@@ -126,6 +124,11 @@ class _Follow(TorchFunctionMode):
         _pass_on(given, result)
         if _changes_first(function) and arguments:
             _pass_on(given, arguments[0])
+
+
+def _is_outside() -> bool:
+    """Return whether the script itself makes this call: no module, compiler or backward pass does."""
+    return not torch.compiler.is_compiling() and _depth == 0 and not _in_backward()
 
 
 def _in_backward() -> bool:
@@ -180,6 +183,7 @@ def _watch_modules() -> None:
 def watch_compiler(module: Any) -> None:
     """Pass the numbers on at each call of a compiled function. A compiled module is watched as a module."""
     compile_by = module._TorchDynamoContext.__call__
+    pass_on = guarded(_pass_on)
 
     def watched(context: Any, function: Any) -> Any:
         compiled = compile_by(context, function)
@@ -189,18 +193,13 @@ def watch_compiler(module: Any) -> None:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = compiled(*args, **kwargs)
-            if not torch.compiler.is_compiling() and _depth == 0 and not _in_backward():
-                _pass_on_call((args, kwargs), result)
+            if _is_outside():
+                pass_on((args, kwargs), result)
             return result
 
         return call
 
     module._TorchDynamoContext.__call__ = watched
-
-
-@guarded
-def _pass_on_call(inputs: Any, outputs: Any) -> None:
-    _pass_on(inputs, outputs)
 
 
 def _pause() -> bool:
