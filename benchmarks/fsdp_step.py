@@ -46,7 +46,8 @@ def app(options: Options) -> Callable[[int], object]:
     optimizer, timer = train.build_optimizer(options, model), StepTimer()
     distributed.time_phases(model, optimizer, timer)
     training, _ = load(options, CPU)
-    size, group = options.global_batch_size, mesh["dp"]
+    size = options.global_batch_size
+    group = mesh["dp"]
     sampler = GlobalBatchSampler(len(training), size, seed=1, accumulate=options.accumulate, group=group)
     exact(model, sampler)
     loader = DataLoader(training, batch_sampler=sampler, seeded=False)

@@ -33,9 +33,11 @@ CAUSES = {
     "float32": ("8 rounding, float32", "#9a6700", "#d29922"),
     "none": ("none, float64", "#1a7f37", "#3fb950"),
 }
-WIDTH, HEIGHT = 880, 360
+WIDTH = 880
+HEIGHT = 360
 LEFT, RIGHT, TOP, BOTTOM = 60, 660, 20, 310
-LOWEST, HIGHEST = -17, 0  # powers of ten
+LOWEST = -17  # power of ten
+HIGHEST = 0
 
 
 def train(count: int, folder: Path) -> dict[str, list[float]]:

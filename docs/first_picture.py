@@ -147,7 +147,7 @@ def step_of(found: re.Match[str]) -> int:
 
 
 def losses(output: str) -> Losses:
-    """Return the loss of each step. Of a step that was taken twice, the second loss counts."""
+    """Return the loss of each step; the second loss if a step was taken twice."""
     by_step = {step_of(found): float(found[3]) for found in LOSS.finditer(output)}
     return [by_step[step] for step in sorted(by_step)]
 

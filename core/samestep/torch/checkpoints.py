@@ -238,12 +238,15 @@ def unwrapped(part: Any) -> Any:
 
 def describe_checkpoint(found: Checkpoint | None, error: Exception | None) -> dict[str, Any]:
     """Return what rank 0 broadcasts about the newest checkpoint."""
+    sharded_folder = ""
+    if found and found.pieces:
+        sharded_folder = str(found.folder.absolute())
     return {
         "error": str(error) if error else "",
         "is_config_error": isinstance(error, ConfigError),
         "step": found.step if found else None,
         "parts": found.state["parts"] if found else {},
-        "sharded_folder": str(found.folder.absolute()) if found and found.pieces else "",
+        "sharded_folder": sharded_folder,
     }
 
 
