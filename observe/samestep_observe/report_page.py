@@ -12,6 +12,7 @@ import html
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -247,9 +248,10 @@ class _Scale:
         if log:
             low = math.floor(math.log10(low))
             high = max(math.ceil(math.log10(high)), low + 4)
-        if not high > low:
-            low -= (abs(low) or 1) / 2
-            high += (abs(high) or 1) / 2
+        if high - low < sys.float_info.min:  # whose halves could be zero
+            margin = (abs(low) or 1) / 2
+            low = max(low - margin, -sys.float_info.max)
+            high = min(high + margin, sys.float_info.max)
         self.low = float(low)
         self.high = float(high)
 

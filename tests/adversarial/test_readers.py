@@ -251,11 +251,17 @@ def test_measurements_without_end_are_left_out(tmp_path: Path) -> None:
     assert any("values left out: of more than" in problem for problem in data.problems)
 
 
-@pytest.mark.parametrize("values", [[0.0, 1e308], [-1.7e308, 1.7e308], [5e-324, 0.0], [1e308] * 99])
-def test_a_curve_of_extreme_values_is_drawn(values: list[float]) -> None:
+EXTREMES = [[0.0, 1e308], [-1.7e308, 1.7e308], [5e-324, 0.0], [1e308] * 99, [1.7e308], [-1.7e308]]
+
+
+@pytest.mark.parametrize("values", EXTREMES, ids=lambda values: repr(values)[:12])
+def test_a_curve_of_extreme_values_is_drawn(tmp_path: Path, values: list[float]) -> None:
     curve = run_reader.Curve()
     curve.values.extend(values)
     assert watch.sparkline(curve, 8)
+    lines = [HEADER, *({"step": step, "loss": value} for step, value in enumerate(values, 1))]
+    run_dir = make(tmp_path / "run", {"metrics.jsonl": lines})
+    assert "Loss" in report_page.html_of(report.build([run_reader.read(run_dir)]))
 
 
 # --- fuzz ------------------------------------------------------------------------------------------------------------

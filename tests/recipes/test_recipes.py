@@ -84,6 +84,19 @@ def run(script: Path, world_size: int, folder: Path, out: str) -> str:
 
 
 def run_until_killed(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
+    """Kill a job between its first save and its second; return its output.
+
+    Lightning and Trainer leave a damaged file if the kill strikes a save, so a job that came too far starts anew.
+    """
+    for _ in range(10):
+        shutil.rmtree(folder / out, ignore_errors=True)
+        text = _kill_after_save(script, world_size, folder, out, checkpoint)
+        if len(losses(text)) < 2 * SAVED - 1:
+            return text
+    raise AssertionError("in 10 attempts, no kill came before the second save")
+
+
+def _kill_after_save(script: Path, world_size: int, folder: Path, out: str, checkpoint: str) -> str:
     """Kill a job as soon as it has saved, and has trained 3 steps more; return its output."""
     process, log = start(script, world_size, folder, out)
     deadline = time.monotonic() + LIMIT
@@ -119,7 +132,7 @@ def test_a_killed_job_resumes_with_the_losses_of_one_rank(changed: Path, folder:
     killed = losses(run_until_killed(script, 3, folder, "three", CHECKPOINTS[name]))
     resumed = run(script, 3, folder, "three")
     first = EPOCHS * STEPS - len(losses(resumed))
-    assert first in (SAVED, 2 * SAVED)
+    assert first == SAVED
     assert len(expected) == EPOCHS * STEPS
     limit = 1e-6 if name == "trainer" else 1e-12  # Trainer adds up its losses in float32
     assert killed[:first] + losses(resumed) == pytest.approx(expected, abs=limit, rel=0)
