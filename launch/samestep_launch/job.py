@@ -142,7 +142,15 @@ def warn_of_other_ranks(environ: Mapping[str, str], nodes: Nodes) -> None:
 
 
 def parse_integer(name: str, text: str, least: int, most: int | None = None, default: int | None = None) -> int:
-    """Return the integer ``text``, or ``default`` if it is empty. Raises ConfigError with the name and the limit."""
+    """Return the integer ``text``, or ``default`` if it is empty. Raises ConfigError with the name and the limit.
+
+    Args:
+        name: the variable or option, for the error.
+        text: the value, as digits.
+        least: the smallest number allowed.
+        most: the largest number allowed, or None.
+        default: the number of an empty text; None means that an empty text is an error.
+    """
     if not text and default is not None:
         return default
     limit = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -203,6 +211,13 @@ class Job:
         {arguments} the arguments alone. If the ranks are forked, {forker} means `samestep_launch.rank_forker` and the
         program. `samestep_launch.torchrun` replaces torchrun on one machine, where its store is on 127.0.0.1 alone, and
         if it forks the ranks.
+
+        Args:
+            python: path of the Python that runs the launcher.
+            port: the master port, or that of the launcher's store.
+            logs: folder for the launcher's own log files.
+            more: further options of the program, after the user's.
+            met: what the machines of the job agreed on; None on one machine.
         """
         values = {
             **vars(self.options),
@@ -257,7 +272,14 @@ def _has_values(word: str, values: Mapping[str, Any]) -> bool:
 
 
 def node_info(job: Job, root: Path, code: Sequence[Path], versions: Mapping[str, str]) -> NodeInfo:
-    """Return this machine's description for the others; ``root`` is where the paths of ``code`` begin."""
+    """Return this machine's description for the others; ``root`` is where the paths of ``code`` begin.
+
+    Args:
+        job: the job as this machine was asked to run it.
+        root: the folder where the paths of ``code`` begin.
+        code: the files of the program.
+        versions: versions of packages by name.
+    """
     import samestep
     from samestep.options import as_json
 
@@ -510,7 +532,14 @@ class Decision:
 
 
 def decide(outcome: Outcome, history: Sequence[Outcome], max_restarts: int, logs: Path) -> Decision:
-    """Decide whether the job ends or restarts. ``history`` has the outcomes of the earlier starts."""
+    """Decide whether the job ends or restarts. ``history`` has the outcomes of the earlier starts.
+
+    Args:
+        outcome: how the last start ended.
+        history: the outcomes of the earlier starts, the oldest first.
+        max_restarts: the number of restarts that the user allows.
+        logs: the run dir's log/, for the message.
+    """
     if outcome.code == 0 and outcome.complete:
         return Decision(0)
     if outcome.verdict is not None:

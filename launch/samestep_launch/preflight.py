@@ -160,7 +160,13 @@ def digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def difference(first: NodeInfo, other: NodeInfo, equal_ranks: bool = False) -> str:
-    """Return why two machines cannot run one job, in a line that names both; "" if they can."""
+    """Return why two machines cannot run one job, in a line that names both; "" if they can.
+
+    Args:
+        first: the description of one machine.
+        other: the description of another.
+        equal_ranks: whether the launcher needs the same number of ranks on each machine.
+    """
 
     def both(what: str, here: Any, there: Any, remedy: str) -> str:
         return f"{what} is {here} on {first.name} and {there} on {other.name}: {remedy}"
@@ -262,7 +268,15 @@ def preflight(
 
 @contextlib.contextmanager
 def admit_late(node: NodeInfo, address: str, port: int, met: Rendezvous, secret: bytes = b"") -> Iterator[None]:
-    """Admit machines that come back while machine 0 is in this context. They get the plan of ``met``."""
+    """Admit machines that come back while machine 0 is in this context. They get the plan of ``met``.
+
+    Args:
+        node: this machine's description.
+        address: machine 0's address.
+        port: the port to listen at.
+        met: the plan of the job.
+        secret: the job's key; empty for none.
+    """
     listener = _Listener(_with_host(node), Place(address, port, math.inf, REPLY_TIMEOUT, secret))
 
     def answer() -> None:
@@ -293,6 +307,14 @@ def abort(node: NodeInfo, address: str, port: int, reason: str, limit: float, se
     """Report to all machines of the job ``node.after`` that this one will not restart.
 
     It returns when each has received the message or reports the same of itself, and after ``limit`` seconds.
+
+    Args:
+        node: this machine's description.
+        address: machine 0's address.
+        port: its port.
+        reason: why this machine stops, as the end of a sentence.
+        limit: seconds to wait for the others.
+        secret: the job's key; empty for none.
     """
     node = _with_host(node)
     place = Place(address, port, deadline=time.monotonic() + limit, limit=limit, secret=secret)

@@ -136,7 +136,14 @@ Starter = Callable[[Sequence[str], Mapping[str, str], int, int], Process]
 
 
 def start_program(command: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Process:
-    """Start a launcher as a program."""
+    """Start a launcher as a program.
+
+    Args:
+        command: the launcher's words.
+        environ: its whole environment.
+        stdout: file descriptor of its standard output.
+        stderr: file descriptor of its standard error.
+    """
     # A session of its own: Ctrl-C reaches the launch script alone, which then stops all others in order.
     null = subprocess.DEVNULL
     return subprocess.Popen(command, env=environ, stdin=null, stdout=stdout, stderr=stderr, start_new_session=True)

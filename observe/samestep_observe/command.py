@@ -18,7 +18,13 @@ def new_parser(name: str, manual: str | None) -> Parser:
 
 
 def run_command(parser: Parser, arguments: Sequence[str], command: Callable[[Options], None]) -> int:
-    """Run a program and return its exit code: 0, or 2 and one line on stderr for a mistake of the caller."""
+    """Run a program and return its exit code: 0, or 2 and one line on stderr for a mistake of the caller.
+
+    Args:
+        parser: the program's parser.
+        arguments: the words after its name.
+        command: called with the parsed options.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
     try:

@@ -147,7 +147,13 @@ def _blocked_ranks(log: Path) -> Iterator[RankState]:
 
 
 def report(states: Sequence[RankState], all_threads: bool, columns: int) -> list[str]:
-    """Return the lines to print. A rank's own file is preferred to another rank's file about it."""
+    """Return the lines to print. A rank's own file is preferred to another rank's file about it.
+
+    Args:
+        states: the ranks' states at one hang.
+        all_threads: whether to print all threads of each rank.
+        columns: width of the terminal, in characters.
+    """
     others_first = sorted(states, key=lambda state: "written_by" not in state)
     by_rank = {state["rank"]: state for state in others_first}
     ranks = [by_rank[rank] for rank in sorted(by_rank)]

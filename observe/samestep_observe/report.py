@@ -161,7 +161,15 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def thin(run: int, name: str, steps: Sequence[int], values: Sequence[float], dashed: bool = False) -> Line:
-    """Return a curve of at most MAX_POINTS points: the least and the greatest of each section, so no peak is lost."""
+    """Return a curve of at most MAX_POINTS points: the least and the greatest of each section, so no peak is lost.
+
+    Args:
+        run: index of the run.
+        name: the metric's name.
+        steps: steps, in order.
+        values: the metric at these steps.
+        dashed: whether to draw points on a dashed line.
+    """
     points = _points_to_draw(values)
     return Line(
         run,

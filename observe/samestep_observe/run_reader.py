@@ -623,7 +623,13 @@ class State(NamedTuple):
 
 
 def state(run_dir: Path, step: int | None, result: Mapping[str, Any]) -> State:
-    """Return the state of a run by its files. ``step`` is the last one recorded, ``result`` is result.json."""
+    """Return the state of a run by its files. ``step`` is the last one recorded, ``result`` is result.json.
+
+    Args:
+        run_dir: the run's folder.
+        step: the last step recorded, or None.
+        result: the content of result.json; {} if there is none.
+    """
     log = run_dir / "log"
     has_ranks = any(log.glob("alive-*"))
     has_begun = step is not None or has_ranks

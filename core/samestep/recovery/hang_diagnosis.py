@@ -59,13 +59,25 @@ State = Mapping[str, Any]  # a rank's values, as in its files
 
 
 def dump_state(folder: Path, state: State, **extra: Any) -> None:
-    """Write this rank's ``hang-<r>.json``: its ``state``, the stacks of all its threads, and ``extra``."""
+    """Write this rank's ``hang-<r>.json``: its ``state``, the stacks of all its threads, and ``extra``.
+
+    Args:
+        folder: the run dir's log/.
+        state: this rank's state: its heartbeat, world size and trouble.
+        extra: further JSON values, such as the verdict.
+    """
     with _dump_lock:
         write_json(folder, f"hang-{state['rank']}.json", {**state, "threads": _threads(), **extra}, state["rank"])
 
 
 def dump_state_if_others_hang(folder: Path, heartbeat: State, get_state: Callable[[], State]) -> None:
-    """Write this rank's file once, if another rank found the hang first."""
+    """Write this rank's file once, if another rank found the hang first.
+
+    Args:
+        folder: the run dir's log/.
+        heartbeat: this rank's newest heartbeat, which names the job.
+        get_state: returns the state to write.
+    """
     if not _is_of_hang(_read_rank(folder / "hanging"), heartbeat):
         return
     with _dump_lock:
@@ -149,6 +161,11 @@ def read_state(folder: Path, rank: int, now: State) -> RankState | None:
     """Return a rank's state by the files in ``folder``, or None.
 
     ``now`` is this rank's state in the hang.
+
+    Args:
+        folder: the run dir's log/.
+        rank: the rank to read.
+        now: this rank's state in the hang.
     """
     values = _read_rank(folder / f"hang-{rank}.json")
     if _is_of_hang(values, now) and "written_by" not in values:
@@ -290,7 +307,13 @@ def crashes(folder: Path, job: str, program: Path = PROGRAM) -> str:
 
 
 def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
-    """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes."""
+    """Return whether ``count`` ranks of this job live on this machine, by their heartbeats and processes.
+
+    Args:
+        folder: the run dir's log/.
+        job: id of the job, as heartbeats have it.
+        count: number of ranks on this machine.
+    """
     alive = 0
     for path in folder.glob("alive-*"):
         values = _read_rank(path)
@@ -302,7 +325,13 @@ def all_ranks_alive(folder: Path, job: str, count: int) -> bool:
 
 
 def rank_is_lost(folder: Path, job: str, world_size: int) -> bool:
-    """Return whether the process of a rank of this job on this machine has ended, by the ranks' heartbeats."""
+    """Return whether the process of a rank of this job on this machine has ended, by the ranks' heartbeats.
+
+    Args:
+        folder: the run dir's log/.
+        job: id of the job, as heartbeats have it.
+        world_size: number of ranks of the job.
+    """
     for rank in range(world_size):
         values = _read_rank(folder / f"alive-{rank}")
         if _is_here(values, job) and _is_ended(values):
@@ -447,7 +476,13 @@ def _update_states(states: dict[int, RankState], folder: Path, now: State) -> No
 
 
 def save_diagnosis(folder: Path, now: State, text: str) -> None:
-    """Write the diagnosis, and the state of ranks that cannot write it themselves: a restart loses their heartbeats."""
+    """Write the diagnosis, and the state of ranks that cannot write it themselves: a restart loses their heartbeats.
+
+    Args:
+        folder: the run dir's log/.
+        now: this rank's state in the hang.
+        text: the diagnosis, in one line.
+    """
     dump_state(folder, now, verdict=text)
     for rank in range(now["world_size"]):
         state = read_state(folder, rank, now)

@@ -153,6 +153,14 @@ class Watchdog(Monitor):
                 raise replica_check.not_finite(name, value, step, self._options, self._world)
 
     def check_replicas(self, all_gather: AllGather, groups: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Compare the arrays of all ranks by checksums. Raises RetryableError if they differ.
+
+        Args:
+            all_gather: called once, collectively, with an int64 array of one checksum a tensor. It returns
+                the arrays of all ranks, [world_size, tensors].
+            groups: arrays by group and name, the same names on all ranks.
+            step: the number of updates done, for the error.
+        """
         names = []
         own = []
         for group in sorted(groups):
@@ -164,6 +172,14 @@ class Watchdog(Monitor):
             raise replica_check.unequal(checksums, step, names)
 
     def check_final_weights(self, collectives: Any, digest: str, run_dir: Path | None) -> None:
+        """Compare the digests of all ranks' final weights. Raises RetryableError if they differ.
+
+        Args:
+            collectives: the functions ``all_gather`` and ``broadcast`` of the job.
+            digest: this rank's SHA-256 of the weights, in hexadecimal.
+            run_dir: where the newest checkpoint is set aside if the ranks differ; None on ranks that do not
+                write.
+        """
         digests = collectives.all_gather(np.frombuffer(bytes.fromhex(digest), np.int32))
         if (digests != digests[0]).any():
             if run_dir:

@@ -35,6 +35,18 @@ class Normalize(torch.autograd.Function):
         alone: bool,
         group: Group,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the normalized x, the mean and the variance of each channel, [channels], and their number of values.
+
+        Args:
+            ctx: autograd's context.
+            x: the input, [rows, channels, ...].
+            weight: the scale, [channels], or None.
+            bias: the shift, [channels], or None.
+            eps: added to the variance.
+            timer: gets the seconds of the all-reduce as communication.
+            alone: whether the batch of one rank is the global batch, so that nothing is reduced.
+            group: process group to reduce over.
+        """
         wide = x if x.dtype == torch.float64 else x.float()  # under autocast x is bfloat16
         dims = dims_of_channel(x)
         # Ranks may differ in their number of rows, so they reduce sums and counts. A variance is a small difference of
@@ -60,7 +72,13 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *of_statistics: None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias. The last two cover this rank's rows only: DDP reduces them."""
+        """Return the gradients of x, weight and bias. The last two cover this rank's rows only: DDP reduces them.
+
+        Args:
+            ctx: autograd's context.
+            gradient: the gradient of the output, of its shape.
+            of_statistics: gradients of the other outputs, which have none.
+        """
         x, mean, rsqrt, scale, total = ctx.saved_tensors
         wide = x.to(mean.dtype)
         dims = dims_of_channel(x)

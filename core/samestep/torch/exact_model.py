@@ -165,7 +165,13 @@ class DrawWatch:
         self._model_rows.state = generator_states()
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Compare the generators after the forward pass of a module, the innermost ones first."""
+        """Compare the generators after the forward pass of a module, the innermost ones first.
+
+        Args:
+            module: the module that has ended.
+            inputs: its arguments.
+            output: what it returned.
+        """
         if torch.compiler.is_compiling() or self._model_rows.state is None:
             return
         if not all(map(torch.equal, self._model_rows.state, generator_states())):
