@@ -214,7 +214,7 @@ class Job:
 
         Args:
             python: path of the Python that runs the launcher.
-            port: the master port, or that of the launcher's store.
+            port: the port of the master, or of the launcher's store.
             logs: folder for the launcher's own log files.
             more: further options of the program, after the user's.
             met: what the machines of the job agreed on; None on one machine.
