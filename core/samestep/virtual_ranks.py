@@ -17,6 +17,7 @@ from samestep.sharding import shard
 
 Value = TypeVar("Value")
 Node = tuple[int, int, Any]  # begin, end, and the sum of the leaves [begin, end): numbers, arrays or tensors
+Layout = Sequence[Sequence[tuple[int, int]]]  # by rank, [begin, end) of each node that the rank could not join
 
 
 def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> None:
@@ -39,7 +40,7 @@ def push(nodes: list[Node], leaves: int, begin: int, end: int, value: Any) -> No
         nodes[-2:] = [(first, last, left)]
 
 
-def tree_sum(leaves: int, layout: Sequence[Sequence[tuple[int, int]]], values: Iterable[Value]) -> Value:
+def tree_sum(leaves: int, layout: Layout, values: Iterable[Value]) -> Value:
     """Return the sum of a whole tree from the ``values`` of all nodes in ``layout``, in order; it changes them.
 
     Args:
@@ -55,7 +56,7 @@ def tree_sum(leaves: int, layout: Sequence[Sequence[tuple[int, int]]], values: I
 
 
 @lru_cache(maxsize=64)
-def nodes_of_ranks(leaves: int, world_size: int) -> Sequence[Sequence[tuple[int, int]]]:
+def nodes_of_ranks(leaves: int, world_size: int) -> Layout:
     """Return the nodes [begin, end) that each rank is left with after it has pushed its leaves, in order of ranks."""
     ranks = []
     for rank in range(world_size):

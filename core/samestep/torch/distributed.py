@@ -39,18 +39,21 @@ def choose_device(requested: str, world: World) -> torch.device:
         ConfigError: `gpu_use`, or ranks of several machines would share a GPU.
         NonRetryableError: CUDA cannot start, for example with an old driver.
     """
-    gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
+    gpus = torch.cuda.device_count()
+    ranks = world.local_world_size or 1
     use = gpu_use(requested, ranks, gpus)
     if use == "none":
         if requested == "auto" and gpus and world.rank == 0:
-            log.info(f"{ranks} ranks, {gpus} GPU{'s' * (gpus > 1)}: --device auto takes the CPU; see --share-gpu")
+            noun = "GPU" if gpus == 1 else "GPUs"
+            log.info(f"{ranks} ranks, {gpus} {noun}: --device auto takes the CPU; see --share-gpu")
         return torch.device("cpu")
     if use == "shared" and (world.node_count or 1) > 1:
         raise ConfigError(f"--share-gpu is for one machine, and this job has {world.node_count}: leave it out")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products need
     torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.allow_tf32 = False
-    device = torch.device("cuda", 0 if use == "shared" else world.local_rank or 0)
+    index = 0 if use == "shared" else world.local_rank
+    device = torch.device("cuda", index or 0)
     try:
         # Before the rendezvous and `init_device_mesh`, which otherwise take LOCAL_RANK for the number of a GPU.
         torch.cuda.set_device(device)
@@ -129,8 +132,9 @@ def nccl_version() -> tuple[int, ...]:
 
 def _remedy(message: str) -> str:
     """Return "" or the remedy for an error's ``message``: a GPU that ranks share is full."""
-    full = ": this rank's part of the GPU is full (--share-gpu): start fewer ranks"
-    return full if "out of memory" in message else ""
+    if "out of memory" not in message:
+        return ""
+    return ": this rank's part of the GPU is full (--share-gpu): start fewer ranks"
 
 
 def set_threads(threads: int | None) -> None:
@@ -145,7 +149,9 @@ def backend(device: torch.device, requested: str = "auto") -> str:
     """
     if requested == "nccl" and device.type != "cuda":
         raise ConfigError("--backend nccl needs a GPU for each rank: start fewer ranks, or use --backend gloo")
-    return requested if requested != "auto" else "nccl" if device.type == "cuda" else "gloo"
+    if requested != "auto":
+        return requested
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def run_metadata(device: torch.device, model: nn.Module | None = None) -> dict[str, Any]:
@@ -200,7 +206,8 @@ def rendezvous(world: World, device: torch.device, timeout: float, requested: st
     try:
         dist.init_process_group(init_method="env://", **settings)  # collective
     except dist.DistNetworkError as error:
-        place, reason = f"{world.master_addr}:{world.master_port}", str(error).splitlines()[0]
+        place = f"{world.master_addr}:{world.master_port}"
+        reason = str(error).splitlines()[0]
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"MASTER_PORT {world.master_port} is in use on this machine: choose another") from error
         raise NonRetryableError(f"no rendezvous with the other ranks at {place}: {reason}") from error
@@ -216,7 +223,8 @@ def _check_sharing(device: torch.device) -> None:
     except RuntimeError as error:
         if dist.get_world_size() == 1:
             raise
-        version, variables = ".".join(map(str, nccl_version())), " ".join(f"{k}={v}" for k, v in _sharing.items())
+        version = ".".join(map(str, nccl_version()))
+        variables = " ".join(f"{name}={value}" for name, value in _sharing.items())
         reason = str(error).strip().splitlines()[-1]
         raise NonRetryableError(f"--share-gpu: NCCL {version} refuses it with {variables}: {reason}") from error
 
@@ -231,15 +239,19 @@ def last_collective() -> dict[str, Any] | None:
     if not entries:
         return None
     entry = next(filter(_is_pending, entries), entries[-1])
-    number, kind = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
-    shapes, dtypes = "".join(map(str, entry["input_sizes"])), " ".join({*map(str.lower, entry["input_dtypes"])})
+    number = entry["collective_seq_id"]
+    kind = entry["profiling_name"].rpartition(":")[2]
+    shapes = "".join(map(str, entry["input_sizes"]))
+    dtypes = " ".join({*map(str.lower, entry["input_dtypes"])})
     return {"name": f"{kind} {number} {shapes} {dtypes}", "number": number, "pending": _is_pending(entry)}
 
 
 def _recorded(function: str) -> list[dict[str, Any]]:
     """Return the collectives that a recorder holds, the oldest first; [] if this build of torch lacks the recorder."""
     dump = getattr(torch._C._distributed_c10d, function, None)
-    entries = json.loads(dump(True, False)).get("entries", []) if dump else []
+    if dump is None:
+        return []
+    entries = json.loads(dump(True, False)).get("entries", [])
     return [entry for entry in entries if not entry["is_p2p"]]
 
 

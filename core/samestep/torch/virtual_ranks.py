@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from samestep.sharding import GlobalBatches
 from samestep.torch.batch_norm import GlobalBatchNorm
-from samestep.virtual_ranks import Node, nodes_of_ranks, push, tree_sum
+from samestep.virtual_ranks import Layout, Node, nodes_of_ranks, push, tree_sum
 
 GATHER_MAX_BYTES = 2**22  # of all ranks' nodes, which every rank then adds
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
@@ -67,8 +68,11 @@ class GradientTree:
         norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
         self._norms = [norm for norm in norms if norm.sums is not None]
         self._buffers = [*buffers, *(norm.sums for norm in self._norms if norm.sums is not None)]
-        self._batches, self._all_to_all, self._all_gather = batches, all_to_all, all_gather
-        self._sizes = [*(each.numel() for each in (*self._parameters, *self._buffers)), 1]
+        self._batches = batches
+        self._all_to_all = all_to_all
+        self._all_gather = all_gather
+        self._sizes = [tensor.numel() for tensor in (*self._parameters, *self._buffers)]
+        self._sizes.append(1)  # the loss
         self._padding = self._parameters[0].new_zeros(-sum(self._sizes) % batches.world_size)  # for equal slices
         self._nodes: list[Node] = []
 
@@ -90,8 +94,12 @@ class GradientTree:
 
         Other ranks return 0, so that the ranks' losses add up, as their shards' do.
         """
-        nodes, self._nodes = self._nodes, []
-        total = nodes[0][2] if self._batches.world_size == 1 else self._exchange(nodes, step)
+        nodes = self._nodes
+        self._nodes = []
+        if self._batches.world_size == 1:
+            _, _, total = nodes[0]
+        else:
+            total = self._exchange(nodes, step)
         *sums, loss = total[: sum(self._sizes)].split(self._sizes)
         for parameter, gradient in zip(self._parameters, sums):
             parameter.grad = gradient.view_as(parameter)
@@ -99,20 +107,45 @@ class GradientTree:
             buffer.copy_(each.view_as(buffer))
         for norm in self._norms:
             norm.update_from_sums()
-        return loss[0] if self._batches.rank == 0 else torch.zeros_like(loss[0])
+        if self._batches.rank != 0:
+            return torch.zeros_like(loss[0])
+        return loss[0]
 
     def _exchange(self, nodes: list[Node], step: int) -> Tensor:
         """Return the sum over all ranks' ``nodes``. Every rank adds small ones; each adds a slice of large ones."""
-        leaves, world_size = self._batches.num_micro_batches(step), self._batches.world_size
-        layout = nodes_of_ranks(leaves, world_size)
-        size, most = sum(self._sizes) + len(self._padding), max(map(len, layout))
-        rows = torch.stack([row for _, _, row in nodes]) if nodes else self._padding.new_empty(0, size)
-        if world_size * most * size * rows.element_size() <= GATHER_MAX_BYTES:  # one collective instead of two
-            gathered = self._all_gather(F.pad(rows, (0, 0, 0, most - len(rows))).view(-1))
-            of_ranks = zip(gathered.view(world_size, most, size), layout)
-            total: Tensor = tree_sum(leaves, layout, (row for padded, own in of_ranks for row in padded[: len(own)]))
-            return total
-        width = size // world_size
+        leaves = self._batches.num_micro_batches(step)
+        layout = nodes_of_ranks(leaves, self._batches.world_size)
+        size = sum(self._sizes) + len(self._padding)
+        rows = self._padding.new_empty(0, size)
+        if nodes:
+            rows = torch.stack([row for _, _, row in nodes])
+        most = max(map(len, layout))
+        gathered_bytes = self._batches.world_size * most * size * rows.element_size()
+        if gathered_bytes <= GATHER_MAX_BYTES:  # one collective instead of two
+            return self._sum_all(rows, leaves, layout)
+        return self._sum_slices(rows, leaves, layout)
+
+    def _sum_all(self, rows: Tensor, leaves: int, layout: Layout) -> Tensor:
+        """Return the sum of all ranks' nodes, which every rank gathers and adds.
+
+        Args:
+            rows: [own nodes, size], one node a row.
+            leaves: number of micro-batches of the step.
+            layout: the nodes of each rank.
+        """
+        most = max(map(len, layout))
+        padded = F.pad(rows, (0, 0, 0, most - len(rows)))
+        gathered = self._all_gather(padded.view(-1)).view(len(layout), most, -1)
+        of_ranks = [of_rank[: len(nodes)] for of_rank, nodes in zip(gathered, layout)]
+        total: Tensor = tree_sum(leaves, layout, chain(*of_ranks))
+        return total
+
+    def _sum_slices(self, rows: Tensor, leaves: int, layout: Layout) -> Tensor:
+        """Return the sum of all ranks' nodes, of which each rank adds one slice. The arguments are as in `_sum_all`."""
+        world_size = len(layout)
+        width = rows.shape[1] // world_size
         slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node
-        received = self._all_to_all(slices, [len(nodes) * width] * world_size, [len(each) * width for each in layout])
+        send = [len(rows) * width] * world_size
+        receive = [len(nodes) * width for nodes in layout]
+        received = self._all_to_all(slices, send, receive)
         return self._all_gather(tree_sum(leaves, layout, received.view(-1, width)))

@@ -63,7 +63,8 @@ def optimizer_arrays(model: nn.Module, optimizer: Optimizer) -> Arrays:
 
 def load_model(model: nn.Module, arrays: Arrays) -> None:
     """Load arrays from `model_arrays`. Raises ValueError unless names, shapes and dtypes are the model's."""
-    if difference := state_dict_diff(arrays, model_arrays(model)):
+    difference = state_dict_diff(arrays, model_arrays(model))
+    if difference:
         raise ValueError(difference)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
 
@@ -77,21 +78,30 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, arrays: Arrays) -> No
         arrays: by name.
     """
     parameters = dict(model.named_parameters())
-    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    group_of = {}
+    for group in optimizer.param_groups:
+        group_of.update(dict.fromkeys(group["params"], group))
     for full_name, array in arrays.items():
         name, _, key = full_name.rpartition(".")
         if name not in parameters:
             raise ValueError(f"{full_name} is not part of its optimizer state")
-        parameter, value = parameters[name], torch.from_numpy(array)
-        if difference := shape_mismatch_error(value, parameter):
+        parameter = parameters[name]
+        value = torch.from_numpy(array)
+        difference = shape_mismatch_error(value, parameter)
+        if difference:
             raise ValueError(f"{full_name} is {difference}")
         # A counter such as Adam's ``step`` is on the CPU, unless kernels of the parameter's device read it.
-        on_device = any(map(group_of[parameter].get, ("fused", "capturable")))
-        on_cpu = (value.ndim < parameter.ndim or key == "step") and not on_device
-        optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
+        is_counter = value.ndim < parameter.ndim or key == "step"
+        is_read_by_kernels = any(map(group_of[parameter].get, ("fused", "capturable")))
+        if is_read_by_kernels or not is_counter:
+            value = value.to(parameter.device)
+        optimizer.state[parameter][key] = value
 
 
 def shape_mismatch_error(value: Tensor, parameter: Tensor) -> str | None:
     """Return why ``value`` cannot be optimizer state of ``parameter``, or None if it can."""
-    fits = value.ndim == 0 or (value.shape == parameter.shape and value.dtype == parameter.dtype)
-    return None if fits else f"{value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"
+    if value.ndim == 0:
+        return None
+    if value.shape == parameter.shape and value.dtype == parameter.dtype:
+        return None
+    return f"{value.dtype} {list(value.shape)}, not {parameter.dtype} {list(parameter.shape)}"
