@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import statistics
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -131,3 +132,18 @@ def test_the_pages_of_horovod_label_it_as_legacy() -> None:
     row = re.search(r"^\| \[mnist_horovod\].*$", read("README.md"), re.MULTILINE)
     assert row
     assert "no release since 2023" in row[0]
+
+
+def test_the_seconds_after_a_kill_are_those_of_the_measured_kills() -> None:
+    rows = json.loads(read("benchmarks/recovery_time.json"))["rows"]
+    words = {"rank": "a rank", "ranks": "all ranks", "save": "rank 0 during a save"}
+    page = read("docs/speed.md")
+    for row in rows:
+        seconds = row["seconds"]
+        assert len(seconds) == 10
+        assert row["equal"]
+        figures = [statistics.median(seconds), min(seconds), max(seconds)]
+        cells = " | ".join(f"{each:.2f}" for each in figures)
+        assert f"| {words[row['fault']]} | {row['method']} | {cells} |" in page
+    a_rank = next(row for row in rows if (row["fault"], row["method"]) == ("rank", "fork"))
+    assert f"[{statistics.median(a_rank['seconds']):.1f} s](docs/speed.md" in read("README.md")

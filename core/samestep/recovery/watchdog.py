@@ -25,11 +25,13 @@ from typing import IO, Any
 import numpy as np
 
 from samestep import NonRetryableError, log
-from samestep.env import World, launch_script
+from samestep.env import World
 from samestep.events import HANG, append_event
 from samestep.monitor import AllGather, Monitor
 from samestep.options import Options
 from samestep.recovery import replica_check
+from samestep.recovery.launcher_process import LauncherProcess
+from samestep.recovery.progress_clock import ProgressClock
 from samestep.recovery.rank_files import current_frames, is_in_collective, own_location, stack
 from samestep.recovery.straggler import StragglerDetector
 from samestep.root import Root
@@ -50,10 +52,8 @@ class Watchdog(Monitor):
     def __init__(self) -> None:
         self.folder = _NO_FOLDER
         self.job = os.environ.get("SAMESTEP_JOB", "")
+        self._clock = ProgressClock()
         self._stacks: IO[str] | None = None
-        self._step = 0
-        self._updates = 0
-        self._first_step = 0
         self._collectives = 0
         self._collective: dict[str, Any] | None = None
         self._stragglers: StragglerDetector | None = None
@@ -64,13 +64,8 @@ class Watchdog(Monitor):
         """Start both threads. Waiting for ranks that never join counts as no progress."""
         self._world = world
         self._options = options
-        self.world_size = world.world_size
-        self._compile_timeout = options.first_step_timeout
-        self.expect_compilation()
-        self.last_progress = time.monotonic()
-        self._launcher = _launcher(world)
-        self._parent = os.getppid()
-        self._launched = _start_time(self._launcher) if self._launcher else None
+        self._launcher = LauncherProcess(world)
+        self._clock.start(options.timeout, options.first_step_timeout)
         for target in (self._watch, self._write_heartbeats):
             threading.Thread(target=target, name="watchdog", daemon=True).start()
 
@@ -92,27 +87,28 @@ class Watchdog(Monitor):
         return os.fdopen(Root(self.folder.parent).open(name, os.O_WRONLY | os.O_APPEND), "a")
 
     def resume_at(self, step: int) -> None:
-        self._step = self._first_step = step
-        self.last_progress = time.monotonic()
+        self._clock.resume_at(step)
         self._last_collective()  # a framework without this record is reported now, not in a hang
         self._write_heartbeat()
 
     def expect_compilation(self) -> None:
-        self._is_compiling = self._compile_timeout is not None
+        self._clock.expect_compilation()
 
     @property
     def step(self) -> int:
         """Number of updates done."""
-        return self._step
+        return self._clock.step
+
+    @property
+    def last_progress(self) -> float:
+        """When this rank last made progress, by `time.monotonic`."""
+        return self._clock.last_progress
 
     def beat(self, step: int | None = None) -> None:
-        self.last_progress = time.monotonic()
-        self._is_compiling = False
-        if step is not None:
-            self._step = step
-            self._updates += 1
-            if self._updates == 1:  # at once: the launch script checks whether a failed start got so far
-                self._write_heartbeat()
+        self._clock.beat(step)
+        is_first_update = step is not None and self._clock.updates == 1
+        if is_first_update:  # at once: the launch script checks whether a failed start got so far
+            self._write_heartbeat()
 
     @contextlib.contextmanager
     def collective(self, name: str) -> Iterator[None]:
@@ -125,7 +121,7 @@ class Watchdog(Monitor):
             self._collective = outer
 
     def update(self, step: int, phase_seconds: Sequence[float]) -> list[dict[str, Any]]:
-        ranks = self.world_size
+        ranks = self._world.world_size
         samples = self._options.global_batch_size
         factor = self._options.straggler
         is_on = factor > 0 and 1 < ranks <= samples
@@ -136,7 +132,7 @@ class Watchdog(Monitor):
                 factor,
                 ranks,
                 global_batch_size=samples,
-                step=self._first_step,
+                step=self._clock.first_step,
                 condition=self._shared_processors(),
             )
         return self._stragglers.update(step, phase_seconds)
@@ -185,14 +181,14 @@ class Watchdog(Monitor):
             if run_dir:
                 replica_check.quarantine_newest(run_dir)
             collectives.broadcast(b"")  # a rank that ends makes the launcher end the others: rank 0 must rename first
-            raise replica_check.unequal(digests, self._step)
+            raise replica_check.unequal(digests, self._clock.step)
 
     def record_event(self, kind: str, **fields: Any) -> None:
         if self.folder != Path(os.devnull):
-            append_event(self.folder, kind, **{"rank": self._world.rank, "step": self._step, **fields})
+            append_event(self.folder, kind, **{"rank": self._world.rank, "step": self._clock.step, **fields})
 
     def launcher_died(self) -> bool:
-        return self._launcher is not None and os.getppid() != self._parent
+        return self._launcher.has_orphaned()
 
     def all_ranks_alive(self, count: int) -> bool:
         from samestep.recovery import hang_diagnosis
@@ -202,7 +198,7 @@ class Watchdog(Monitor):
     def rank_is_lost(self) -> bool:
         from samestep.recovery import hang_diagnosis
 
-        return hang_diagnosis.rank_is_lost(self.folder, self.job, self.world_size)
+        return hang_diagnosis.rank_is_lost(self.folder, self.job, self._world.world_size)
 
     def describe_crashes(self) -> str:
         from samestep.recovery import hang_diagnosis
@@ -223,40 +219,29 @@ class Watchdog(Monitor):
         while not self._stopped.wait(self._seconds_to_next_look(ticked)):
             now = time.monotonic()
             if now - ticked > _SILENT:  # this process was stopped and continues: restart its timeout
-                self.last_progress = now
+                self._clock.touch()
             ticked = now
-            if self._is_launcher_gone():
-                log.error(f"rank {self._world.rank}: its launcher (pid {self._launcher}) is gone; ending")
+            if self._launcher.is_gone():
+                log.error(f"rank {self._world.rank}: its launcher (pid {self._launcher.pid}) is gone; ending")
                 if callable(signal.getsignal(signal.SIGTERM)):  # a Run handles it: a step may still be saved
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(ORPHAN_GRACE)
                 os._exit(1)
-            if now - self.last_progress > self._limit():
+            if self._clock.waited() > self._clock.limit():
                 self.end()
 
     def _seconds_to_next_look(self, now: float) -> float:
-        left = self.last_progress + self._limit() - now
+        left = self._clock.last_progress + self._clock.limit() - now
         return min(_TICK, max(_MIN_TICK, left))
-
-    def _is_launcher_gone(self) -> bool:
-        """Return whether the process that must outlive this rank has ended; another one may have its number."""
-        if not self._launcher:
-            return False
-        return self._launched is None or _start_time(self._launcher) != self._launched
-
-    def _limit(self) -> float:
-        if self._is_compiling and self._compile_timeout:
-            return self._compile_timeout
-        timeout: float = self._options.timeout
-        return timeout
 
     def end(self) -> None:
         """Report the suspect and end. Every wait here has a limit, because the hang may block files as well."""
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
-        this = f"rank {self._world.rank} ({socket.gethostname()}, pid {os.getpid()}) last alive at step {self._step}"
+        place = f"{socket.gethostname()}, pid {os.getpid()}"
+        this = f"rank {self._world.rank} ({place}) last alive at step {self._clock.step}"
         suspect = log.call_with_timeout(_DIAGNOSIS_TIMEOUT, self._diagnose, deadline) or this
-        text = f"no progress for {self._limit():g} s: {suspect}"
-        if self._is_compiling:
+        text = f"no progress for {self._clock.limit():g} s: {suspect}"
+        if self._clock.is_compiling:
             text += "; if it was still compiling, give it a longer --first-step-timeout"
         if self.folder != _NO_FOLDER:
             text += f"; samestep hang {self.folder.parent} shows all stacks"
@@ -284,7 +269,7 @@ class Watchdog(Monitor):
         """Write until the rank is done. A disk that hangs stops this thread, but not the one that ends the rank."""
         while not self._stopped.wait(_TICK):
             self._write_heartbeat()
-            if time.monotonic() - self.last_progress > self._limit() / 2:
+            if self._clock.waited() > self._clock.limit() / 2:
                 with contextlib.suppress(Exception):
                     from samestep.recovery import hang_diagnosis  # before seconds count
 
@@ -307,8 +292,8 @@ class Watchdog(Monitor):
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "job": self.job,
-            "step": self._step,
-            "updates": self._updates,
+            "step": self._clock.step,
+            "updates": self._clock.updates,
             "time": time.time(),
             "at": own_location(calls)[:3],
             "waiting": waiting,
@@ -318,8 +303,12 @@ class Watchdog(Monitor):
     def state(self) -> dict[str, Any]:
         """Return the values of ``hang-<r>.json``: a heartbeat's, and more for the diagnosis."""
         collective = self._last_collective()
-        waited = time.monotonic() - self.last_progress
-        return {**self.values(), "world_size": self.world_size, "waited": waited, "collective": collective}
+        return {
+            **self.values(),
+            "world_size": self._world.world_size,
+            "waited": self._clock.waited(),
+            "collective": collective,
+        }
 
     def _last_collective(self) -> dict[str, Any] | None:
         try:
@@ -330,28 +319,3 @@ class Watchdog(Monitor):
             text = f"the framework's record of collectives cannot be read ({problem}): hangs are diagnosed without it"
             log.call_with_timeout(_TICK / 2, log.info, text)
         return recorded or self._collective
-
-
-def _launcher(world: World) -> int | None:
-    """Return the process that must outlive this rank: the launch script, or without one the launcher.
-
-    The parent of a rank that no launcher started is a shell, whose end means nothing.
-    """
-    script = launch_script(os.environ)
-    if world.launcher in ("none", "env") and not script:
-        return None
-    pid = script or os.getppid()
-    return None if pid == 1 else pid
-
-
-def _start_time(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot; None if it is gone or a zombie. "" if not on Linux."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        if not Path("/proc/self/stat").exists():
-            os.getsid(pid)
-            return ""
-        # The command's name, in parentheses, may hold spaces. Count fields after it (proc(5): 3 state, 22 start).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] not in "ZX":
-            return fields[19]
-    return None
