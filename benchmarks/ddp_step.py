@@ -40,8 +40,10 @@ from model import build_model  # noqa: E402
 from samestep.sharding import GlobalBatches  # noqa: E402
 from samestep.torch.reduction import ordered_all_reduce  # noqa: E402
 
-BATCH, AT_ONCE = 128, 4  # images over all ranks; steps that are timed together
-CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+BATCH = 128
+AT_ONCE = 4  # images over all ranks; steps that are timed together
+CONTIGUOUS = torch.contiguous_format
+CHANNELS_LAST = torch.channels_last
 Shards = list[tuple[Tensor, Tensor, int]]  # images, labels, size of the global batch
 
 
@@ -102,7 +104,8 @@ def variant(
     if weights is not None:
         nn.utils.convert_conv2d_weight_memory_format(model, weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, **sgd)
-    wrapped, turn = wrap(inner(model)), itertools.cycle(shards)
+    wrapped = wrap(inner(model))
+    turn = itertools.cycle(shards)
 
     def step() -> None:
         images, labels, size = next(turn)
@@ -161,7 +164,8 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
     dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     training, _ = load("mnist-5k", ROOT / "data", torch.device("cpu"), torch.float32)
     batches = GlobalBatches(len(training.labels), BATCH, 1, rank, world_size, drop_last=True)
     shards: Shards = [

@@ -80,7 +80,8 @@ class Job:
         time.sleep(random.uniform(0.2, 1.0))
         for pid in random.sample([*self.ranks(first).values()], killed):
             os.kill(pid, signal.SIGKILL)
-        begun, before = time.monotonic(), self.step()
+        begun = time.monotonic()
+        before = self.step()
         self.wait_for(lambda: self.step() > before + 1)  # the step at the kill may have been complete
         return time.monotonic() - begun
 
@@ -136,7 +137,8 @@ def main() -> None:
         print(f"| {method} | {len(seconds)} | {statistics.median(seconds):.2f} s | {max(seconds):.2f} s |")
     print("\n| ranks | mnist_elastic, images/s | mnist_ddp, images/s | ratio |\n|---|---|---|---|")
     for ranks in (1, 2, 4):
-        elastic, ddp = speeds["mnist_elastic", ranks], speeds["mnist_ddp", ranks]
+        elastic = speeds["mnist_elastic", ranks]
+        ddp = speeds["mnist_ddp", ranks]
         ratio = statistics.median(one / other for one, other in zip(elastic, ddp))
         print(f"| {ranks} | {statistics.median(elastic):,.0f} | {statistics.median(ddp):,.0f} | {ratio:.2f} |")
 

@@ -25,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 APP = ROOT / "apps" / "llm_finetune"
 sys.path.append(str(APP))
 
-TRAIN, BATCH, STEPS, LIMIT = 304, 16, 12, 300
+TRAIN = 304
+BATCH = 16
+STEPS = 12
+LIMIT = 300
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def longest(seconds: float) -> float:
 
 def measure(options: list[str], rounds: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
     """The bytes of this rank's files, and the milliseconds of each contestant in each round."""
-    asked, rank = parse(options), dist.get_rank()
+    asked = parse(options)
+    rank = dist.get_rank()
     mesh = distributed.make_mesh(asked, CPU)
     model = build_model(asked, torch.float32, mesh)
     optimizer = train.build_optimizer(asked, model)

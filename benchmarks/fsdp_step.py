@@ -43,7 +43,8 @@ def app(options: Options) -> Callable[[int], object]:
     """A step of the program, with all that it does in one."""
     mesh = distributed.make_mesh(options, CPU)
     model = build_model(options, torch.float32, mesh)
-    optimizer, timer = train.build_optimizer(options, model), StepTimer()
+    optimizer = train.build_optimizer(options, model)
+    timer = StepTimer()
     distributed.time_phases(model, optimizer, timer)
     training, _ = load(options, CPU)
     size = options.global_batch_size

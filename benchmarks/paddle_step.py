@@ -15,7 +15,8 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
-BATCH, TIMES = 64, 60
+BATCH = 64
+TIMES = 60
 
 
 def median(work: Callable[[], object]) -> float:
@@ -32,7 +33,8 @@ def main() -> None:
     """Print a table in Markdown."""
     network = paddle.vision.models.LeNet()
     optimizer = paddle.optimizer.Adam(0.001, parameters=network.parameters())
-    images, labels = paddle.randn([BATCH, 1, 28, 28]), paddle.randint(0, 10, [BATCH])
+    images = paddle.randn([BATCH, 1, 28, 28])
+    labels = paddle.randint(0, 10, [BATCH])
 
     def step() -> None:
         F.cross_entropy(network(images), labels).backward()

@@ -62,7 +62,9 @@ class Job:
         if not self._metrics.exists():
             return 0
         last = self._metrics.read_text().rpartition("\n")[0].rpartition("\n")[2]
-        return int(json.loads(last).get("step", 0)) if last else 0
+        if last:
+            return int(json.loads(last).get("step", 0))
+        return 0
 
     def pids(self) -> list[int]:
         """Return the process ids of the ranks."""
@@ -97,7 +99,9 @@ class Job:
         # A start replaces metrics.jsonl, and writes a line about itself before its first step.
         self.wait_for(lambda: self._metrics.stat().st_ino != before and self.last_step() > 0)
         seconds = time.perf_counter() - begun
-        return seconds if was_hit else None
+        if was_hit:
+            return seconds
+        return None
 
     def end(self) -> str:
         """Wait for the end of the job, and return its weights_sha256."""

@@ -31,9 +31,11 @@ def measure(step: Any, steps: int) -> dict[str, Any]:
     begun = time.monotonic()
     first = step()
     compiled = time.monotonic() - begun
-    wall, cpu = [], []
+    wall = []
+    cpu = []
     for _ in range(steps):
-        at, used = time.monotonic(), time.process_time()
+        at = time.monotonic()
+        used = time.process_time()
         step()
         wall.append(time.monotonic() - at)
         cpu.append(time.process_time() - used)

@@ -34,7 +34,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = ROOT / "benchmarks" / "elsewhere"
 LIMIT = 600  # seconds for any one run
-EXAMPLES, SEED, LR, EPOCHS, BATCH, ACCUMULATE = 1024, 1, 0.02, 2, 48, 2
+EXAMPLES = 1024
+SEED = 1
+LR = 0.02
+EPOCHS = 2
+BATCH = 48
+ACCUMULATE = 2
 MARKS = ("<!-- measured by benchmarks/same_step_elsewhere.py -->", "<!-- end of what was measured -->")
 
 
@@ -197,7 +202,9 @@ def rate_difference(one: Training, other: Training) -> str:
     if not known:
         return "not logged"
     difference = max(abs(a - b) for a, b in known) / max(a for a, _ in known)
-    return f"{difference:.1%}" if difference > 1e-12 else "same"
+    if difference > 1e-12:
+        return f"{difference:.1%}"
+    return "same"
 
 
 def same_samples(one: Training, other: Training) -> int:
@@ -214,7 +221,8 @@ def repeated(training: Training) -> int:
 
 def row(name: str, found: dict[int, Training]) -> str:
     """A line of the table; ``found`` by number of ranks, 1 among them."""
-    one, others = found[1], [found[n] for n in sorted(found) if n > 1]
+    one = found[1]
+    others = [found[n] for n in sorted(found) if n > 1]
     every = [found[n] for n in sorted(found)]
     cells = [
         name,
@@ -255,7 +263,8 @@ def draw(measured: dict[str, dict[int, Training]], path: Path) -> None:
     limits = min(losses) - 0.05, max(losses) + 0.05
     for panel, program in zip(axes, panels):
         for k, (n, training) in enumerate(sorted(measured[program.name].items())):
-            steps, curve = range(1, len(training.updates) + 1), [update.loss for update in training.updates]
+            steps = range(1, len(training.updates) + 1)
+            curve = [update.loss for update in training.updates]
             panel.plot(steps, curve, label=f"{n} rank{'s' * (n > 1)}", color=f"C{k}", linewidth=4 - 1.4 * k)
         panel.set(title=program.name, xlabel="update", ylim=limits)
         panel.legend(fontsize=8)
@@ -302,7 +311,8 @@ def main() -> None:
     if options.from_json:
         about, measured = read(options.from_json)
     else:
-        about, measured = machine(), {}
+        about = machine()
+        measured = {}
         for program in PROGRAMS:
             measured[program.name] = measure(program, sorted({1, *counts}))
             print(row(program.name, measured[program.name]), file=sys.stderr, flush=True)

@@ -26,7 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "core"))
-BLOCK, BATCH = 1 << 20, 128
+BLOCK = 1 << 20
+BATCH = 128
 SAMPLES = (60_000, 10_000_000, 10**9, 10**12)
 LARGEST_LIST = 10_000_000  # samples for which DistributedSampler is run
 Figures = dict[str, float]
@@ -43,12 +44,14 @@ def measure_sharding(n: int, seconds: float) -> Figures:
     import numpy as np
     from samestep.sharding import GlobalBatches, permute
 
-    before, begun = resident("VmRSS"), time.perf_counter()
+    before = resident("VmRSS")
+    begun = time.perf_counter()
     batches = GlobalBatches(n, BATCH, seed=1)
     batches.indices(0)
     first = time.perf_counter() - begun
 
-    begun, middle = time.perf_counter(), batches.steps_per_epoch // 2
+    begun = time.perf_counter()
+    middle = batches.steps_per_epoch // 2
     for step in itertools.count(middle):
         batches.indices(step)
         if time.perf_counter() - begun > seconds:
@@ -74,7 +77,8 @@ def measure_sampler(n: int) -> Figures:
         def __len__(self) -> int:
             return n
 
-    before, begun = resident("VmRSS"), time.perf_counter()
+    before = resident("VmRSS")
+    begun = time.perf_counter()
     sampler: DistributedSampler[int] = DistributedSampler(Samples(), num_replicas=1, rank=0, seed=1)
     indices = iter(sampler)
     list(itertools.islice(indices, BATCH))
@@ -108,7 +112,8 @@ def versions(*names: str) -> dict[str, str]:
 def shown(figures: list[Figures], name: str, unit: str, scale: float = 1.0, digits: int = 1) -> str:
     """Median and range over the rounds."""
     values = [each[name] / scale for each in figures]
-    low, high = f"{min(values):,.{digits}f}", f"{max(values):,.{digits}f}"
+    low = f"{min(values):,.{digits}f}"
+    high = f"{max(values):,.{digits}f}"
     return f"{statistics.median(values):,.{digits}f} {unit} ({low} to {high})"
 
 

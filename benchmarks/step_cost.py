@@ -25,9 +25,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +81,147 @@ def plain_step(
     return loss.detach()
 
 
-def main() -> None:  # noqa: C901
+@dataclass(frozen=True)
+class Variant:
+    """What a step does beside training.
+
+    Attributes:
+        name: the text of the table's row.
+        kit: whether the batches, dropout and the gradient are the kit's.
+        stops: whether a `Run` counts the step and agrees on stops.
+        phases: whether the phases of a step are timed.
+        lightning: whether rank 0's flag is broadcast, as PyTorch Lightning does.
+        kit_stops: whether the kit's `StopRequests` agree on stops.
+        virtual_ranks: their number, or None.
+        threads: of a rank; None for torch's own choice.
+    """
+
+    name: str
+    kit: bool = True
+    stops: bool = False
+    phases: bool = False
+    lightning: bool = False
+    kit_stops: bool = False
+    virtual_ranks: int | None = None
+    threads: int | None = None
+
+
+VARIANTS = [
+    Variant("a loop without the kit", kit=False),
+    Variant("the kit alone"),
+    Variant("stop requests", stops=True),
+    Variant("stop requests and phases (the app)", stops=True, phases=True),
+    Variant("the kit, and Lightning's broadcast", lightning=True),
+    Variant("stop requests, by the kit", kit_stops=True),
+]
+
+
+class Loop:
+    """One variant's model, optimizer and batches."""
+
+    def __init__(self, variant: Variant, run: Run, training: Split) -> None:
+        self.variant = variant
+        self.run = run
+        self.update = train_step
+        self.requests = StopRequests() if variant.kit_stops else None
+        model = build_model("net", 0.5, torch.float32, 1)
+        self.optimizer = build_optimizer(run.options, model)
+        self.ddp = DistributedDataParallel(model)
+        self.sampler = GlobalBatchSampler(
+            len(training), BATCH, seed=run.options.seed, virtual_ranks=variant.virtual_ranks
+        )
+        if variant.kit:
+            self.batches = endless(DataLoader(training, batch_sampler=self.sampler, seeded=False))
+            exact(self.ddp, self.sampler, timer=run.timer if variant.phases else None)
+        else:
+            self.batches = plain_batches(training, BATCH, run.world.rank, run.world.world_size)
+            self.update = plain_step
+        if variant.virtual_ranks:
+            self.update = VirtualRanks(self.ddp, self.sampler).train_step
+        if variant.phases:
+            reduction.time_phases(model, self.optimizer, run.timer)
+
+    def ten_steps(self) -> None:
+        """Take ten steps, and sum the losses over ranks after the tenth."""
+        distributed.set_threads(self.variant.threads)
+        running_loss = torch.zeros((), dtype=torch.float64)
+        for _ in range(AT_ONCE):
+            running_loss += self.step()
+        if self.variant.stops:
+            self.run.sync()
+        else:
+            dist.all_reduce(running_loss)
+
+    def step(self) -> Tensor:
+        """Take one step, and return its loss."""
+        if self.variant.lightning:
+            flag = torch.tensor([0])
+            dist.broadcast(flag, src=0)
+            flag.item()
+        with self.run.timer.phase("input") if self.variant.phases else nullcontext():
+            images, labels = next(self.batches)
+        loss = self.update(self.ddp, self.optimizer, self.sampler, images, labels)
+        if self.variant.stops:
+            self.run.after_step(loss)
+        if self.requests:
+            self.requests.step()
+        return loss
+
+
+def variants_of(virtual_ranks: list[int], world_size: int) -> list[Variant]:
+    """Return the variants of --virtual-ranks, which are named by the data that a rank exchanges."""
+    share = max(1, len(os.sched_getaffinity(0)) // world_size)
+    variants = [
+        Variant("no virtual ranks, 1 thread", threads=1),
+        Variant(f"no virtual ranks, {share} threads", threads=share),
+    ]
+    size = 4 * sum(parameter.numel() for parameter in build_model("net", 0.5, torch.float32, 1).parameters())
+    for each in virtual_ranks:
+        nodes = max(map(len, nodes_of_ranks(each, world_size)))
+        sent = nodes * size * (world_size - 1)
+        name = f"virtual ranks {each}, 1 thread ({nodes} to exchange, {sent / 1000:.0f} kB)"
+        variants.append(Variant(name, virtual_ranks=each, threads=1))
+    return variants
+
+
+def measure(loops: list[Loop], rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds per step of each loop in each round, by name."""
+    taken: dict[str, list[float]] = {loop.variant.name: [] for loop in loops}
+    for number in range(rounds + 1):  # the first warms up
+        first = number % len(loops)  # who comes first changes
+        for loop in loops[first:] + loops[:first]:
+            begun = time.perf_counter()
+            loop.ten_steps()
+            if number:
+                taken[loop.variant.name].append(1000 * (time.perf_counter() - begun) / AT_ONCE)
+    return taken
+
+
+def rows(taken: dict[str, list[float]]) -> Iterator[str]:
+    """Yield the rows of the table."""
+    yield "| a step with | ms | ms more | ratio |\n|---|---|---|---|"
+    reference = next(iter(taken.values()))
+    for name, times in taken.items():
+        low, median, high = statistics.quantiles([a / b for a, b in zip(times, reference)], n=4)
+        more = statistics.quantiles([a - b for a, b in zip(times, reference)], n=4)
+        difference = f"{more[1]:.2f} ({more[0]:.2f} to {more[2]:.2f})"
+        ratio = f"{median:.3f} ({low:.3f} to {high:.3f})"
+        yield f"| {name} | {statistics.median(times):.2f} | {difference} | {ratio} |"
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--virtual-ranks", type=int, nargs="+", metavar="V", help="measure these instead")
     arguments = parser.parse_args()
-    rounds = arguments.rounds
     if "RANK" not in os.environ:
         parser.error("torchrun must start this (see --help)")
-    device, world = torch.device("cpu"), env.detect(os.environ)
+    device = torch.device("cpu")
+    world = env.detect(os.environ)
     console = os.fdopen(os.dup(1), "w")  # a Run gives stdout to its log
     distributed.rendezvous(world, device, 300)
-    steps = 4 * (rounds + 1) * AT_ONCE
-    options = parse(["--dataset=mnist-5k", f"--epochs={steps}", f"--global-batch-size={BATCH}", "--quiet"])
+    epochs = 4 * (arguments.rounds + 1) * AT_ONCE  # more than are taken
+    options = parse(["--dataset=mnist-5k", f"--epochs={epochs}", f"--global-batch-size={BATCH}", "--quiet"])
     if world.rank == 0:
         options.run_dir = Path(tempfile.mkdtemp(prefix="step-cost-"))
     run = Run("mnist_ddp", options, world, Watchdog(), datasets.resolve)
@@ -101,100 +229,14 @@ def main() -> None:  # noqa: C901
     training, test = load(options.dataset, options.data_dir, device, torch.float32)
     global_batches = GlobalBatches(len(training), BATCH, options.seed, world.rank, world.world_size)
     run.start(global_batches, len(test), "net", "cpu", {})
-
-    def variant(
-        kit: bool = True,
-        stops: bool = False,
-        phases: bool = False,
-        lightning: bool = False,
-        kit_stops: bool = False,
-        virtual_ranks: int | None = None,
-        threads: int | None = None,
-    ) -> Callable[[], None]:
-        """Return a function that takes ten steps, and sums the losses over ranks after the tenth."""
-        model = build_model("net", 0.5, torch.float32, 1)
-        optimizer = build_optimizer(options, model)
-        sampler = GlobalBatchSampler(len(training), BATCH, seed=options.seed, virtual_ranks=virtual_ranks)
-        batches = endless(DataLoader(training, batch_sampler=sampler, seeded=False))
-        ddp = DistributedDataParallel(model)
-        update = train_step
-        if kit:
-            exact(ddp, sampler, timer=run.timer if phases else None)
-        else:
-            batches = plain_batches(training, BATCH, world.rank, world.world_size)
-            update = plain_step
-        if virtual_ranks:
-            update = VirtualRanks(ddp, sampler).train_step
-        if phases:
-            reduction.time_phases(model, optimizer, run.timer)
-        requests = StopRequests() if kit_stops else None
-
-        def ten_steps() -> None:
-            distributed.set_threads(threads)
-            running_loss = torch.zeros((), dtype=torch.float64)
-            for _ in range(AT_ONCE):
-                if lightning:
-                    flag = torch.tensor([0])
-                    dist.broadcast(flag, src=0)
-                    flag.item()
-                with run.timer.phase("input") if phases else nullcontext():
-                    images, labels = next(batches)
-                loss = update(ddp, optimizer, sampler, images, labels)
-                running_loss += loss
-                if stops:
-                    run.after_step(loss)
-                if requests:
-                    requests.step()
-            if stops:
-                run.sync()
-            else:
-                dist.all_reduce(running_loss)
-
-        return ten_steps
-
-    def cost(virtual_ranks: int) -> str:
-        """Describe a variant by the data that a rank exchanges."""
-        nodes = max(map(len, nodes_of_ranks(virtual_ranks, world.world_size)))
-        size = 4 * sum(parameter.numel() for parameter in build_model("net", 0.5, torch.float32, 1).parameters())
-        sent = nodes * size * (world.world_size - 1)
-        return f"virtual ranks {virtual_ranks}, 1 thread ({nodes} to exchange, {sent / 1000:.0f} kB)"
-
-    share = max(1, len(os.sched_getaffinity(0)) // world.world_size)
-    loops = (
-        {
-            "no virtual ranks, 1 thread": variant(threads=1),
-            f"no virtual ranks, {share} threads": variant(threads=share),
-            **{cost(each): variant(virtual_ranks=each, threads=1) for each in arguments.virtual_ranks},
-        }
-        if arguments.virtual_ranks
-        else {
-            "a loop without the kit": variant(kit=False),
-            "the kit alone": variant(),
-            "stop requests": variant(stops=True),
-            "stop requests and phases (the app)": variant(stops=True, phases=True),
-            "the kit, and Lightning's broadcast": variant(lightning=True),
-            "stop requests, by the kit": variant(kit_stops=True),
-        }
-    )
-    taken: dict[str, list[float]] = {name: [] for name in loops}
-    for each in range(rounds + 1):  # the first warms up
-        first = each % len(loops)  # who comes first changes
-        for name in [*loops][first:] + [*loops][:first]:
-            begun = time.perf_counter()
-            loops[name]()
-            if each:
-                taken[name].append(1000 * (time.perf_counter() - begun) / AT_ONCE)
+    variants = VARIANTS
+    if arguments.virtual_ranks:
+        variants = variants_of(arguments.virtual_ranks, world.world_size)
+    taken = measure([Loop(variant, run, training) for variant in variants], arguments.rounds)
     if world.rank == 0:
-        say = partial(print, file=console, flush=True)
-        say(f"{world.world_size} ranks, {torch.get_num_threads()} threads each, torch {torch.__version__}\n")
-        say("| a step with | ms | ms more | ratio |\n|---|---|---|---|")
-        reference = next(iter(taken.values()))
-        for name, times in taken.items():
-            low, median, high = statistics.quantiles([a / b for a, b in zip(times, reference)], n=4)
-            more = statistics.quantiles([a - b for a, b in zip(times, reference)], n=4)
-            difference = f"{more[1]:.2f} ({more[0]:.2f} to {more[2]:.2f})"
-            ratio = f"{median:.3f} ({low:.3f} to {high:.3f})"
-            say(f"| {name} | {statistics.median(times):.2f} | {difference} | {ratio} |")
+        threads = torch.get_num_threads()
+        print(f"{world.world_size} ranks, {threads} threads each, torch {torch.__version__}\n", file=console)
+        print("\n".join(rows(taken)), file=console, flush=True)
     run.monitor.stop()
     dist.barrier()  # no rank leaves a heartbeat any more
     if world.rank == 0:

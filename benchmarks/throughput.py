@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import os
 import platform
@@ -47,7 +48,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def environment(app: str) -> str:
     if "PYTHON" in os.environ:
         return os.environ["PYTHON"]
     folder = ROOT / ".venvs" / f"benchmark-{app}"
-    python, ready = str(folder / "bin" / "python"), folder / "ready"
+    python = str(folder / "bin" / "python")
+    ready = folder / "ready"
     pins = ROOT / "apps" / app / "requirements.in"
     beside = [MATPLOTLIB, *(package for peer, package in PEERS.items() if peer in APPS[app].contestants)]
     wanted = "\n".join([pins.read_text(), *beside])
@@ -191,7 +193,8 @@ def run(command: list[str], folder: Path, n: int, python: str, *path: Path) -> N
 
 def speed(app: str, contestant: str, n: int, workers: int, data: Path, options: argparse.Namespace) -> float:
     """Samples a second over the timed steps of one run."""
-    row, python = APPS[app], environment(app)
+    row = APPS[app]
+    python = environment(app)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if contestant == "app":
@@ -234,7 +237,8 @@ def steadiest(attempt: Callable[[], Speeds], attempts: int) -> tuple[Speeds, int
 def measure(app: str, n: int, data: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one app at one number of ranks: the attempt of the least spread."""
     contestants = [each for each in APPS[app].contestants if each in options.contestants]
-    workers, choice = {contestant: 0 for contestant in contestants if contestant in LOADERS}, APPS[app].workers
+    workers = {contestant: 0 for contestant in contestants if contestant in LOADERS}
+    choice = APPS[app].workers
     if len(choice) > 1 and not options.quick:
         for contestant in workers:
             first = {count: speed(app, contestant, n, count, data, options) for count in choice}
@@ -316,7 +320,10 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     width = 0.9 / len(names)
     figure, axes = plt.subplots(figsize=(11, 3.8), constrained_layout=True)
     for i, (contestant, (label, colour)) in enumerate(names.items()):
-        places, medians, below, above = [], [], [], []
+        places = []
+        medians = []
+        below = []
+        above = []
         for j, result in enumerate(results):
             values = result["speeds"].get(contestant)
             if values:
@@ -336,7 +343,8 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:  # noqa: C901
+def parse() -> argparse.Namespace:
+    """Return the options, with ``apps`` and ``contestants`` as lists. A mistake ends the program in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--apps", default=",".join(APPS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,4", help="default: %(default)s")
@@ -352,46 +360,64 @@ def main() -> None:  # noqa: C901
     parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing, draw an earlier run's --json")
     parser.add_argument("--quick", action="store_true", help="one round of 10 steps at 2 ranks: that it still runs")
     options = parser.parse_args()
-    if options.draw:
-        return draw(json.loads(options.draw.read_text()), options.png)
     if options.quick:
-        options.ranks, options.rounds, options.warm_up, options.steps = "2", 1, 10, 10
-    options.contestants = options.contestants.split(",")
-    if unknown := sorted(set(options.contestants) - set(CONTESTANTS)):
-        sys.exit(f"error: --contestants {','.join(unknown)}: choose from {', '.join(CONTESTANTS)}")
-    apps = options.apps.split(",")
-    if unknown := sorted(set(apps) - set(APPS)):
-        sys.exit(f"error: --apps {','.join(unknown)}: choose from {', '.join(APPS)}")
-    for app in apps:
-        if not set(options.contestants) & set(APPS[app].contestants):
-            sys.exit(
-                f"error: --contestants {','.join(options.contestants)}: {app} has {', '.join(APPS[app].contestants)}"
-            )
+        options.ranks = "2"
+        options.rounds = 1
+        options.warm_up = 10
+        options.steps = 10
+    options.apps = chosen("--apps", options.apps, APPS)
+    options.contestants = chosen("--contestants", options.contestants, CONTESTANTS)
+    for app in options.apps:
+        own = APPS[app].contestants
+        if not set(options.contestants) & set(own):
+            sys.exit(f"error: --contestants {','.join(options.contestants)}: {app} has {', '.join(own)}")
     if options.warm_up % WINDOW or options.steps % WINDOW:
         sys.exit(f"error: --warm-up and --steps must be multiples of {WINDOW}")
+    return options
 
+
+def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Return the names of a list with commas. A name that is not ``known`` ends the program."""
+    names = text.split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        sys.exit(f"error: {option} {','.join(unknown)}: choose from {', '.join(known)}")
+    return names
+
+
+def write_data(folder: Path, apps: Sequence[str]) -> None:
+    """Write random data of the sizes of the apps' datasets."""
+    python = environment(apps[0])
+    write_digits(folder, python)
+    if any(APPS[app].dataset == "cifar10" for app in apps):
+        write_cifar(folder, python)
+
+
+def main() -> None:
+    options = parse()
+    if options.draw:
+        draw(json.loads(options.draw.read_text()), options.png)
+        return
     columns = [each for each in CONTESTANTS if each in options.contestants]
-    columns = [each for each in columns if any(each in APPS[app].contestants for app in apps)]
-    measured: dict[str, Any] = {"machine": machine(apps), "results": []}
+    columns = [each for each in columns if any(each in APPS[app].contestants for app in options.apps)]
+    measured: dict[str, Any] = {"machine": machine(options.apps), "results": []}
     print(f"{measured['machine']}; {options.rounds} rounds of {options.steps} steps, samples a second; ", end="")
     print(f"in bold how many times as fast the app is\n\n{head(columns)}", flush=True)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         data = Path(name)
-        write_digits(data, environment(apps[0]))
-        if any(APPS[app].dataset == "cifar10" for app in apps):
-            write_cifar(data, environment(apps[0]))
-        for app in apps:
-            for n in (int(each) for each in options.ranks.split(",")):
-                result = measure(app, n, data, options)
-                measured["results"].append(result)
-                print(table(result, columns), flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(measured, indent=1))
+        write_data(data, options.apps)
+        ranks = [int(each) for each in options.ranks.split(",")]
+        for app, n in itertools.product(options.apps, ranks):
+            result = measure(app, n, data, options)
+            measured["results"].append(result)
+            print(table(result, columns), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(measured, indent=1))
         if options.png:
             source = data / "measured.json"
             source.write_text(json.dumps(measured))
-            drawing = [environment(apps[0]), __file__, f"--draw={source}", f"--png={options.png}"]
+            drawing = [environment(options.apps[0]), __file__, f"--draw={source}", f"--png={options.png}"]
             subprocess.run(drawing, check=True)
     print(f"\n{time.monotonic() - begun:.0f} s", file=sys.stderr)
 

@@ -134,7 +134,9 @@ class Bench:
     """The state that all runs share; each run has a folder of its own."""
 
     def __init__(self, options: argparse.Namespace, data: Path, python: str) -> None:
-        self.options, self.data, self.python = options, data, python
+        self.options = options
+        self.data = data
+        self.python = python
 
     def lines(self, n: int, *words: str) -> list[dict[str, Any]]:
         """The app through its launch script: its lines of metrics.jsonl, each with ``seconds`` since the first step."""
@@ -145,7 +147,8 @@ class Bench:
             run([*script, *words], folder, n, self.python)
             text = (folder / "run" / "metrics.jsonl").read_text()
         lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
-        seconds, seen = 0.0, 0
+        seconds = 0.0
+        seen = 0
         for line in lines:  # samples_per_second is over all that passed since the line before
             seconds += (line["samples_seen"] - seen) / line["samples_per_second"]
             seen = line["samples_seen"]
@@ -173,7 +176,8 @@ class Bench:
     def loop(self, n: int, *words: str) -> Any:
         """Return the results of loops/time_to_accuracy.py."""
         with tempfile.TemporaryDirectory() as name:
-            folder, out = Path(name), Path(name) / "found.json"
+            folder = Path(name)
+            out = Path(name) / "found.json"
             command = [self.python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
             command += [str(ROOT / "benchmarks" / "loops" / "time_to_accuracy.py"), *words, f"--data={self.data}"]
             command += [f"--batch={BATCH}", f"--evaluate-every={self.options.evaluate_every}", f"--out={out}"]
@@ -202,7 +206,10 @@ def compare(bench: Bench) -> None:
     """The app and the textbook loop, in turns."""
     print("| ranks | run | app | textbook | app / textbook | load |\n|---|---|---|---|---|---|")
     for n in map(int, bench.options.ranks.split(",")):
-        ratios, ours, theirs, bound = [], [], [], ""
+        ratios = []
+        ours = []
+        theirs = []
+        bound = ""
         for repeat in range(bench.options.repeats):
             app = bench.app(n, repeat + 1)
             textbook = bench.textbook(n, repeat + 1, app["seconds"] * bench.options.cap)
@@ -301,7 +308,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 steps of everything, once: that it still runs")
     options = parser.parse_args()
     if options.quick:
-        options.ranks, options.repeats, options.evaluate_every, options.target = "2", 1, 2, 0.05
+        options.ranks = "2"
+        options.repeats = 1
+        options.evaluate_every = 2
+        options.target = 0.05
     python = environment()
     signal.signal(signal.SIGTERM, lambda *received: sys.exit(143))  # so that a job ends with this, as at Ctrl-C
     begun = time.monotonic()

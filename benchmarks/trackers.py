@@ -58,7 +58,9 @@ def train(folder: Path, ranks: int, steps: int, *options: str, halfway: Callable
     environ = {**os.environ, "PYTHON": sys.executable, "SAMESTEP_TRACK_SECONDS": "1"}
     with (folder / "run.log").open("wb") as log:
         job = subprocess.Popen([*command, *options], cwd=folder, env=environ, stdout=log, stderr=log)
-        deadline, called, metrics = time.monotonic() + LIMIT, False, run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + LIMIT
+        called = False
+        metrics = run_dir / "metrics.jsonl"
         while job.poll() is None:
             if time.monotonic() > deadline:
                 job.terminate()

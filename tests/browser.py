@@ -25,7 +25,8 @@ LIMIT = 60.0  # seconds that no answer needs
 def chromium() -> tuple[str, dict[str, str]]:
     """The program, and the environment that it needs."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
+        found = shutil.which(name)
+        if found:
             return found, dict(os.environ)
     root = debian.unpacked("chromium")
     libraries = debian.libraries(root)
@@ -38,8 +39,11 @@ class Tab:
     """One page: what it said on its console, what it asked for, and a way to ask it."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        self._commands, self._answers = commands, answers
-        self._rest, self._count, self._session = b"", 0, ""
+        self._commands = commands
+        self._answers = answers
+        self._rest = b""
+        self._count = 0
+        self._session = ""
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._loaded = False
@@ -92,7 +96,8 @@ class Tab:
             self._rest += content
         first, _, self._rest = self._rest.partition(b"\0")
         message: dict[str, Any] = json.loads(first)
-        method, params = message.get("method"), message.get("params", {})
+        method = message.get("method")
+        params = message.get("params", {})
         if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and params["type"] != "log"):
             self.errors.append(json.dumps(params))
         elif method == "Log.entryAdded":
@@ -108,7 +113,8 @@ class Tab:
 def tab(profile: Path) -> Iterator[Tab]:
     """A tab of a browser that ends with the block; ``profile`` is a folder of its own."""
     program, environ = chromium()
-    commands, answers = os.pipe(), os.pipe()
+    commands = os.pipe()
+    answers = os.pipe()
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
     flags += [f"--user-data-dir={profile}", "--no-first-run", "--disable-background-networking", "--hide-scrollbars"]
     # The browser reads commands from descriptor 3 and writes answers to 4.

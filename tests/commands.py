@@ -139,7 +139,8 @@ def commands(page: str, text: str) -> Iterator[Command]:
 def _of_block(block: str) -> Iterator[tuple[int, str]]:
     """Yield the commands of a block, with their lines from 0; a command that a backslash continues is one."""
     lines = list(enumerate(block.split("\n")))
-    if prompted := [(number, line[2:]) for number, line in lines if line.startswith("$ ")]:
+    prompted = [(number, line[2:]) for number, line in lines if line.startswith("$ ")]
+    if prompted:
         lines = prompted
     elif block.startswith("#!"):  # a script: what it starts last
         lines = [(0, re.sub(r" *\\\n *", " ", block).strip().rpartition("\n")[2])]

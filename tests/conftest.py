@@ -108,7 +108,8 @@ def table() -> Iterator[list[str]]:
     """Lines of a soak's results: app, ranks, fault, runs, number of good runs. tools/soak.py shows them."""
     lines: list[str] = []
     yield lines
-    if path := os.environ.get("SAMESTEP_SOAK_TABLE"):
+    path = os.environ.get("SAMESTEP_SOAK_TABLE")
+    if path:
         with open(path, "a") as file:  # also of other workers
             file.write("".join(f"{line}\n" for line in lines))
 

@@ -35,7 +35,9 @@ def children() -> dict[int, list[int]]:
 
 def descendants() -> set[int]:
     """Return the processes that this one and its descendants have started."""
-    known, found, waiting = children(), set[int](), [os.getpid()]
+    known = children()
+    found = set[int]()
+    waiting = [os.getpid()]
     while waiting:
         new = known.get(waiting.pop(), [])
         found |= {*new}
@@ -53,7 +55,9 @@ class Interrupts:
     """A plugin of one pytest process: the main one or a worker."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.manager, self.done, self.mark = config.pluginmanager, threading.Event(), uuid.uuid4().hex
+        self.manager = config.pluginmanager
+        self.done = threading.Event()
+        self.mark = uuid.uuid4().hex
         os.environ[MARK] = self.mark
         is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_default and threading.current_thread() is threading.main_thread():

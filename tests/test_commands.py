@@ -122,9 +122,11 @@ def planned(repository: Path, text: str) -> Iterator[str]:
 
 def collected(repository: Path, text: str) -> Iterator[str]:
     words = shlex.split(text)[2:]
-    own, selected = words, []
+    own = words
+    selected = []
     if "--" in words:
-        own, selected = words[: words.index("--")], words[words.index("--") + 1 :]
+        own = words[: words.index("--")]
+        selected = words[words.index("--") + 1 :]
     if own in (["--changed"], ["--fast"]):  # tests/test_changed.py, tests/test_matrix.py
         return
     if own and (len(own) != 2 or own[0] != "-e"):
@@ -133,7 +135,8 @@ def collected(repository: Path, text: str) -> Iterator[str]:
     names = own[1].split(",") if own else []
     yield from (f"tox.ini has no environment {name}" for name in names if name not in environments())
     command = environments().get(names[0], "") if names else ""
-    if program := re.match(r"python (\S+)", command):  # it runs no tests
+    program = re.match(r"python (\S+)", command)
+    if program:  # it runs no tests
         yield from _unknown(Path(program[1]), " ".join(["", *selected]))
     elif selected:
         app = next((app for app in APPS if names[0].startswith(f"{app}-")), "mnist_ddp")

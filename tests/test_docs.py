@@ -144,7 +144,8 @@ def test_the_page_of_messages_is_what_the_programs_say() -> None:
 
 def test_every_error_that_is_made_has_its_words_on_the_page(script: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "messages.md").read_text()
-    made, passed_on = 0, set()
+    made = 0
+    passed_on = set()
     for path in script["files"]():
         for words, _ in script["Source"](path).messages():
             if not re.search("[a-z]", words):

@@ -113,10 +113,12 @@ def test_each_app_has_its_specification_its_script_and_its_environment() -> None
 def test_the_pythons_of_each_app_follow_from_the_record_of_its_pins() -> None:
     """`tox -e pythons` makes the record; it needs a package index."""
     tool = runpy.run_path(str(ROOT / "tools" / "python_versions.py"))
-    differences, recorded = tool["differences"], json.loads(tool["RECORD"].read_text())
+    differences = tool["differences"]
+    recorded = json.loads(tool["RECORD"].read_text())
     assert recorded.keys() == {tool["app_of"](path) for path in tool["requirements"]()}
     for path in tool["requirements"]():
-        text, record = path.read_text(), recorded[tool["app_of"](path)]
+        text = path.read_text()
+        record = recorded[tool["app_of"](path)]
         assert differences(text, record) == [], path
         assert differences(text + "numpy==2.4.7\n", record)  # another pin was not resolved
         assert differences(text.replace("# python: 3.11", "# python: 3.10 3.11"), record)
@@ -137,7 +139,8 @@ def test_each_lock_lists_every_pin_with_hashes_and_nothing_of_a_machine() -> Non
         needed = {re.split("[=><]", pin)[0].lower() for pin in (pins if whole else pins[:-3])}
         assert source.with_name("requirements-cpu.txt") in locks or not whole
         for lock in locks:
-            text, entries = lock.read_text(), tool["entries"](lock.read_text())
+            text = lock.read_text()
+            entries = tool["entries"](lock.read_text())
             assert [each for each in text.splitlines() if not line.fullmatch(each)] == [], lock
             assert all(entry.hashes for entry in entries), lock
             assert needed <= {entry.name for entry in entries}, lock

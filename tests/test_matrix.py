@@ -240,7 +240,8 @@ def send(process: subprocess.Popen[str], number: int, to_group: bool) -> None:
     ids=["Ctrl-C", "INT", "TERM", "KILL", "TERM of another program"],
 )
 def test_an_interrupt_leaves_no_process(tmp_path: Path, environment: str, number: int, to_group: bool) -> None:
-    folder, mark = small_matrix(tmp_path, one=LONG), uuid.uuid4().hex
+    folder = small_matrix(tmp_path, one=LONG)
+    mark = uuid.uuid4().hex
     words = [
         str(TOX),
         str(ROOT / "tools" / "run_tox.py"),

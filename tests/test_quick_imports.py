@@ -22,7 +22,8 @@ def test_modules_are_compiled_once_for_all_environments_that_have_them(tmp_path:
     compiled: list[Path] = []
     for environment in ("a", "b", "c"):
         folder = tmp_path / environment
-        words, environ = [str(tmp_path / "store"), str(folder), "package", "missing"], {"PYTHONPATH": str(folder)}
+        words = [str(tmp_path / "store"), str(folder), "package", "missing"]
+        environ = {"PYTHONPATH": str(folder)}
         subprocess.run([sys.executable, str(FILE), *words], env=environ, check=True)
         command = [sys.executable, "-c", "import package; print(package.VALUE)"]
         value = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout

@@ -111,7 +111,9 @@ def refuse(problem: str) -> NoReturn:
 def git(*words: str) -> str | None:
     """Return the output of git, or None if it fails."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8", errors="surrogateescape")
-    return None if done.returncode else done.stdout
+    if done.returncode:
+        return None
+    return done.stdout
 
 
 def changed_paths(revision: str) -> list[str]:
@@ -155,7 +157,9 @@ def chosen_revision(name: str) -> tuple[str, str]:
 def needed(paths: Iterable[str]) -> list[str]:
     """Return the environments that changes of these files need, sorted; [ALL] if one file needs all."""
     found = {environment for path in paths for environment in environments_of(path)}
-    return [ALL] if ALL in found else sorted(found)
+    if ALL in found:
+        return [ALL]
+    return sorted(found)
 
 
 def main(revision: str) -> None:

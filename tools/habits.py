@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> int:
         for line, problem in problems(ast.parse(path.read_text())):
             print(f"{path}:{line}: {problem}")
             count += 1
-    return 1 if count else 0
+    if count:
+        return 1
+    return 0
 
 
 def checked_files() -> list[Path]:

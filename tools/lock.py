@@ -91,7 +91,8 @@ def entries(text: str) -> list[Entry]:
     """Return the entries of a lock, or of uv's output, in its order."""
     found: list[Entry] = []
     for line in text.splitlines():
-        if digest := re.match(r"    --hash=sha256:([0-9a-f]{64})", line):
+        digest = re.match(r"    --hash=sha256:([0-9a-f]{64})", line)
+        if digest:
             found[-1].hashes.append(digest[1])
         elif line.startswith("    #"):
             found[-1].words.append(line)
@@ -120,7 +121,8 @@ def resolve(source: Path, locked: Sequence[Entry], excluded: Sequence[str] = ())
     """
     pythons = re.search(r"^# python: (\S+)", source.with_name("requirements.in").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as name:
-        output, exclude = Path(name, "lock.txt"), Path(name, "exclude.txt")
+        output = Path(name, "lock.txt")
+        exclude = Path(name, "exclude.txt")
         output.write_text("".join(f"{entry.requirement.replace('+cpu', '')}\n" for entry in locked))
         exclude.write_text("".join(f"{each}\n" for each in excluded))
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--native-tls"]
@@ -155,7 +157,9 @@ def for_cpu(found: Sequence[Entry]) -> list[Entry]:
 
 def app_of(source: Path) -> str:
     """Return the name of the app that a file of requirements belongs to, or "trackers"."""
-    return "trackers" if source.parent == TRACKERS else source.parent.name
+    if source.parent == TRACKERS:
+        return "trackers"
+    return source.parent.name
 
 
 def header(app: str, hardware: str) -> str:
@@ -167,7 +171,9 @@ def locks(source: Path, upgrade: bool) -> dict[Path, str]:
     app = app_of(source)
 
     def kept(path: Path) -> list[Entry]:
-        return entries(path.read_text()) if path.exists() and not upgrade else []
+        if path.exists() and not upgrade:
+            return entries(path.read_text())
+        return []
 
     if source.name != "requirements.in":
         path = source.with_suffix(".txt")

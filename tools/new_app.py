@@ -70,7 +70,9 @@ class Copy:
     """
 
     def __init__(self, origin: str, name: str, wheel: str | None = None) -> None:
-        self.origin, self.name, self.wheel = origin, name, wheel
+        self.origin = origin
+        self.name = name
+        self.wheel = wheel
         self.test = "test.sh" if wheel else f"test.sh -e {name}-cpu"
         self.left_behind: list[str] = []  # test files of the origin that are about more than it
         self.paths = [*files_under(f"apps/{origin}"), f"scripts/run_{origin}.sh", *self._test_files()]
@@ -86,7 +88,9 @@ class Copy:
             path = re.sub(r"^(\.\./)+", "", match[0]).rstrip("./")
             exists = path.partition("/")[0] in TOP_FOLDERS and (ROOT / path).exists()
             copied = any(each == path or each.startswith(f"{path}/") for each in self.paths)
-            return match[0] if exists and not copied else re.sub(name_pattern(self.origin), self.name, match[0])
+            if exists and not copied:
+                return match[0]
+            return re.sub(name_pattern(self.origin), self.name, match[0])
 
         return re.sub(rf"[\w./-]*{name_pattern(self.origin)}[\w./-]*", renamed, text)
 
@@ -101,7 +105,8 @@ class Copy:
     def files(self) -> dict[str, str]:
         """Return the files of the copy by their new paths, with the new name in them."""
         files = {self.rename(path): self.rename(read(path)) for path in self.paths}
-        spec, pattern = f"tests/{self.name}/app_spec.py", r"skipped_marks=\(.*?\)(,?)(  #.*)?"
+        spec = f"tests/{self.name}/app_spec.py"
+        pattern = r"skipped_marks=\(.*?\)(,?)(  #.*)?"
         marks = '("core_only", "slow")' if re.search(r'skipped_marks=.*"slow"', files[spec]) else '("core_only",)'
         text, count = re.subn(pattern, rf"skipped_marks={marks}\1", files[spec])
         require(count == 1, f"tests/{self.origin}/app_spec.py has no skipped_marks=(...), or several: write one")
@@ -222,7 +227,9 @@ def used_helpers(helpers: Sequence[str], texts: Sequence[str]) -> list[str]:
 
     used = [helper for helper in helpers if is_used(helper)]
     rest = [helper for helper in helpers if helper not in used]
-    return [*used, *used_helpers(rest, [read(path) for path in used])] if used else []
+    if used:
+        return [*used, *used_helpers(rest, [read(path) for path in used])]
+    return []
 
 
 def find_environments(tox: str, name: str) -> list[str]:
@@ -275,7 +282,8 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 def changed_lists(copy: Copy) -> dict[str, str]:
     """Return the files that list apps, with the copy after its origin."""
-    origin, tox = copy.origin, read("tox.ini")
+    origin = copy.origin
+    tox = read("tox.ini")
     sections = find_environments(tox, f":{origin}")
     tox = tox.replace(sections[-1], "\n\n".join([sections[-1], *map(copy.environment, sections)]))
     names = [end for line in re.findall(r"(?m)^env_list = (.*)", tox) for end in re.findall(rf"\b{origin}(-\w+)", line)]
@@ -361,10 +369,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def check(options: argparse.Namespace) -> None:
     """Raise UsageError for a mistake in the options; make ``out`` absolute."""
-    name, origin, wheel = options.name, options.origin, options.wheel
+    name = options.name
+    origin = options.origin
+    wheel = options.wheel
     out = options.out = options.out and Path(os.path.abspath(options.out))
     taken = [path for path in (f"apps/{name}", f"tests/{name}", f"scripts/run_{name}.sh") if (ROOT / path).exists()]
-    pattern, apps = r"[a-z][a-z0-9]*(_[a-z0-9]+)*", training_apps()
+    pattern = r"[a-z][a-z0-9]*(_[a-z0-9]+)*"
+    apps = training_apps()
     require(re.fullmatch(pattern, name), f"{name!r} is no name for an app: use lower-case letters, digits, single _")
     require(len(name) <= MAX_NAME_LENGTH, f"{name} has {len(name)} letters: use {MAX_NAME_LENGTH} at most")
     reserved = name in TOX_FACTORS or re.fullmatch(r"(py|pypy|python)\d*", name)
@@ -412,7 +423,9 @@ def main(argv: Sequence[str]) -> int:
 
 def make_copy(options: argparse.Namespace) -> None:
     """Write the copy and print what to do with it, or, for a dry run, print what would be written."""
-    out, wheel, name = options.out, options.wheel, None
+    out = options.out
+    wheel = options.wheel
+    name = None
     with tempfile.TemporaryDirectory() as folder:
         if out:
             wheel = wheel or (None if options.dry_run else build_wheel(Path(folder)))

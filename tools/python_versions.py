@@ -66,7 +66,9 @@ def requirements() -> list[Path]:
 
 def app_of(path: Path) -> str:
     """Return the name of the app that a requirements.in belongs to, or "trackers"."""
-    return "trackers" if path.parent == TRACKERS else path.parent.name
+    if path.parent == TRACKERS:
+        return "trackers"
+    return path.parent.name
 
 
 def resolve(path: Path) -> dict[str, Any]:
@@ -115,8 +117,11 @@ def differences(text: str, record: dict[str, Any] | None) -> list[str]:
     """Return in words how a requirements.in with the content ``text`` differs from the record."""
     if record is None or record["pins"] != pins(text):
         return [f"{RECORD.name} was not made of its pins and {PROJECT.relative_to(ROOT)}"]
-    line, derived = LINE.search(text), " ".join(pythons(text, record))
-    return [] if line and line.group(1) == derived else [f"it lacks the line `# python: {derived}`"]
+    line = LINE.search(text)
+    derived = " ".join(pythons(text, record))
+    if line and line.group(1) == derived:
+        return []
+    return [f"it lacks the line `# python: {derived}`"]
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def compile_modules(store: Path, folder: Path, modules: Sequence[str]) -> None:
             subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False)
     for bytecode, copy in files:
         if bytecode.exists() and not copy.exists():
-            content, temporary = bytecode.read_bytes(), copy.with_suffix(f".{os.getpid()}")
+            content = bytecode.read_bytes()
+            temporary = copy.with_suffix(f".{os.getpid()}")
             temporary.write_bytes(content[:4] + UNCHECKED + content[HEADER_BYTES:])
             temporary.replace(copy)
 

@@ -42,7 +42,8 @@ class Words:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         end = [*arguments, "--"].index("--")
-        self.own, self.selected = list(arguments[:end]), list(arguments[end + 1 :])
+        self.own = list(arguments[:end])
+        self.selected = list(arguments[end + 1 :])
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("-e", action="append", default=[])
         parser.add_argument("-f", "-m", dest="factors", nargs="+")
@@ -90,7 +91,9 @@ def parents() -> dict[int, tuple[int, str]]:
 
 def descendants(ancestor: int) -> dict[int, str]:
     """Return the start times of a process's descendants, by their ids."""
-    known, found, waiting = parents(), dict[int, str](), [ancestor]
+    known = parents()
+    found = dict[int, str]()
+    waiting = [ancestor]
     while waiting:
         parent = waiting.pop()
         children = {pid: start for pid, (its_parent, start) in known.items() if its_parent == parent}
@@ -147,7 +150,9 @@ def run_tox(arguments: Sequence[str]) -> int:
     try:
         run(arguments)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, int):
+            return end.code
+        return int(end.code is not None)
     finally:
         interrupt.finish()
     return 0
@@ -156,7 +161,8 @@ def run_tox(arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code of scripts/test.sh."""
     words = Words(arguments)
-    if error := words.without_device():
+    error = words.without_device()
+    if error:
         print(error, file=sys.stderr)
         return 2
     if not words.selected or len(words.names) == 1:

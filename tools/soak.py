@@ -23,7 +23,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "docs" / "soak.json", ROOT / "docs" / "soak.md"
+RESULTS = ROOT / "docs" / "soak.json"
+PAGE = ROOT / "docs" / "soak.md"
 WITHOUT_SLOW_TESTS = {"lint", "docs"}
 HEAD = """\
 # Slow tests
@@ -44,14 +45,16 @@ def environments() -> list[str]:
 
 def run(environment: str, folder: Path) -> dict[str, Any]:
     """Run an environment's tests with --soak; return counts, minutes, date, machine and the lines of its tables."""
-    report, table = folder / "report.xml", folder / "table"
+    report = folder / "report.xml"
+    table = folder / "table"
     table.write_text("")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOX_")}
     environ |= {"PYTEST_ADDOPTS": f"--soak --junitxml={report}", "SAMESTEP_SOAK_TABLE": str(table)}
     begun = time.monotonic()
     code = subprocess.run(["bash", "scripts/test.sh", "-e", environment], cwd=ROOT, env=environ, check=False).returncode
     suite = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}  # noqa: S314 - pytest wrote it
-    tests, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    tests = int(suite.get("tests", 0))
+    skipped = int(suite.get("skipped", 0))
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     return {
         "passed": tests - skipped - failed,
@@ -89,7 +92,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environments", nargs="*", metavar="ENVIRONMENT", help=", ".join(environments()))
     chosen = parser.parse_args().environments or environments()
-    if unknown := {*chosen} - {*environments()}:
+    unknown = {*chosen} - {*environments()}
+    if unknown:
         parser.error(f"unknown environments: {', '.join(sorted(unknown))}")
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in chosen:

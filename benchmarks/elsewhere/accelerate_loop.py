@@ -35,7 +35,8 @@ def main() -> None:
         model, optimizer, train_dataloader, eval_dataloader, scheduler
     )
 
-    record, update = Record(), 0
+    record = Record()
+    update = 0
     for _ in range(options.epochs):
         model.train()
         for images, labels, indices in train_dataloader:

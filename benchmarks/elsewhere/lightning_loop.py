@@ -26,7 +26,10 @@ from torchmetrics.functional import accuracy  # noqa: E402
 class LitNet(L.LightningModule):  # type: ignore[misc]  # its types are not at hand where this is checked
     def __init__(self, plain: bool, lr: float) -> None:
         super().__init__()
-        self.lr, self.model, self.record, self.examples = lr, Net(plain), Record(), 0
+        self.lr = lr
+        self.model = Net(plain)
+        self.record = Record()
+        self.examples = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels, indices = batch

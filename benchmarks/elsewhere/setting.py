@@ -18,7 +18,8 @@ torchvision_that_imports()
 from PIL import Image  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10, as cifar_ddp has them
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10, as cifar_ddp has them
 
 
 def arguments() -> argparse.Namespace:

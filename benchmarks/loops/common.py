@@ -34,7 +34,11 @@ class Clock:
     """Counts steps; after the last one that is timed, rank 0 writes the samples a second."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
-        self.options, self.rank, self.done, self.begun, self.over = options, rank, 0, 0.0, False
+        self.options = options
+        self.rank = rank
+        self.done = 0
+        self.begun = 0.0
+        self.over = False
 
     def step(self) -> bool:
         """To be called after each step; true when it was the last one."""

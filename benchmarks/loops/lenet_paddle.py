@@ -61,7 +61,8 @@ def limit(options: argparse.Namespace) -> None:
 
     if int(os.environ["PADDLE_TRAINERS_NUM"]) > 1:
         dist.init_parallel_env()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     app_options = parse([])
     train_set, _ = load("mnist", options.data)
     batches = GlobalBatches(len(train_set.labels), options.batch, app_options.seed, rank, world_size)

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader  # noqa: E402
 class TextbookModule(pl.LightningModule):
     def __init__(self, task: Task, clock: common.Clock) -> None:
         super().__init__()
-        self.task, self.model, self.clock = task, task.model(), clock
+        self.task = task
+        self.model = task.model()
+        self.clock = clock
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -36,7 +38,8 @@ class TextbookModule(pl.LightningModule):
 
 
 def textbook(options: argparse.Namespace) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     task = TASKS[options.task]
     dataset = task.images(options.data)
     # Lightning puts its DistributedSampler into this loader.

@@ -29,7 +29,8 @@ def limit(options: argparse.Namespace, plain: bool) -> None:
     from samestep.torch.distributed import choose_device
     from train import build_optimizer, train_step
 
-    its, device = parse([]), choose_device(options.device, env.detect())
+    its = parse([])
+    device = choose_device(options.device, env.detect())
     training, _ = load("mnist", options.data, device, torch.float32)
     sampler = GlobalBatchSampler(len(training), options.batch, seed=its.seed, drop_last=True)
     loader = DataLoader(training, batch_sampler=sampler, seeded=False)

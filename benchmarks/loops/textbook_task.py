@@ -19,7 +19,8 @@ from textbook_net import TextbookNet, TextbookVGG
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR_STD = (0.2023, 0.1994, 0.2010)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Cifar(Dataset[tuple[Any, int]]):
         from torchvision import transforms
 
         found = datasets.load("cifar10", folder)
-        self.images, self.labels, self._open = found.train_images, found.train_labels, Image.fromarray
+        self.images = found.train_images
+        self.labels = found.train_labels
+        self._open = Image.fromarray
         drawn = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
         self._transform = transforms.Compose(
             [*drawn, transforms.ToTensor(), transforms.Normalize(CIFAR_MEAN, CIFAR_STD)]

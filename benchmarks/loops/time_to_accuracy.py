@@ -185,7 +185,8 @@ class AppLoop:
         self._run: Any = SimpleNamespace(monitor=Monitor())  # what `evaluate` needs of a Run
         self._eval_sampler = EvalSampler(len(test), train.EVAL_BATCH_SIZE, blocks=dist.get_world_size())
         self._eval_loader = DataLoader(test, batch_sampler=self._eval_sampler)
-        self.step, self._evaluate = step, train.evaluate
+        self.step = step
+        self._evaluate = train.evaluate
 
     def accuracy(self) -> float:
         metrics = self._evaluate(self._run, self._evaluated, self._eval_loader, self._eval_sampler)

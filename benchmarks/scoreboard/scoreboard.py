@@ -80,7 +80,8 @@ def about(subject: Subject) -> dict[str, str]:
     """With what, where and when a cell was measured; the load is of all processes of the machine, over 5 minutes."""
     cores = len(os.sched_getaffinity(0))
     machine = f"{platform.machine()}, {cores} cores, gloo, Python {platform.python_version()}"
-    date, load = time.strftime("%Y-%m-%d"), f"{os.getloadavg()[1]:.0f}"
+    date = time.strftime("%Y-%m-%d")
+    load = f"{os.getloadavg()[1]:.0f}"
     return {"date": date, "versions": versions(subject), "machine": machine, "load": load}
 
 
@@ -110,7 +111,8 @@ def table(cells: Cells) -> str:
     every = [each for found in cells.values() for each in found.values()]
     versions = sorted({each for found in every for each in found["versions"].split(", ")})
     machines = sorted({found["machine"] for found in every})
-    dates, loads = sorted({found["date"] for found in every}), sorted(int(found["load"]) for found in every)
+    dates = sorted({found["date"] for found in every})
+    loads = sorted(int(found["load"]) for found in every)
     lines += ["", f"{'; '.join(machines)}; {', '.join(versions)}; {' to '.join(sorted({dates[0], dates[-1]}))}. "]
     busy = f"{loads[0]}" if loads[0] == loads[-1] else f"{loads[0]} to {loads[-1]}"
     lines[-1] += f"The load of the machine was {busy}. A load above its cores makes the seconds longer."
@@ -179,37 +181,50 @@ def terminated(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def main() -> None:  # noqa: C901
-    options = parse()
-    signal.signal(signal.SIGTERM, terminated)
-    names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
-    wanted = chosen(options.row, dict(ROWS), "--row")
+def check_files(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """End the program if --keep or --from-json cannot be used."""
     if options.keep and len(names) * options.rounds > 1:
         sys.exit("error: --keep is for one program, once: name it with --only, and leave out --rounds")
     if options.keep and options.keep.exists():
         sys.exit(f"error: --keep {options.keep}: it is there already; name another folder")
     if options.from_json and not options.from_json.is_file():
         sys.exit(f"error: --from-json {options.from_json}: no such file; leave it out to measure")
+
+
+def measure_all(options: argparse.Namespace, names: Sequence[str], wanted: Sequence[str]) -> Cells:
+    """Check the programs, each ``options.rounds`` times, and return the cells; --json keeps its other cells."""
+    cells: Cells = {}
+    if options.json and options.json.exists():
+        cells = json.loads(options.json.read_text())
+    of_rounds: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name in list(names) * options.rounds:
+        print(f"$ bash scripts/test.sh -e scoreboard -- --only {name}", file=sys.stderr, flush=True)
+        keep = options.keep and options.keep.resolve()
+        results = measure(SUBJECTS[name], wanted, options.sources and options.sources.resolve(), keep)
+        for row, result in results.items():
+            of_rounds.setdefault((row, name), []).append(result)
+            verdict, seen = summary(of_rounds[row, name])
+            print(f"{row:19} {verdict:12} {seen}", file=sys.stderr, flush=True)
+            cells.setdefault(row, {})[name] = {"verdict": verdict, "seen": seen, **about(SUBJECTS[name])}
+        if options.json:
+            write_whole(options.json, json.dumps(cells, indent=1) + "\n")
+    return cells
+
+
+def main() -> None:
+    options = parse()
+    signal.signal(signal.SIGTERM, terminated)
+    names = chosen(options.show or options.only, dict(SUBJECTS), "--show" if options.show else "--only")
+    wanted = chosen(options.row, dict(ROWS), "--row")
+    check_files(options, names)
     try:
         if options.show:
             show(SUBJECTS[options.show], options.sources)
             return
-        cells: Cells = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
         if options.from_json:
-            cells = json.loads(options.from_json.read_text())
+            cells: Cells = json.loads(options.from_json.read_text())
         else:
-            of_rounds: dict[tuple[str, str], list[tuple[str, str]]] = {}
-            for name in names * options.rounds:
-                print(f"$ bash scripts/test.sh -e scoreboard -- --only {name}", file=sys.stderr, flush=True)
-                keep = options.keep and options.keep.resolve()
-                results = measure(SUBJECTS[name], wanted, options.sources and options.sources.resolve(), keep)
-                for row, result in results.items():
-                    of_rounds.setdefault((row, name), []).append(result)
-                    verdict, seen = summary(of_rounds[row, name])
-                    print(f"{row:19} {verdict:12} {seen}", file=sys.stderr, flush=True)
-                    cells.setdefault(row, {})[name] = {"verdict": verdict, "seen": seen, **about(SUBJECTS[name])}
-                if options.json:
-                    write_whole(options.json, json.dumps(cells, indent=1) + "\n")
+            cells = measure_all(options, names, wanted)
     except sources.SourceError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

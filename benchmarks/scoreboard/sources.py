@@ -73,7 +73,8 @@ def fetch(file: File, given: Path | None = None) -> str:
     if file.package and not where.is_file():
         raise SourceError(f"{file.path} is a file of the package {file.package}: install benchmarks/scoreboard's pins")
     if where.is_file():
-        content, said = where.read_bytes(), str(where)
+        content = where.read_bytes()
+        said = str(where)
     elif given:
         raise SourceError(f"{where}: no such file; put {file.url} there, or leave out --sources")
     else:
@@ -104,20 +105,25 @@ def apply(text: str, script: str) -> str:
     Raises:
         ValueError: another command, lines that are not there, or commands in another order.
     """
-    lines, commands = text.splitlines(), script.splitlines()
-    before, k = len(lines) + 1, 0
+    lines = text.splitlines()
+    commands = script.splitlines()
+    before = len(lines) + 1
+    k = 0
     while k < len(commands):
         found = re.fullmatch(r"(\d+)(?:,(\d+))?([acd])", commands[k])
         if not found:
             raise ValueError(f"line {k + 1} of the edits is no a, c or d with line numbers: {commands[k]!r}")
-        first, last, kind = int(found[1]), int(found[2] or found[1]), found[3]
+        first = int(found[1])
+        last = int(found[2] or found[1])
+        kind = found[3]
         if not (kind == "a" or first >= 1) or not first <= last < before + (kind == "a"):
             raise ValueError(f"line {k + 1} of the edits is out of order or of the text: {commands[k]!r}")
         new: list[str] = []
         k += 1
         if kind != "d":
             end = commands.index(".", k)
-            new, k = commands[k:end], end + 1
+            new = commands[k:end]
+            k = end + 1
         lines[first if kind == "a" else first - 1 : last] = new
         before = first
     return "\n".join(lines) + "\n"

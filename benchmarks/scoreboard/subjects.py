@@ -15,7 +15,8 @@ import sources
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TORCHRUN = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2"
-HOROVODRUN, HOROVOD = "horovodrun --gloo --disable-cache", "--no-cuda --epochs=3"
+HOROVODRUN = "horovodrun --gloo --disable-cache"
+HOROVOD = "--no-cuda --epochs=3"
 NEWEST = "$(ls -d saved/epoch_* 2>/dev/null | sort -V | tail -n 1)"
 # For $1 ranks on two names of this host, as Horovod starts no rank on a host where one failed.
 ELASTIC = f"""printf '#!/bin/sh\\necho localhost:%d; [ %d = 0 ] || echo 127.0.0.1:%d\\n' \\

@@ -106,7 +106,9 @@ class Stranger:
     """A copy of the project and a folder that another user may not look into: nobody, or else the one of the tests."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.work, self.private = root / "project", root / "work", root / "private"
+        self.root = root / "project"
+        self.work = root / "work"
+        self.private = root / "private"
         self.is_root = os.geteuid() == 0
         self.python = "/usr/bin/python3" if self.is_root else sys.executable  # root's own is out of others' reach
 

@@ -255,7 +255,8 @@ def test_a_lock_that_nobody_gives_back_is_named(place: Path) -> None:
 @pytest.mark.parametrize("what", ["a link", "a folder that all may write to"])
 def test_a_cache_among_temporary_files_that_others_made_is_not_used(place: Path, what: str) -> None:
     """A link to a folder of the user's own would have files put into that."""
-    own, taken = place / "own", place / "tmp" / f"samestep-{os.getuid()}"
+    own = place / "own"
+    taken = place / "tmp" / f"samestep-{os.getuid()}"
     own.mkdir()
     if what == "a link":
         taken.symlink_to(own)

@@ -94,7 +94,8 @@ def test_idle_connections_do_not_use_up_the_file_descriptors() -> None:
 
 def test_a_process_without_file_descriptors_goes_on_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers may not be what uses them up, so dropping those does not always help."""
-    accept, failures = socket.socket.accept, iter(range(3))
+    accept = socket.socket.accept
+    failures = iter(range(3))
 
     def fails_first(listener: socket.socket) -> Any:
         if next(failures, None) is not None:
@@ -327,7 +328,8 @@ def test_what_listens_there_does_not_extend_the_time(
 @contextlib.contextmanager
 def on_the_way(port: int, change: Callable[[list[bytes]], bytes]) -> Iterator[int]:
     """A port from which another one is reached, by somebody who changes what machine 0 has sent: its lines so far."""
-    listener, lines = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+    listener = socket.create_server(("127.0.0.1", 0))
+    lines = list[bytes]()
 
     def copy(source: socket.socket, target: socket.socket, from_host: bool) -> None:
         with contextlib.suppress(OSError):
@@ -337,7 +339,8 @@ def on_the_way(port: int, change: Callable[[list[bytes]], bytes]) -> Iterator[in
             target.shutdown(socket.SHUT_RDWR)
 
     def run() -> None:
-        near, far = listener.accept()[0], connect(port)
+        near = listener.accept()[0]
+        far = connect(port)
         for pair in ((near, far, False), (far, near, True)):
             threading.Thread(target=copy, args=pair, daemon=True).start()
 

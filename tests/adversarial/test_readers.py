@@ -68,7 +68,9 @@ PROGRAMS = ("hang", "watch", "report")
 def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(json.dumps(each) + "\n" for each in content)
-    return content if isinstance(content, str) else json.dumps(content)
+    if isinstance(content, str):
+        return content
+    return json.dumps(content)
 
 
 def make(run_dir: Path, changes: dict[str, Any] | None = None) -> Path:
@@ -187,7 +189,8 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
 def test_what_is_in_a_files_place_is_named_and_passed_over(tmp_path: Path, kind: str) -> None:
     run_dir = make(tmp_path / "run")
     for name in [*FILES, "log", "checkpoints", "checkpoints/step-00000004"]:
-        place, kept = run_dir / name, tmp_path / "kept"
+        place = run_dir / name
+        kept = tmp_path / "kept"
         place.rename(kept)
         OBSTACLES[kind](place)
         read_by_all(run_dir, tmp_path / "report.html")

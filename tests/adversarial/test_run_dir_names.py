@@ -46,7 +46,8 @@ class Toy:
     """Runs the toy in forks of one process."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self._process, self._folder = process, folder
+        self._process = process
+        self._folder = folder
         self._numbers = itertools.count()
 
     def run(self, run_dir: Path, *options: str) -> tuple[int, list[str]]:
@@ -138,7 +139,8 @@ def test_no_name_of_a_run_dir_changes_anything_outside(
     assert {"log", "checkpoints", ".lock", "checkpoints/step-00000004/manifest.json", "log/rank-0.log"} <= {*names}
     ends = []
     for number, (name, option) in enumerate(itertools.product(names, options)):
-        run_dir, outside = tmp_path / f"run-{number}", tmp_path / f"outside-{number}"
+        run_dir = tmp_path / f"run-{number}"
+        outside = tmp_path / f"outside-{number}"
         shutil.copytree(killed, run_dir)
         outside.mkdir()
         if put(kind, run_dir / name, outside):

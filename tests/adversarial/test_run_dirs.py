@@ -633,7 +633,8 @@ def test_any_files_of_ranks_are_diagnosed(tmp_path: Path, soak: bool, monkeypatc
     other = {**now, "rank": 1, "pid": 1}
     crash = f'Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "{__file__}", line 3 in f\n'
     stacks = [crash, crash.replace(__file__, "/dev/zero"), "Thread \n" + '  File "x", line 1 in ' * 99]
-    options, world = Options(run_dir=tmp_path, lr=0.1), World(0, 2)
+    options = Options(run_dir=tmp_path, lr=0.1)
+    world = World(0, 2)
     logs = tmp_path / "log"
     logs.mkdir()
     monkeypatch.setenv("SAMESTEP_RESTARTS", "1")

@@ -11,7 +11,8 @@ from harness import ROOT
 
 pytestmark = pytest.mark.core_only
 SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "same_step_elsewhere.py"))
-EXAMPLES, EPOCHS = SCRIPT["EXAMPLES"], SCRIPT["EPOCHS"]
+EXAMPLES = SCRIPT["EXAMPLES"]
+EPOCHS = SCRIPT["EPOCHS"]
 
 
 def training(loss: float, lr: float | None, extra: list[int]) -> Any:
@@ -67,7 +68,8 @@ def test_programs_that_made_unlike_numbers_of_updates_are_not_compared() -> None
 
 
 def test_the_page_keeps_what_is_written_around_the_table(tmp_path: Path) -> None:
-    page, marks = tmp_path / "page.md", SCRIPT["MARKS"]
+    page = tmp_path / "page.md"
+    marks = SCRIPT["MARKS"]
     page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
     SCRIPT["write_page"](page, "new")
     assert page.read_text() == f"before\n{marks[0]}\nnew\n{marks[1]}\nafter\n"

@@ -57,7 +57,8 @@ def test_told_to_stop_it_ends_its_job(tmp_path: Path) -> None:
 
 
 def test_edits_are_applied_from_the_end_and_nothing_else_is(board: dict[str, Any]) -> None:
-    apply, text = board["sources"].apply, "a\nb\nc\nd\n"
+    apply = board["sources"].apply
+    text = "a\nb\nc\nd\n"
     assert apply(text, "") == text
     assert apply(text, "4a\ne\n.\n2,3c\nB\n.\n1d\n") == "B\nd\ne\n"
     for script in ("2s/b/B/\n", "1d\n4d\n", "5d\n", "0d\n"):
@@ -104,7 +105,8 @@ def test_a_mistake_in_a_call_is_one_line(board: dict[str, Any], monkeypatch: pyt
 
 
 def test_the_page_keeps_what_is_written_around_the_tables(board: dict[str, Any], tmp_path: Path) -> None:
-    script, page = board["scoreboard"], tmp_path / "page.md"
+    script = board["scoreboard"]
+    page = tmp_path / "page.md"
     found = {"date": "2026-11-23", "versions": "torch 2", "machine": "one", "load": "3"}
     cells = {"verdict": "passed", "seen": "a | b", **found}, {"verdict": "not run", "seen": "no <reason>", **found}
     measured = script.table({"term": {"pytorch": cells[0]}, "rank-killed": {"pytorch": cells[0], "ray": cells[1]}})

@@ -36,7 +36,9 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     found: Cases = {}
     for event in recorded(tmp_path_factory.mktemp("shapes"), SHAPES):
         if event["event"] == "begin_case":
-            name, numbers, steps = event["name"], list[int](), list[list[int]]()
+            name = event["name"]
+            numbers = list[int]()
+            steps = list[list[int]]()
         elif event["event"] == "batch":
             numbers.append(event["number"])
         elif event["event"] == "step":

@@ -58,7 +58,8 @@ def plain(folder: Path, rows: str, *words: str, **environ: str) -> Done:
 
 def test_a_sound_script_passes_each_row_or_the_row_is_not_seen(tmp_path: Path) -> None:
     """The only test of all rows in the matrix; no other shows the page, or that nothing is left of a check."""
-    folder, page = program(tmp_path / "sound", PLAIN), tmp_path / "page.html"
+    folder = program(tmp_path / "sound", PLAIN)
+    page = tmp_path / "page.html"
     (tmp_path / "temporary").mkdir()
     done, verdicts = plain(folder, "all", f"--html={page}", TMPDIR=str(tmp_path / "temporary"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -146,7 +147,8 @@ def test_rows_can_be_listed_and_written_as_json(tmp_path: Path) -> None:
 
 def test_a_check_needs_no_home_folder_and_no_asserts(tmp_path: Path) -> None:
     """As in a container whose user has no entry in passwd, with PYTHONOPTIMIZE=1."""
-    folder, site = program(tmp_path / "sound", PLAIN), tmp_path / "site"
+    folder = program(tmp_path / "sound", PLAIN)
+    site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(NO_PASSWD)
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
@@ -234,7 +236,9 @@ def test_an_evaluation_of_a_split_is_whole(tmp_path: Path) -> None:
 
     def rank(*indices: int, subset: list[int], dropped: int = 0) -> Events:
         events: Events = [begin(1, 1, subset), batch(1, *indices, trains=False), end(1)]
-        return [*events, ("dropped", {"count": dropped})] if dropped else events
+        if dropped:
+            return [*events, ("dropped", {"count": dropped})]
+        return events
 
     split = [3, 12345]
     (found,) = records(tmp_path, rank(0, 1, subset=split), rank(2, 0, subset=split, dropped=1)).evaluations()

@@ -28,7 +28,8 @@ def copied(folder: Path, target: Path, links: Sequence[Path] = ()) -> Source:
 
 def test_a_copy_keeps_times_modes_and_links(tmp_path: Path) -> None:
     """No other test has links, or a file whose time matters."""
-    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    folder = tmp_path / "folder"
+    target = tmp_path / "copies" / "1"
     target.parent.mkdir()
     (tmp_path / "data").write_text("outside")
     (folder / "out").mkdir(parents=True)
@@ -51,7 +52,8 @@ def test_a_copy_keeps_times_modes_and_links(tmp_path: Path) -> None:
 
 def test_special_files_are_left_out_and_named(tmp_path: Path) -> None:
     """No other test has a FIFO or a socket."""
-    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    folder = tmp_path / "folder"
+    target = tmp_path / "copies" / "1"
     folder.mkdir()
     target.parent.mkdir()
     os.mkfifo(folder / "fifo")
@@ -64,7 +66,8 @@ def test_special_files_are_left_out_and_named(tmp_path: Path) -> None:
 
 def test_words_of_the_command_mean_the_copy(tmp_path: Path) -> None:
     """No other test names the folder by its absolute path; a program of a virtual environment stays."""
-    folder, target = tmp_path / "folder", tmp_path / "copies" / "1"
+    folder = tmp_path / "folder"
+    target = tmp_path / "copies" / "1"
     (folder / "out").mkdir(parents=True)
     (folder / ".venv" / "bin").mkdir(parents=True)
     target.parent.mkdir()
@@ -116,7 +119,8 @@ def test_keys_of_any_kind_are_compared(tmp_path: Path) -> None:
 
 def test_the_last_checksum_of_each_optimizer_and_rank_is_kept(tmp_path: Path) -> None:
     """No other test of recorded events has two optimizers, or a rank that skips a step."""
-    first, second = step(optimizer=1, digest=5), step(optimizer=2, digest=6)
+    first = step(optimizer=1, digest=5)
+    second = step(optimizer=2, digest=6)
     later = step(optimizer=1, digest=7)
     found = records(tmp_path, [first, second, later], [first, second]).last_digests()
     assert found == {1: {0: 7, 1: 5}, 2: {0: 6, 1: 6}}
@@ -162,6 +166,7 @@ def test_a_part_of_the_state_that_is_not_restored_is_named(tmp_path: Path, state
 
 def test_another_setting_of_a_group_is_named() -> None:
     """No other test has a scheduler that sets more than the learning rate."""
-    found, wanted = [{"momentum": 0.9}], [{"momentum": 0.85}]
+    found = [{"momentum": 0.9}]
+    wanted = [{"momentum": 0.85}]
     assert difference(found, wanted) == "momentum of group 1 is 0.9, 0.85 undisturbed"
     assert difference([], wanted) == "0 parameter groups, 1 undisturbed"

@@ -144,7 +144,8 @@ def test_a_fault_is_found_in_its_row(tmp_path: Path, fault: str) -> None:
 @pytest.mark.soak
 def test_the_tables_of_the_tutorial(tmp_path: Path, table: list[str]) -> None:
     """No other test shows that a check sees a script become sound, change by change."""
-    verdicts, count = dict[str, str](), 0
+    verdicts = dict[str, str]()
+    count = 0
     for shown in tutorial.tables(tmp_path, tutorial.PAGE.read_text()):
         found = {name: verdict for name, (verdict, _) in tutorial.rows(tutorial.run(tmp_path, shown.command)).items()}
         verdicts |= {name: verdict for name, (verdict, _) in tutorial.rows(shown.text).items()}

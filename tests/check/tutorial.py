@@ -40,7 +40,8 @@ class Table(NamedTuple):
 
 def tables(folder: Path, page: str) -> Iterator[Table]:
     """Yield each table of the page, at a time when the script in ``folder`` is the one that it shows."""
-    command, whole = list[str](), True
+    command = list[str]()
+    whole = True
     for block in BLOCK.finditer(page):
         kind, text = block.groups()
         if kind == "python":
@@ -48,7 +49,8 @@ def tables(folder: Path, page: str) -> Iterator[Table]:
         elif kind == "diff":
             git(folder, "apply", "-", given=text)
         elif kind == "bash" and text.startswith("samestep check"):
-            command, whole = shlex.split(text), True
+            command = shlex.split(text)
+            whole = True
         elif kind == "text":
             yield Table(*block.span(2), text, command, whole)
             whole = False
@@ -84,7 +86,9 @@ def changed(text: str, shown: dict[str, tuple[str, str]]) -> str:
 
 def write(page: str) -> str:
     """Return the page with the tables that its commands print now."""
-    written, position, shown = "", 0, dict[str, tuple[str, str]]()
+    written = ""
+    position = 0
+    shown = dict[str, tuple[str, str]]()
     with tempfile.TemporaryDirectory() as folder:
         for table in tables(Path(folder), page):
             printed = run(Path(folder), table.command)

@@ -15,7 +15,8 @@ def data_dir(tmp_path: Path) -> Path:
     random = np.random.default_rng(0)
     (tmp_path / "fashion-mnist").mkdir()
     for split, count in (("train", 600), ("t10k", 200)):
-        images, labels = random.integers(0, 256, (count, 28, 28)), random.integers(0, 10, count)
+        images = random.integers(0, 256, (count, 28, 28))
+        labels = random.integers(0, 10, count)
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             write_idx(tmp_path / "fashion-mnist" / f"{split}-{kind}-ubyte.gz", array.astype(np.uint8))
     return tmp_path

@@ -25,7 +25,8 @@ UNEVEN = "--global-batch-size=93"
 
 def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness, soak: bool) -> None:
     """Also if several ranks stop in mid-epoch, and a second start resumes."""
-    curves, averages = [], []
+    curves = []
+    averages = []
     for n in (1, 2, 3, 4) if soak else (1, 3):
         run_dir = harness.folder / str(n)
         steps = 50 if soak else 14
@@ -40,7 +41,8 @@ def test_everything_on_is_the_same_step_at_any_number_of_ranks(harness: Harness,
         assert max(np.abs(average[name] - array).max() for name, array in averages[0].items()) < 1e-9
 
 
-MEMORY, LOADER = ("--input=memory",), ("--input=loader", "--workers=1")
+MEMORY = ("--input=memory",)
+LOADER = ("--input=loader", "--workers=1")
 
 
 @pytest.mark.parametrize(

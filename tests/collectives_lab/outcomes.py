@@ -69,7 +69,9 @@ def data_parallel(options: Any, steps: int, gradients: float, weights: float) ->
 
     with mock.patch.object(launchers, "run_job", job):
         result = outcome(lambda: launchers.compare_data_parallel(2, options, options.run_dir / "DataParallel"))
-    return "error" if "does not take the plain step" in result else "told"
+    if "does not take the plain step" in result:
+        return "error"
+    return "told"
 
 
 def main() -> None:

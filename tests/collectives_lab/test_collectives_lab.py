@@ -563,7 +563,8 @@ def test_every_launcher_does_the_same_job_and_reports_a_death(lab: Lab, soak: bo
     assert list(ways) == chosen
     shas = set()
     for way in ways:
-        whole, killed = ways[way]["whole"], ways[way]["killed"]
+        whole = ways[way]["whole"]
+        killed = ways[way]["killed"]
         assert (whole["code"], whole["ranks_done"], len(whole["weights_sha256"])) == (0, 2, 1)
         shas.add(whole["weights_sha256"][0])
         assert killed["code"] != 0
@@ -599,7 +600,9 @@ def check_data_parallel(found: dict[str, Any]) -> None:
 
 # --- predict and report --------------------------------------------------------------------------------------------
 
-LATENCY, BYTE, REDUCE = 5e-5, 1e-9, 2e-10  # seconds, seconds a byte, seconds a byte summed
+LATENCY = 5e-5
+BYTE = 1e-9
+REDUCE = 2e-10  # seconds, seconds a byte, seconds a byte summed
 
 
 def measurements(noise: float = 0.0) -> dict[str, Any]:
@@ -632,7 +635,8 @@ def test_the_fit_finds_latency_and_bandwidth_and_says_how_wrong_it_is(lab: Lab) 
 
     # By hand, for 4 ranks and 1 GB.
     row = next(row for row in found["times"] if row["ranks"] == 4 and row["bytes"] == 10**9)
-    n, c = 10**9, REDUCE
+    n = 10**9
+    c = REDUCE
     assert abs(row["ring"] - (6 * LATENCY + 1.5 * n * BYTE + 0.75 * n * c)) < 1e-6
     assert abs(row["halving-doubling"] - (4 * LATENCY + 1.5 * n * BYTE + 0.75 * n * c)) < 1e-6
     assert abs(row["tree"] - (4 * (LATENCY + n * BYTE) + 2 * n * c)) < 1e-6

@@ -200,7 +200,9 @@ def rank_server(modules: Sequence[str]) -> subprocess.Popen[str]:
 
 class Harness:
     def __init__(self, app: App, device: str, folder: Path) -> None:
-        self.app, self.device, self.folder = app, device, folder
+        self.app = app
+        self.device = device
+        self.folder = folder
         self.mark = uuid.uuid4().hex
         self._jobs: list[Job] = []
 
@@ -255,7 +257,8 @@ class Harness:
         """Run the ranks as a person at ``n`` terminals does; return rank 0's outcome, or a rank's that failed."""
         program = str(ROOT / "apps" / self.app.name / "train.py")
         place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if n > 1 else {}
-        ranks, begun = list[dict[str, Any]](), time.monotonic()
+        ranks = list[dict[str, Any]]()
+        begun = time.monotonic()
         for rank in range(n):
             files = {name: str(self.folder / f"{uuid.uuid4().hex}.{name}") for name in ("stdout", "stderr")}
             ranks.append(
@@ -331,7 +334,9 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def last_step(run_dir: Path) -> int:
     lines = metrics(run_dir)
-    return int(lines[-1]["step"]) if lines else 0
+    if lines:
+        return int(lines[-1]["step"])
+    return 0
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -55,7 +55,8 @@ def run_rank(job: Mapping[str, Any], rank: Mapping[str, Any]) -> NoReturn:
 
 def wait(pids: Sequence[int], limit: float) -> list[int]:
     """Return the exit codes; a negative one is the signal that ended the rank."""
-    deadline, codes = time.monotonic() + limit, dict[int, int]()
+    deadline = time.monotonic() + limit
+    codes = dict[int, int]()
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -74,9 +75,11 @@ def main() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which no fork has"
     gc.freeze()
     while line := sys.stdin.readline():
-        job, pids = json.loads(line), []
+        job = json.loads(line)
+        pids = []
         for rank in job["ranks"]:
-            if not (pid := os.fork()):
+            pid = os.fork()
+            if not pid:
                 run_rank(job, rank)
             pids.append(pid)
         print(json.dumps(wait(pids, job["limit"])), flush=True)

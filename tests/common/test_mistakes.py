@@ -47,7 +47,8 @@ MISTAKES = [
 def test_a_mistake_is_one_line(
     harness: Harness, n: str, options: list[str], environ: dict[str, str], words: str
 ) -> None:
-    file, missing = harness.folder / "a-file", harness.folder / "missing"
+    file = harness.folder / "a-file"
+    missing = harness.folder / "missing"
     file.write_text("not what was expected")
     given = [option.format(file=file, missing=missing) for option in options]
     command = ["bash", str(ROOT / "scripts" / f"run_{harness.app.name}.sh"), *([n] if n else []), *given]

@@ -36,7 +36,8 @@ def check_same_end(harness: Harness, outcome: Any, n: int, reference: dict[str, 
     assert result["weights_sha256"] == reference["weights_sha256"]
     assert [result.get(name) for name in TESTED] == [reference.get(name) for name in TESTED]
     assert result["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
-    curve, expected = losses(Path(result["run_dir"])), losses(Path(reference["run_dir"]))
+    curve = losses(Path(result["run_dir"]))
+    expected = losses(Path(reference["run_dir"]))
     assert relative_difference(curve, expected) < 1e-6
     return result
 
@@ -201,8 +202,10 @@ def test_signals_at_random_moments(
     runs = (8 if "slow" in harness.app.skipped_marks else 20) if soak else 2
     counts: dict[tuple[str, int], list[int]] = {}
     for i in range(runs):
-        stop, n = STOPS[i % len(STOPS)], 2 + (i + i // len(STOPS)) % 2
-        reference, run_dir = undisturbed(n), harness.folder / str(i)
+        stop = STOPS[i % len(STOPS)]
+        n = 2 + (i + i // len(STOPS)) % 2
+        reference = undisturbed(n)
+        run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir)
         at = chance.randrange(1, reference["steps"] - Shape.of(reference).every) if i else 0
         if at == 0:  # as it starts: the ranks have come to their Run
@@ -235,12 +238,14 @@ def test_a_signal_at_an_exact_moment(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], table: list[str]
 ) -> None:
     """In the first step, in an evaluation, and while a checkpoint is written."""
-    reference, saved = undisturbed(2), 0
+    reference = undisturbed(2)
+    saved = 0
     checkpoint_files = {"audit": "open", "match": r"/\.step-\d+\.tmp/optimizer"}
     for rank, moment in ((1, {"step": 0}), (1, {"evaluating": 1}), (0, checkpoint_files)):
         fault = {"rank": rank, **moment, "signal": signal.SIGTERM}
         job = harness.start(2, *harness.app.small, **faulty(fault))
-        before, saved = saved, check_stopped(harness, job, Stop(signal.SIGTERM, "a rank"))
+        before = saved
+        saved = check_stopped(harness, job, Stop(signal.SIGTERM, "a rank"))
         assert saved == 1 if moment == {"step": 0} else saved > before
     result = check_same_end(harness, harness.run(2, *harness.app.small), 2, reference)
     assert result["resumed_from_step"] == saved
@@ -266,7 +271,8 @@ def test_a_second_job_on_a_run_dir_waits_and_names_the_first(
     outcome = job.finish(limit=20)
     assert outcome.code == 130
     assert "starting it again" not in outcome.stderr
-    curve, expected = losses(job.run_dir), losses(Path(reference["run_dir"]))
+    curve = losses(job.run_dir)
+    expected = losses(Path(reference["run_dir"]))
     assert relative_difference(curve[: len(expected)], expected) < 1e-6
 
 
@@ -316,8 +322,11 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     steps are slow, so that each fault comes in time on a busy machine, too. A hanging or swapping machine looks like
     SIGSTOP: alive, and holding all others up.
     """
-    n, skipped = 2, harness.app.skipped_marks
-    reference, chance, hangs = undisturbed(n), random.Random(n), "stall" not in skipped
+    n = 2
+    skipped = harness.app.skipped_marks
+    reference = undisturbed(n)
+    chance = random.Random(n)
+    hangs = "stall" not in skipped
     environ = slow_steps(n)
     checkpoints = harness.folder / "run" / "checkpoints"
 
@@ -325,7 +334,8 @@ def test_one_run_survives_every_fault(harness: Harness, undisturbed: Callable[..
     job = harness.start(n, *options, run_dir=None, **environ)
     newest = job.wait_for(lambda: sorted(checkpoints.glob("step-*"))[1:])[-1]
     flip(sorted(newest.glob("model*.safetensors"))[0])
-    victim, restarts = job.ranks()[1], 1
+    victim = job.ranks()[1]
+    restarts = 1
     os.kill(victim, signal.SIGSTOP if hangs else signal.SIGKILL)
     job.wait_for((checkpoints / f"damaged-{newest.name}").is_dir)
     if hangs:
@@ -446,7 +456,8 @@ def test_resume_at_other_numbers_of_ranks(
 ) -> None:
     """2, then 3 and, in a soak, 1 and 4 ranks, changing in mid-epoch: the same losses, no sample twice or missed."""
     run = Shape.of(undisturbed(2))
-    batch, epoch = run.batch, run.epoch
+    batch = run.batch
+    epoch = run.epoch
     plan = [(n, int(part * epoch)) for n, part in ((2, 0.5), (3, 1.3), (1, 1.9), (4, 2.5))]
     plan = plan if soak else plan[:2]
     steps = plan[-1][1]
@@ -459,7 +470,8 @@ def test_resume_at_other_numbers_of_ranks(
     assert relative_difference(expected, losses(harness.folder / "run")) < harness.app.tolerance
     if harness.app.batch_option != "--global-batch-size":
         return  # tests/core has this case for batches of tokens
-    seed, samples = result["seed"], result["train_examples"]
+    seed = result["seed"]
+    samples = result["train_examples"]
     per_epoch = GlobalBatches(samples, batch, seed).steps_per_epoch
     for epoch in range(steps // per_epoch):
         taken = []
@@ -512,7 +524,8 @@ def test_another_apps_run_dir_is_refused(harness: Harness) -> None:
 def test_no_resume_starts_anew_and_keeps_the_old_run(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]]
 ) -> None:
-    reference, run_dir = undisturbed(2), harness.folder / "run"
+    reference = undisturbed(2)
+    run_dir = harness.folder / "run"
     shutil.copytree(reference["run_dir"], run_dir)
     # The newest checkpoint is of a run that could not be resumed with these options.
     checkpoint.save(run_dir, harness.app.name, reference["steps"] + 1, {"model": {}}, {}, {"seed": 3}, keep=4)

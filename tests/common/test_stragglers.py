@@ -57,9 +57,12 @@ def test_a_slow_rank_is_named_with_its_phase(harness: Harness) -> None:
 @pytest.mark.soak  # in the matrix test_a_slow_rank_is_named_with_its_phase
 @pytest.mark.slow
 def test_200_ms_in_any_phase_are_told_within_50_steps(harness: Harness, soak: bool, table: list[str]) -> None:
-    chance, runs = random.Random(harness.app.name), 10 if soak else 1
+    chance = random.Random(harness.app.name)
+    runs = 10 if soak else 1
     for i in range(runs):
-        n, phase, first = 2 + i % 2, PHASES[i % 3], chance.randrange(2, 30)
+        n = 2 + i % 2
+        phase = PHASES[i % 3]
+        first = chance.randrange(2, 30)
         rank = chance.randrange(n)
         outcome = run_slowly(harness, n, str(i), [(rank, phase, first, first + WITHIN)], ms=200)
         ((step, found),) = named(harness.folder / str(i))

@@ -248,10 +248,12 @@ def test_a_flipped_bit_is_named_and_undone(
 
     A lower bit may be gone by rounding before ranks compare what they hold.
     """
-    reference, chance = undisturbed(n), random.Random(n)
+    reference = undisturbed(n)
+    chance = random.Random(n)
     for i in range(20 if soak else 1):
         addresses = harness.folder / f"addresses-{i}"
-        rank, after = chance.randrange(n), chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1)
+        rank = chance.randrange(n)
+        after = chance.randrange(1, reference["steps"] - Shape.of(reference).every - 1)
         fault = {"rank": rank, "tell": str(addresses), "signal": 0}
         run_dir = harness.folder / str(i)
         job = harness.start(n, *harness.app.small, run_dir=run_dir, **faulty(fault))

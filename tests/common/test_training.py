@@ -99,7 +99,8 @@ def test_zero_steps_only_evaluate(harness: Harness, undisturbed: Callable[..., d
 @pytest.mark.slow
 def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """They change no step; the best is the first of equals, and left with its weights."""
-    reference, run_dir = undisturbed(2), harness.folder / "run"
+    reference = undisturbed(2)
+    run_dir = harness.folder / "run"
     run = Shape.of(reference)
     options = [*harness.app.small, f"--evaluate-every={run.every}", "--keep-best", "--keep-checkpoints=1"]
     result = harness.train(2, *options)
@@ -122,7 +123,8 @@ def test_evaluations_between_epochs_and_the_best(harness: Harness, undisturbed: 
 
 def test_only_to_evaluate(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
     """At another number of ranks, of a run that it leaves as it is, and whatever variables other launchers left."""
-    result, run_dir = undisturbed(2), harness.folder / "run"
+    result = undisturbed(2)
+    run_dir = harness.folder / "run"
     shutil.copytree(result["run_dir"], run_dir)
     before = {path: path.read_bytes() for path in run_dir.glob("*.*") if path.is_file() and path.name != ".lock"}
     names = [name for name in env.launcher_variables() if not name.startswith("PET_")]  # PET_NNODES is for scripts

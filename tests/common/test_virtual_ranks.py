@@ -18,7 +18,8 @@ OPTIONS = ("--virtual-ranks=4", "--straggler=0")  # a report of a slow rank woul
 
 def check_same_bits(result: dict[str, Any], reference: dict[str, Any]) -> None:
     """Compare the weights, the last checkpoint with the optimizer's state, and metrics.jsonl."""
-    run_dir, expected = Path(result["run_dir"]), Path(reference["run_dir"])
+    run_dir = Path(result["run_dir"])
+    expected = Path(reference["run_dir"])
     assert result["weights_sha256"] == reference["weights_sha256"]
     assert recorded(run_dir) == recorded(expected)
     last = f"checkpoints/step-{reference['steps']:08d}"
@@ -59,7 +60,9 @@ def test_one_hash_at_any_number_of_ranks(harness: Harness, variant: int, table: 
     reference, *results = (harness.train(n, *options, run_dir=harness.folder / str(n)) for n in counts)
     for result in results:
         check_same_bits(result, reference)
-    ranks, runs, words = ", ".join(map(str, counts)), len(counts), " ".join(harness.app.variants[variant])
+    ranks = ", ".join(map(str, counts))
+    runs = len(counts)
+    words = " ".join(harness.app.variants[variant])
     event = f"one hash after {reference['steps']} steps, {words}"
     table.append(f"| {harness.app.name} | {ranks} | none: {event} | {runs} | {runs} |")
 
@@ -69,7 +72,8 @@ def test_a_relay_of_four_three_one_and_two_ranks(
     harness: Harness, undisturbed: Callable[..., dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     reference = undisturbed(1, *OPTIONS)
-    shape, chance = Shape.of(reference), random.Random(38)
+    shape = Shape.of(reference)
+    chance = random.Random(38)
     runs = harness.app.kills if soak else 1
     for i in range(runs):
         steps = sorted(chance.sample(range(1, reference["steps"] - shape.every - 1), 3))

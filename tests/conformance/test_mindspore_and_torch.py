@@ -28,7 +28,8 @@ def test_the_same_losses_and_each_evaluates_the_others_weights(
     trained: dict[Harness, dict[str, Any]] = {}
     for app in (cifar, harness):
         trained[app] = app.train(1, *options[app], f"--init-from={start['run_dir']}/model.safetensors")
-    ours, reference = losses(harness.folder / "run"), losses(cifar.folder / "run")
+    ours = losses(harness.folder / "run")
+    reference = losses(cifar.folder / "run")
     assert relative_difference(reference, ours) < 1e-4, (ours, reference)
     for app, other in ((harness, cifar), *([(cifar, harness)] if soak else [])):
         weights = Path(trained[app]["run_dir"]) / "model.safetensors"

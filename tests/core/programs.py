@@ -76,7 +76,9 @@ def rank_log(run_dir: Path, rank: int = 0) -> str:
 def verdict(run_dir: Path) -> Any:
     """Return the final exit code that a rank left for the launch script, or None."""
     path = run_dir / "log" / "no-restart"
-    return {"code": json.loads(path.read_text())["code"]} if path.exists() else None
+    if path.exists():
+        return {"code": json.loads(path.read_text())["code"]}
+    return None
 
 
 @contextlib.contextmanager

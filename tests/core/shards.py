@@ -45,7 +45,10 @@ class FileCollectives:
     """Implement the collectives that `Run` needs, by files in a folder."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        self._folder, self._rank, self._world_size, self._turn = folder, rank, world_size, 0
+        self._folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._turn = 0
 
     def broadcast(self, content: bytes) -> bytes:
         if self._rank == 0:
@@ -62,7 +65,8 @@ class FileCollectives:
         path.with_suffix(".tmp").rename(path)
 
     def _take(self, whose: Sequence[int]) -> list[bytes]:
-        paths, until = [self._folder / f"{self._turn}-{rank}" for rank in whose], time.monotonic() + LIMIT
+        paths = [self._folder / f"{self._turn}-{rank}" for rank in whose]
+        until = time.monotonic() + LIMIT
         while not all(path.exists() for path in paths):
             assert time.monotonic() < until, f"rank {self._rank} waits in vain"
             time.sleep(0.001)
@@ -106,7 +110,8 @@ class Model:
 
     def load(self, shards: StoredGroups) -> None:
         for group, arrays in shards.items():
-            if difference := checkpoint.state_dict_diff(arrays, self.groups[group]):
+            difference = checkpoint.state_dict_diff(arrays, self.groups[group])
+            if difference:
                 raise ValueError(difference)
             for name, piece in self.groups[group].items():
                 piece.values[...] = arrays[name].read(piece.offset, piece.values.shape)
@@ -118,9 +123,12 @@ class Model:
 
 
 def main() -> None:
-    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank = int(sys.argv[1])
+    world_size = int(sys.argv[2])
+    folder = Path(sys.argv[3])
     options = parse(*sys.argv[4:])
-    ranks, model = FileCollectives(folder, rank, world_size), Model(rank, world_size)
+    ranks = FileCollectives(folder, rank, world_size)
+    model = Model(rank, world_size)
     run = Run("sharded toy", options, World(rank, world_size), Watchdog(), datasets.resolve, Shards())
     run.restore(ranks, Parts(model.load, lambda: model.groups))
     n = len(datasets.load(options.dataset, options.data_dir).train_labels)

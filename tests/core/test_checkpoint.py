@@ -171,7 +171,8 @@ def test_a_protected_step_is_kept_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_two_saves_of_the_same_values_are_the_same_bytes(tmp_path: Path) -> None:
-    one, two = save(tmp_path / "one", 1), save(tmp_path / "two", 1)
+    one = save(tmp_path / "one", 1)
+    two = save(tmp_path / "two", 1)
     for name in FILES:
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
@@ -514,7 +515,8 @@ def test_a_damaged_one_in_its_place_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_half_written_one_is_ignored_and_cleaned(tmp_path: Path) -> None:
-    folder, others = save(tmp_path, 3), tmp_path / "others"
+    folder = save(tmp_path, 3)
+    others = tmp_path / "others"
     for name in (".step-00000004.tmp", ".step-00000009.tmp"):
         shutil.copytree(folder, folder.with_name(name))
     others.mkdir()
@@ -648,7 +650,9 @@ def test_files_are_synced_before_their_checkpoint_gets_its_name(
 
     def synced(descriptor: int) -> str:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        return str(path) if path.is_dir() or path.stat().st_size else "nothing, as the content is still in a buffer"
+        if path.is_dir() or path.stat().st_size:
+            return str(path)
+        return "nothing, as the content is still in a buffer"
 
     def record(function: str, name: Callable[..., object]) -> None:
         original = getattr(os, function)

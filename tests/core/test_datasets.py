@@ -78,7 +78,9 @@ def put(folder: Path, files: dict[str, bytes], packed: bool = True) -> Path:
 def cached(name: str = "mnist") -> list[str]:
     """Return the names in the cache, without the lock."""
     folder = Path(os.environ["XDG_CACHE_HOME"], "samestep", name)
-    return sorted(set(os.listdir(folder)) - {".lock"}) if folder.exists() else []
+    if folder.exists():
+        return sorted(set(os.listdir(folder)) - {".lock"})
+    return []
 
 
 def resolved(found: DatasetInfo) -> tuple[str, Path]:

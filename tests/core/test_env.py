@@ -667,7 +667,8 @@ def compressed(counts: list[int]) -> str:
 
 def launches(counts: list[int]) -> dict[str, list[dict[str, Any]]]:
     """Return the environment that each launcher gives every rank, if node i has counts[i] processes."""
-    size, nodes = sum(counts), len(counts)
+    size = sum(counts)
+    nodes = len(counts)
     places = [(node, local, count) for node, count in enumerate(counts) for local in range(count)]
     made: dict[str, list[dict[str, Any]]] = {}
     for rank, (node, local, here) in enumerate(places):

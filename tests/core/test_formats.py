@@ -64,7 +64,8 @@ def test_the_format_that_is_written_now_is_among_those_kept(tmp_path: Path) -> N
 
 def test_of_a_format_that_is_not_known_one_line_says_how_and_nothing_is_lost(tmp_path: Path) -> None:
     """A later version may have written the checkpoint. A run does not resume from an older one instead."""
-    unknown, run_dir = checkpoint.FORMAT + 1, tmp_path / "run"
+    unknown = checkpoint.FORMAT + 1
+    run_dir = tmp_path / "run"
     shutil.copytree(STORED / f"format-{checkpoint.FORMAT}", run_dir)
     newer = shutil.copytree(folder_of(run_dir), checkpoint.folder_of(run_dir, STEP + 1))
     body = {**json.loads((newer / "manifest.json").read_text())["manifest"], "format": unknown, "step": STEP + 1}

@@ -119,7 +119,9 @@ class Ranks:
     """The two ranks of a hang; none is left when the test ends."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.run_dir, self.guilty, self.kind = folder, 0 if kind == "pipe" else 1, kind
+        self.run_dir = folder
+        self.guilty = 0 if kind == "pipe" else 1
+        self.kind = kind
         folder.mkdir()
         program = folder / "program.py"
         program.write_text(PROGRAM)

@@ -103,7 +103,8 @@ def test_after_any_crashes_each_step_is_there_once(crashes: list[tuple[int, int,
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         write_steps(run_dir, None, 10)
-        done, path = 10, run_dir / "metrics.jsonl"
+        done = 10
+        path = run_dir / "metrics.jsonl"
         for lost, more, torn in crashes:
             resumed_from = max(0, done - lost)
             content = path.read_bytes()

@@ -191,7 +191,8 @@ def test_refused_value_is_named_and_earlier_checkpoints_stay(
 
 
 def test_nested_values_that_change_after_the_call_are_saved_as_they_were(tmp_path: Path) -> None:
-    state, invariants = {"history": [1, 2]}, {"schedule": {"warmup": 5}}
+    state = {"history": [1, 2]}
+    invariants = {"schedule": {"warmup": 5}}
     save(tmp_path, state=state, resume_invariants=invariants, groups={"model": {"w": np.zeros(2_000_000)}})
     state["history"].append(3)
     invariants["schedule"]["warmup"] = 9

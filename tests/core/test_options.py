@@ -244,7 +244,8 @@ def test_virtual_ranks_take_one_thread_and_must_not_change() -> None:
     parser = Parser()
     add_common(parser, epochs=1, global_batch_size=1, lr="", datasets=("mnist",), devices=("auto",))
     add_virtual_ranks(parser)
-    off, on = parser.parse(["--virtual-ranks=0"]), parser.parse(["--virtual-ranks=8"])
+    off = parser.parse(["--virtual-ranks=0"])
+    on = parser.parse(["--virtual-ranks=8"])
     assert resume_invariants(off) == resume_invariants(parser.parse(["--threads=3"]))
     assert (off.virtual_ranks, off.threads, on.virtual_ranks, on.threads) == (None, None, 8, 1)
     assert parser.parse(["--virtual-ranks=8", "--threads=3"]).threads == 3
@@ -261,7 +262,8 @@ def test_an_app_refuses_virtual_ranks_with_its_reason() -> None:
 def test_an_apps_own_option_counts_unless_the_app_says_otherwise() -> None:
     given = parse("--lr=0.1", resume_mutable=["logger"])
     before = resume_invariants(given)
-    given.momentum, given.logger = 0.9, "csv"
+    given.momentum = 0.9
+    given.logger = "csv"
     assert resume_invariants(given) == {**before, "momentum": 0.9}
 
 

@@ -36,13 +36,15 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_no_method_follows_a_link_in_place_of_a_folder(tmp_path: Path, method: Callable[[Root], object]) -> None:
-    outside, run_dir = tmp_path / "outside", tmp_path / "run"
+    outside = tmp_path / "outside"
+    run_dir = tmp_path / "run"
     for folder in (outside / "x", run_dir):
         folder.mkdir(parents=True)
     (outside / "x" / "file").write_text("kept")
     (run_dir / "kept").write_text("kept")
     (run_dir / "log").symlink_to(outside)
-    before, status = content(outside), (outside / "x").stat()
+    before = content(outside)
+    status = (outside / "x").stat()
     with pytest.raises(OSError, match="is a link") as refused:
         method(Root(run_dir))
     assert refused.value.filename == str(run_dir / "log")
@@ -61,7 +63,8 @@ def test_no_name_leads_out_of_the_root(tmp_path: Path, name: str) -> None:
 
 
 def test_open_refuses_each_file_that_is_not_the_run_dirs_alone(tmp_path: Path) -> None:
-    root, outside = Root(tmp_path / "run"), tmp_path / "outside"
+    root = Root(tmp_path / "run")
+    outside = tmp_path / "outside"
     root.make_folder("log")
     outside.write_text("kept")
     (root.path / "link").symlink_to(outside)
@@ -78,7 +81,8 @@ def test_open_refuses_each_file_that_is_not_the_run_dirs_alone(tmp_path: Path) -
 
 
 def test_create_replaces_links_and_delete_removes_them(tmp_path: Path) -> None:
-    root, outside = Root(tmp_path / "run"), tmp_path / "outside"
+    root = Root(tmp_path / "run")
+    outside = tmp_path / "outside"
     root.make_folder("log")
     outside.mkdir()
     (outside / "file").write_text("kept")

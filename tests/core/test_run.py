@@ -135,7 +135,8 @@ def the_same(one: Path, other: Path) -> None:
     """Two runs gave the same numbers, at whatever number of ranks."""
     assert steps_of(one) == steps_of(other)
     differs = {"world_size", "seconds", "samples_per_second", "resumed_from_step", "run_dir", "restarts"}
-    first, second = result_of(one), result_of(other)
+    first = result_of(one)
+    second = result_of(other)
     assert first.keys() == second.keys()
     assert {name for name in first if first[name] != second[name]} <= differs
 
@@ -562,7 +563,9 @@ def test_a_stop_of_ranks_without_their_launcher_is_a_failure(run_dir: Path, monk
 def test_a_checkpoint_is_never_newer_on_the_disk_than_the_metrics(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced, fsync, seen = 0, os.fsync, list[tuple[int, bool]]()
+    synced = 0
+    fsync = os.fsync
+    seen = list[tuple[int, bool]]()
 
     def record(descriptor: int) -> None:
         nonlocal synced
@@ -701,7 +704,8 @@ def test_the_header_says_what_made_the_numbers(run_dir: Path) -> None:
     for rank in job(2, arguments, crash(3), world=world):
         assert isinstance(rank.error, CrashError)
     all_done(job(2, arguments, world=world))
-    header, resumed = lines_of(run_dir)[0], lines_of(run_dir)[3]["resumed"]
+    header = lines_of(run_dir)[0]
+    resumed = lines_of(run_dir)[3]["resumed"]
     assert resumed.pop("step") == 2
     for found in (header, resumed):
         assert {"app", "time", "python", "machine", "host", "numpy", "world", "options"} == found.keys()
@@ -811,7 +815,8 @@ def test_a_test_loss_that_overflows_again_after_a_restart_is_null(
     )
     tested = {line["step"]: line["test_loss"] is None for line in steps_of(run_dir) if "test_loss" in line}
     assert tested == ({4: True} if last == 6 else {4: True, 8: True, 12: False})
-    result, expected = result_of(run_dir), result_of(tmp_path / "undisturbed")
+    result = result_of(run_dir)
+    expected = result_of(tmp_path / "undisturbed")
     assert (result["test_loss"] is None) == (last == 6)
     assert [result[name] for name in ("weights_sha256", "test_accuracy", "train_loss")] == [
         expected[name] for name in ("weights_sha256", "test_accuracy", "train_loss")
@@ -1178,7 +1183,9 @@ def test_an_evaluation_is_one_line_on_the_console(run_dir: Path, console: Consol
 
 def test_a_finished_run_reports_again_and_trains_nothing(run_dir: Path, console: Console) -> None:
     all_done(job(2, options_for(run_dir)))
-    lines, saved, first = steps_of(run_dir), checkpoints(run_dir), result_of(run_dir)
+    lines = steps_of(run_dir)
+    saved = checkpoints(run_dir)
+    first = result_of(run_dir)
     for name in ("result.json", "model.safetensors"):
         (run_dir / name).unlink()
     ranks = job(3, options_for(run_dir))

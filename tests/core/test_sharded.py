@@ -30,7 +30,8 @@ BODY = {"app": "sharded toy", "state": {}, "arithmetic": {}}
 
 def on_each(world_size: int, call: Callable[[Collectives, int], Any]) -> list[Any]:
     """Return the result or the exception of ``call`` on each of ``world_size`` threads."""
-    meeting, found = Meeting(world_size), [None] * world_size
+    meeting = Meeting(world_size)
+    found = [None] * world_size
 
     def live(rank: int) -> None:
         try:
@@ -82,7 +83,8 @@ def test_any_part_is_read_whoever_wrote_it(tmp_path: Path, writers: int) -> None
             [(low, high - low) for low, high in itertools.combinations(range(length + 1), 2)] for length in stored.shape
         ]
         for region in itertools.islice(itertools.product(*every), 0, None, 7):
-            offset, shape = tuple(low for low, _ in region), tuple(count for _, count in region)
+            offset = tuple(low for low, _ in region)
+            shape = tuple(count for _, count in region)
             there = tuple(slice(low, low + count) for low, count in region)
             np.testing.assert_array_equal(stored.read(offset, shape), expected[there])
 
@@ -110,7 +112,8 @@ def test_what_is_gathered_is_what_one_rank_would_have_written(
 ) -> None:
     """One definition of weights_sha256, and one file, whatever the ranks and the block."""
     monkeypatch.setattr(tensors, "BLOCK", block)
-    arrays, wholes = arrays_of(save(tmp_path, 5, 3)), {name: whole_array(name) for name in LAYOUT}
+    arrays = arrays_of(save(tmp_path, 5, 3))
+    wholes = {name: whole_array(name) for name in LAYOUT}
     for name, stored in arrays.items():
         blocks = [*stored.blocks()]
         assert all(each.nbytes <= max(block, 4) for each in blocks)
@@ -250,7 +253,9 @@ class Toy:
     """Jobs of the toy on one run dir."""
 
     def __init__(self, folder: Path) -> None:
-        self.run_dir, self._folder, self._count = folder / "run", folder, 0
+        self.run_dir = folder / "run"
+        self._folder = folder
+        self._count = 0
 
     def job(self, world_size: int, *options: str, **more: Any) -> list[tuple[int, str, str]]:
         """How its ranks end."""

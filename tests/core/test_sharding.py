@@ -106,7 +106,8 @@ def reference(position: int, n: int, seed: int, epoch: int) -> int:
     b = (n + a - 1) // a
     value = position
     while True:
-        halves, sizes = list(divmod(value, b)), (a, b)
+        halves = list(divmod(value, b))
+        sizes = (a, b)
         for i in range(rounds):
             hashed = (halves[1 - i % 2] * (stream[2 * i] | 1) + stream[2 * i + 1]) & mask
             hashed = (hashed ^ (hashed >> 32)) * 0xBF58476D1CE4E5B9 & mask
@@ -362,9 +363,11 @@ def test_counters_equal_a_walk(n: int, batch: int, steps: int) -> None:
         size = min(batch, n - taken)
         assert batches.size(step) == len(batches.indices(step)) == size
         assert np.array_equal(batches.indices(step), order(n, 1, epoch)[taken : taken + size])
-        seen, taken = seen + size, taken + size
+        seen = seen + size
+        taken = taken + size
         if taken == n:
-            epoch, taken = epoch + 1, 0
+            epoch = epoch + 1
+            taken = 0
 
 
 def test_last_batch_is_smaller_and_counts() -> None:

@@ -29,7 +29,8 @@ def named(
     begin: int = 0,
 ) -> list[tuple[int, int, str]]:
     """Return the reports as (step, rank, phase); ranks spend ``more(rank, step)`` seconds beside BASE."""
-    found, before = [], begin
+    found = []
+    before = begin
     for step in syncs:
         slots = np.zeros((world_size, len(PHASES)))
         for each in range(before, step):
@@ -105,7 +106,8 @@ def test_the_factor_is_of_what_a_rank_does_not_wait_for(factor: float, extra: fl
 )
 def test_a_rank_is_to_be_slow_in_each_part_of_fifty_steps(is_slow: Callable[[int, int], bool]) -> None:
     """Bursts of other work on its machine: however long they take, they are over in the next part."""
-    detector, slow = StragglerDetector(1.5, 2, 60, 0), {"computing": 5.0}
+    detector = StragglerDetector(1.5, 2, 60, 0)
+    slow = {"computing": 5.0}
     assert not named(detector, 2, every(10), lambda rank, step: slow if is_slow(rank, step) else {})
 
 

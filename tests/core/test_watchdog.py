@@ -120,7 +120,9 @@ class Job:
         def seen() -> dict[str, Any] | None:
             with contextlib.suppress(FileNotFoundError):
                 values: dict[str, Any] = json.loads(path.read_text())
-                return values if condition(values) else None
+                if condition(values):
+                    return values
+                return None
             return None
 
         found: dict[str, Any] = wait_for(seen, LIMIT)

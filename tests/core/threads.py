@@ -26,7 +26,8 @@ from samestep.sharding import GlobalBatches, shard
 from samestep.step_timer import PHASES
 
 LIMIT = 30.0  # seconds that no exchange needs
-TRAINING, TEST = 20, 6  # images of the data that `put` writes
+TRAINING = 20
+TEST = 6  # images of the data that `put` writes
 
 
 class LeftAloneError(Exception):
@@ -112,7 +113,8 @@ def put(data_dir: Path, label: int = 0) -> Path:
     folder = data_dir / "mnist"
     folder.mkdir(parents=True, exist_ok=True)
     for (images_file, labels_file), n in ((MNIST_FILES[:2], TRAINING), (MNIST_FILES[2:], TEST)):
-        images, labels = np.full((n, 28, 28), 7, np.uint8), np.full(n, label, np.uint8)
+        images = np.full((n, 28, 28), 7, np.uint8)
+        labels = np.full(n, label, np.uint8)
         for file, array in ((images_file, images), (labels_file, labels)):
             header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
             (folder / file).write_bytes(header + array.tobytes())
@@ -148,7 +150,8 @@ class Model:
                 self.groups[group][name][...] = array
 
     def update(self, gradient: float, momentum: float) -> None:
-        weights, velocity = self.groups["model"], self.groups["optimizer"]["w.momentum"]
+        weights = self.groups["model"]
+        velocity = self.groups["optimizer"]["w.momentum"]
         velocity[...] = momentum * velocity + gradient
         weights["w"][...] -= velocity / 64
         weights["updates"][...] += 1
@@ -195,7 +198,8 @@ class Rank:
 
 def train(me: Rank, app: str, world: World, ranks: Collectives, faults: Faults) -> None:
     """The loop of every app, and its `main`."""
-    options, model = me.options, me.model
+    options = me.options
+    model = me.model
 
     def load(groups: Groups) -> None:
         me.loaded.append(sorted(groups))

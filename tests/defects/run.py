@@ -45,7 +45,8 @@ def defects() -> list[Defect]:
 
 def with_defect(text: str, defect: Defect) -> str:
     """Return a file's ``text`` with the defect. Raises ValueError unless its old code occurs exactly once."""
-    if (count := text.count(defect["old"])) != 1:
+    count = text.count(defect["old"])
+    if count != 1:
         raise ValueError(f"{defect['name']}: its old code occurs {count} times in {defect['file']}: adapt defects.toml")
     return text.replace(defect["old"], defect["new"].removeprefix("\n"))
 
@@ -60,7 +61,8 @@ def python_of(environment: str) -> Path:
 
 def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
     """Run pytest on the copy until the first failure."""
-    python, app = python_of(environment), environment.removesuffix("-cpu")
+    python = python_of(environment)
+    app = environment.removesuffix("-cpu")
     options = ["-x", "-q", f"--basetemp={copy.parent / 'tests'}", "-n", "2", "--dist=worksteal", *arguments]
     if app != environment:
         options += [f"--app={app}", "--device=cpu"]
@@ -84,7 +86,8 @@ def run_tests(copy: Path, environment: str, arguments: list[str]) -> Outcome:
     finally:
         kill_marked("SAMESTEP_DEFECT", str(copy), LIMIT)  # launchers and ranks have sessions of their own
         process.wait()
-    if failed := re.search(r"^FAILED (.+)", output, re.MULTILINE):
+    failed = re.search(r"^FAILED (.+)", output, re.MULTILINE)
+    if failed:
         return Outcome(1, failed[1])  # the exit code is 2 if xdist interrupts its workers
     if process.returncode:
         print(output, file=sys.stderr)
@@ -112,7 +115,8 @@ def main(names: list[str]) -> int:
     places = [list(place) for place in dict.fromkeys(tuple(place) for defect in known for place in defect["tests"])]
     none: Defect = {"name": "none", "file": "", "tests": places}
     by_name = {defect["name"]: defect for defect in [*known, none]}
-    if unknown := [name for name in names if name not in by_name]:
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
         print(f"error: no defect {unknown[0]}: name one of {', '.join(by_name)}", file=sys.stderr)
         return 2
     chosen = [by_name[name] for name in names] or known

@@ -101,7 +101,8 @@ def jobs_of_runtime(manifest: Manifest) -> list[Manifest]:
 def templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
     """Every pod template, by the name of who has it."""
     for manifest in manifests:
-        name, spec = f"{manifest['kind']} {manifest['metadata']['name']}", manifest["spec"]
+        name = f"{manifest['kind']} {manifest['metadata']['name']}"
+        spec = manifest["spec"]
         if manifest["kind"] == "Job":
             yield name, spec["template"]
         elif manifest["kind"] == "TrainingRuntime":
@@ -240,8 +241,10 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
     manifests = render("cpu")
     seen = set()
     for job in by_name(manifests, "Job").values():
-        spec, service = job["spec"], by_name(manifests, "Service")[job["spec"]["template"]["spec"]["subdomain"]]
-        name, container = job["metadata"]["name"], spec["template"]["spec"]["containers"][0]
+        spec = job["spec"]
+        service = by_name(manifests, "Service")[job["spec"]["template"]["spec"]["subdomain"]]
+        name = job["metadata"]["name"]
+        container = spec["template"]["spec"]["containers"][0]
         variables = environment(container)
         assert spec["completionMode"] == "Indexed"
         assert spec["parallelism"] == spec["completions"] == int(variables["NNODES"])
@@ -258,7 +261,8 @@ def test_the_launch_scripts_understand_each_pod(render: Render) -> None:
             seen.add(name)
     runtime = by_name(manifests, "TrainingRuntime")
     for name, job in by_name(manifests, "TrainJob").items():
-        trainer, container = job["spec"]["trainer"], next(templates([runtime[job["spec"]["runtimeRef"]["name"]]]))[1]
+        trainer = job["spec"]["trainer"]
+        container = next(templates([runtime[job["spec"]["runtimeRef"]["name"]]]))[1]
         variables = environment(container["spec"]["containers"][0])
         nodes = trainer["numNodes"]
         for index in range(nodes):

@@ -75,7 +75,8 @@ def test_no_page_scrolls_sideways_on_a_phone_or_a_desktop(site: Path, tmp_path: 
             tab.resize(width, 900)
             for page in shown:
                 tab.open(page)
-                if (found := tab.evaluate("document.documentElement.scrollWidth")) > width:
+                found = tab.evaluate("document.documentElement.scrollWidth")
+                if found > width:
                     too_wide.append(f"{page.relative_to(site)}: {found} of {width} px")
     assert not too_wide
 

@@ -29,7 +29,8 @@ TINY = ("--dataset=jargon-64k", "--layers=2", "--width=48", "--context=32", "--w
 # 1,843 windows by 25 in micro-batches of 9, 8 and 8: no number of ranks but 1 divides them, and an epoch's last has 18.
 UNEVEN = (*TINY, "--lr=0.003", "--global-batch-size=25", "--accumulate=3", "--clip-norm=0.5")
 # By 203 in micro-batches of 68, 68 and 67 they are ten steps an epoch, the last of 16 windows; 16 steps are made.
-BATCH, STEPS = 203, 16
+BATCH = 203
+STEPS = 16
 EXACT = (*UNEVEN, "--dtype=float64", f"--global-batch-size={BATCH}", "--checkpoint-every=3", "--epochs=2")
 MESHES = ("1x1", "2x1", "3x1", "4x1", "2x2", "1x2")
 
@@ -121,7 +122,8 @@ def test_the_steps_are_those_of_a_plain_loop_at_any_mesh(
 ) -> None:
     """AdamW, warm-up and cosine, clipping and three micro-batches, in batches that no number of ranks divides."""
     start = harness.train(1, *EXACT, "--max-steps=0", run_dir=harness.folder / "start")
-    text, initial = APP / "text" / "jargon.txt", f"{start['run_dir']}/model.safetensors"
+    text = APP / "text" / "jargon.txt"
+    initial = f"{start['run_dir']}/model.safetensors"
     plain = told_by("gpt_fsdp", PLAIN.format(steps=STEPS, batch=BATCH, text=text, initial=initial))
     assert plain["losses"][-1] < 0.9 * plain["losses"][0]
 
@@ -161,7 +163,9 @@ def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
     harness: Harness, whole: Callable[[str], dict[str, Any]], soak: bool, table: list[str]
 ) -> None:
     """Losses as undisturbed, every window once."""
-    batch, killed_at, ranks = BATCH, 5, 4 if soak else 2
+    batch = BATCH
+    killed_at = 5
+    ranks = 4 if soak else 2
     options = [*EXACT, f"--max-steps={STEPS}"]
     reference = whole("3x1")
     expected = losses(Path(reference["run_dir"]))
@@ -177,7 +181,8 @@ def test_a_kill_in_mid_epoch_is_gone_on_from_at_another_mesh(
         assert killed_at - 3 < result["resumed_from_step"] <= landed + 3
         assert relative_difference(expected, losses(run_dir)) < 1e-9
         assert result["test_loss"] == pytest.approx(reference["test_loss"], rel=1e-9)
-        taken, n = [], result["train_examples"]
+        taken = []
+        n = result["train_examples"]
         for step in range(GlobalBatches(n, batch, 1).steps_per_epoch):
             dp = ranks if step < result["resumed_from_step"] else int(mesh.partition("x")[0])
             taken += [GlobalBatches(n, batch, 1, rank, dp).indices(step) for rank in range(dp)]
@@ -345,7 +350,9 @@ def test_the_markov_model_is_the_one_counted_by_hand() -> None:
         context = context[-order:] if order else b""
         seen = [text[i + order] for i in range(cut - order) if text[i : i + order] == context]
         below = chance(context, byte, order - 1)
-        return (seen.count(byte) + len({*seen}) * below) / (len(seen) + len({*seen})) if seen else below
+        if seen:
+            return (seen.count(byte) + len({*seen}) * below) / (len(seen) + len({*seen}))
+        return below
 
     bits = [-math.log2(chance(text[:i], text[i], 2)) for i in range(cut, len(text))]
     assert told_by("gpt_fsdp", MARKOV) == pytest.approx(sum(bits) / len(bits), rel=1e-12)
@@ -384,7 +391,8 @@ def test_a_rank_holds_a_quarter_of_a_large_model(harness: Harness, table: list[s
 
 def peaks(harness: Harness, name: str, options: Sequence[str]) -> list[float]:
     """The most bytes that each of four ranks held, as long as it could be asked."""
-    job, most = harness.start(4, *options, run_dir=harness.folder / name), [0.0] * 4
+    job = harness.start(4, *options, run_dir=harness.folder / name)
+    most = [0.0] * 4
     begun = time.time()
     while job.process.poll() is None:
         for rank, alive in ((rank, job.alive(rank)) for rank in range(4)):

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from samestep.torch import stops
 from samestep.torch.checkpoints import Checkpoints
 
-rank, step, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank = int(sys.argv[1])
+step = int(sys.argv[2])
+name = sys.argv[3]
 original = Checkpoints.step
 
 

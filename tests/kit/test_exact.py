@@ -336,7 +336,8 @@ def test_steps_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
             limit = 0 if "sub-shards" in name else 1e-12
             assert difference(alone[name], results) <= limit, (name, world_size)
     assert difference(alone["samples"], alone["weights"]) > 1e-3
-    one, cut = alone["one micro-batch without norm"], alone["micro-batches without norm"]
+    one = alone["one micro-batch without norm"]
+    cut = alone["micro-batches without norm"]
     assert difference(one, cut) < 1e-12
 
 

@@ -20,7 +20,8 @@ from processes import environments, free_port, kill_marked, marked, parent
 
 SCRIPT = ROOT / "docs" / "own_loop_exact.py"
 FAULT = Path(__file__).parent / "fault.py"
-EPOCHS, STEPS = 2, 28  # 1,000 examples in batches of 37; the last has one
+EPOCHS = 2
+STEPS = 28  # 1,000 examples in batches of 37; the last has one
 
 
 @pytest.fixture

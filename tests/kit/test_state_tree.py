@@ -30,7 +30,9 @@ def restored(tree: Any) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+    if tensor.numel():
+        return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    return b""
 
 
 def assert_same(one: Any, other: Any, path: str = "") -> None:

@@ -60,7 +60,8 @@ def test_ranks_share_the_micro_batches_of_one(world_size: int, virtual_ranks: in
 
 def test_scaled_losses_add_up_to_the_mean_over_targets() -> None:
     """Their slope is the mean's times the ranks, because DDP divides by them."""
-    total, slopes = torch.zeros(()), []
+    total = torch.zeros(())
+    slopes = []
     for rank in range(3):
         sampler = sampler_of(rank, 3)
         batch = next(iter(DataLoader(Texts(), batch_sampler=sampler, seeded=False)))

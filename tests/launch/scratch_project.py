@@ -25,7 +25,8 @@ import pytest
 from processes import marked
 from repository import PACKAGES, REPOSITORY
 
-CORE, LAUNCH = REPOSITORY / "core", REPOSITORY / "launch"
+CORE = REPOSITORY / "core"
+LAUNCH = REPOSITORY / "launch"
 LIMIT = 40.0  # seconds that nothing here needs
 OURS = re.compile(
     "RANK|WORLD_SIZE|NNODES|NODE_RANK|MASTER_.*|PET_.*|NPROC_PER_NODE|JOB_COMPLETION_INDEX|SAMESTEP_.*|PYTHON|OMP_NUM_.*"
@@ -133,7 +134,9 @@ class ScratchProject:
     """A repository with one app, ``toy``; all that a test starts there carries a mark by which it is found again."""
 
     def __init__(self, root: Path, work: Path) -> None:
-        self.root, self.work, self.run_dir = root, work, work / "run"
+        self.root = root
+        self.work = work
+        self.run_dir = work / "run"
         self.mark = uuid.uuid4().hex
         work.mkdir(exist_ok=True)
 
@@ -171,7 +174,9 @@ class ScratchProject:
 
     def notes(self) -> list[dict[str, Any]]:
         path = self.run_dir / "notes.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if path.exists():
+            return [json.loads(line) for line in path.read_text().splitlines()]
+        return []
 
     def processes(self) -> list[int]:
         return marked("SAMESTEP_TEST", self.mark)

@@ -68,12 +68,10 @@ class Street:
 
     def __init__(self, project: ScratchProject, root: Path) -> None:
         shutil.copytree(project.root, root, symlinks=True)
-        self.root, self.work, self.venvs, self.project = (
-            root,
-            project.work,
-            root / ".venvs",
-            ScratchProject(root, project.work),
-        )
+        self.root = root
+        self.work = project.work
+        self.venvs = root / ".venvs"
+        self.project = ScratchProject(root, project.work)
         self.project.mark = project.mark
         packages = self.work / "packages"
         (packages / "pip").mkdir(parents=True)
@@ -83,7 +81,8 @@ class Street:
         self.bin.mkdir()
         python = self.bin / f"python{'.'.join(VERSION.split('.')[:2])}"
         base = os.path.realpath(Path(sys.base_prefix, "bin", "python3"))
-        notes, version = self.work / "pip.notes", self.work / "version"
+        notes = self.work / "pip.notes"
+        version = self.work / "version"
         python.write_text(BASE.format(python=base, notes=notes, version=version))
         python.chmod(0o755)
         (self.bin / "python3").symlink_to(python.name)  # pyenv's would put its own folder before this one
@@ -118,7 +117,9 @@ class Street:
 
     def notes(self) -> list[str]:
         path = self.work / "pip.notes"
-        return path.read_text().splitlines() if path.exists() else []
+        if path.exists():
+            return path.read_text().splitlines()
+        return []
 
     def made(self) -> int:
         return sum(note.startswith("venv ") for note in self.notes())
@@ -456,14 +457,16 @@ class Index:
     """Wheels made here, where the real pip looks for them and nowhere else."""
 
     def __init__(self, street: Street) -> None:
-        self.folder, self.street = street.work / "wheels", street
+        self.folder = street.work / "wheels"
+        self.street = street
         self.folder.mkdir()
         street.environ["PYTHONPATH"] = street.environ["PYTHONPATH"].partition(":")[2]  # without the pip that notes
         street.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.folder), "PIP_CONFIG_FILE": os.devnull}
 
     def wheel(self, version: str, content: str = "") -> str:
         """Make one, or another in its place; returns its SHA-256."""
-        path, info = self.folder / f"tiny-{version}-py3-none-any.whl", f"tiny-{version}.dist-info"
+        path = self.folder / f"tiny-{version}-py3-none-any.whl"
+        info = f"tiny-{version}.dist-info"
         files = {
             "tiny.py": content,
             f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
@@ -524,7 +527,8 @@ def test_where_there_is_no_build_for_cpus_the_other_lock_is_taken(street: Street
     assert (count, more) == (1, 1)
     path.write_text(text)
     index = Index(street)
-    cpu, plain = index.wheel("1.0+cpu", "# for CPUs"), index.wheel("1.0", "# for GPUs")
+    cpu = index.wheel("1.0+cpu", "# for CPUs")
+    plain = index.wheel("1.0", "# for GPUs")
     street.require("toy", f"tiny==1.0+cpu \\\n    --hash=sha256:{cpu}")
     street.require("toy", f"tiny==1.0 \\\n    --hash=sha256:{plain}", lock="requirements-cuda.txt")
     assert index.installed() == "# for CPUs"

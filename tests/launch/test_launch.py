@@ -147,7 +147,9 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
     names = "python nproc nnodes node_rank master_addr master_port log_dir host gpus sort"
     template = [*(f"--{name}={{{name}}}" for name in names.split()), "{train}", "{options}"]
     options = ["--data-dir={python}", "a b", "{}", "--epochs=1"]
-    given, nodes, logs = Options(gpus=None, sort="x"), Nodes(2, 1, "10.0.0.1", 5), Path("r/log")
+    given = Options(gpus=None, sort="x")
+    nodes = Nodes(2, 1, "10.0.0.1", 5)
+    logs = Path("r/log")
     train = Path("/apps/toy/train.py")
     command = Job("toy", train, template, 4, nodes, given, options[:2]).command("/py", 29400, logs, *options[2:])
     assert command == [
@@ -162,7 +164,8 @@ def test_a_command_is_its_template_with_the_blanks_filled() -> None:
         str(train),
         *options,  # as they are, whatever is in them
     ]
-    one, words = Nodes(1, 0, None, None), ["{master_addr}", "--host={host}"]
+    one = Nodes(1, 0, None, None)
+    words = ["{master_addr}", "--host={host}"]
     assert Job("toy", train, words, 1, one, given, []).command("/py", 1, logs) == ["127.0.0.1", "--host=127.0.0.1"]
 
 
@@ -340,7 +343,8 @@ def test_jobs_that_reserve_ports_at_the_same_time_get_different_ones(tmp_path: P
 
 LOGS = Path("r/log")
 SEE = "see r/log/launcher.log and rank-*.log"
-FAILED, STEPPED = Outcome(7), Outcome(7, stepped=True)
+FAILED = Outcome(7)
+STEPPED = Outcome(7, stepped=True)
 RAISED = Outcome(1, stepped=True, failure=Failure(7, "E", "rank 0: E: bad"))
 
 

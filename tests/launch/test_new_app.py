@@ -121,7 +121,8 @@ def copied(soak: bool) -> dict[str, str]:
 def test_each_app_under_a_name_of_its_own(tmp_path: Path, soak: bool) -> None:
     """git lists the copies. ruff, the launch scripts and the tests of layout and pages pass. Nothing else changes."""
     root = clone(tmp_path / "samestep")
-    before, there = content(root), listed(root)
+    before = content(root)
+    there = listed(root)
     names = copied(soak)
     first = next(iter(names))
     dry = new_app(root, names[first], "--from", first, "--dry-run")
@@ -186,7 +187,8 @@ def check_files(root: Path, app: str, name: str) -> None:
     def under(folder: str) -> dict[str, bytes]:
         return content(root / folder)
 
-    origin, copy = under(f"apps/{app}"), under(f"apps/{name}")
+    origin = under(f"apps/{app}")
+    copy = under(f"apps/{name}")
     assert origin.keys() == copy.keys()
     for path in origin.keys() & {"model.py", "distributed.py", "requirements.in", "weights.py"}:
         assert copy[path] == origin[path].replace(app.encode(), name.encode())
@@ -252,7 +254,8 @@ def test_a_mistake_is_one_line(
 
 def test_a_failure_half_way_leaves_everything_as_it_was(tmp_path: Path) -> None:
     """First the last step fails, then TERM arrives during it, then README.md lacks its table."""
-    root, page = clone(tmp_path / "samestep"), Path("docs", "device_paths.py")
+    root = clone(tmp_path / "samestep")
+    page = Path("docs", "device_paths.py")
     (root / page).write_text("import sys\nfrom pathlib import Path\nsys.exit('error: nothing to show')\n")
     before = content(root)
     done = new_app(root, "my_own", "--from", "mnist_horovod")

@@ -115,7 +115,8 @@ def test_the_page_shows_the_lines_as_they_are() -> None:
 
 
 def test_another_number_of_ranks_is_a_matter_of_the_apps_launcher() -> None:
-    one, other = node(0), node(1, ranks=3)
+    one = node(0)
+    other = node(1, ranks=3)
     assert preflight.difference(one, other) == ""
     assert "N is 2 on machine 0 (alpha) and 3 on machine 1 (beta)" in preflight.difference(one, other, equal_ranks=True)
 
@@ -258,7 +259,9 @@ def test_a_machine_that_has_ended_for_good_tells_those_that_meet_again(
 ) -> None:
     """Machine 0's launcher may still listen there for a while; and who has been told holds nobody up."""
     monkeypatch.setattr(preflight, "REPLY_TIMEOUT", 0.3)
-    port, leaves, stays = int(free_port()), node(leaver, after="job"), node(1 - leaver, after="job")
+    port = int(free_port())
+    leaves = node(leaver, after="job")
+    stays = node(1 - leaver, after="job")
     launcher = socket.create_server(("127.0.0.1", port)) if leaver else None
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(preflight.abort, leaves, "127.0.0.1", port, "has ended with code 1", 60.0)
@@ -293,7 +296,9 @@ def test_who_leaves_is_no_business_of_another_job() -> None:
 
 def test_a_machine_that_comes_late_gets_the_plan_and_one_that_stops_ends_nobody() -> None:
     """It need not wait for others, is compared as at the start, and may come again."""
-    port, plan, seen = int(free_port()), {"job": "j", "port": "1"}, list[Mapping[str, Any]]()
+    port = int(free_port())
+    plan = {"job": "j", "port": "1"}
+    seen = list[Mapping[str, Any]]()
     late = functools.partial(preflight.preflight, address="127.0.0.1", port=port, limit=10.0, plan=dict)
     with preflight.admit_late(node(0), "127.0.0.1", port, Rendezvous((2, 2), "", "", plan)):
         for _ in range(2):

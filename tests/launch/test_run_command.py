@@ -47,7 +47,9 @@ class Command:
     """``python -m samestep run`` in a folder of its own."""
 
     def __init__(self, project: ScratchProject) -> None:
-        self.project, self.work, self.run_dir = project, project.work, project.run_dir
+        self.project = project
+        self.work = project.work
+        self.run_dir = project.run_dir
         self.path = [str(CORE)]
 
     def add_torch(self) -> None:

@@ -21,8 +21,11 @@ LIMIT = 60  # seconds, for a child
 
 # --- processors --------------------------------------------------------------------------------------------------
 
-V2, V1 = "0::{}\n", "12:memory:/m\n4:cpu,cpuacct:{}\n1:name=systemd:/s\n"
-CPU, QUOTA, PERIOD = "cpu,cpuacct", "cpu.cfs_quota_us", "cpu.cfs_period_us"
+V2 = "0::{}\n"
+V1 = "12:memory:/m\n4:cpu,cpuacct:{}\n1:name=systemd:/s\n"
+CPU = "cpu,cpuacct"
+QUOTA = "cpu.cfs_quota_us"
+PERIOD = "cpu.cfs_period_us"
 QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
     "none": (V2.format("/"), {}, 64),
     "no cgroups": ("", {"cpu.max": "200000 100000"}, 64),

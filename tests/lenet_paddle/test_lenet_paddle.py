@@ -345,7 +345,8 @@ def test_the_tutorials_five_programs_take_the_same_steps(harness: Harness, soak:
     In the matrix only four of the seven starts.
     """
     alone = [sys.executable]
-    plain, launched = printed(harness, alone, "plain"), printed(harness, LAUNCH, "launch")
+    plain = printed(harness, alone, "plain")
+    launched = printed(harness, LAUNCH, "launch")
     results = [(launched, 2), (printed(harness, alone, "spawn"), 2)]
     if soak:
         results += [(printed(harness, FLEETRUN, "fleet"), 2), (printed(harness, alone, "fleet"), 1)]

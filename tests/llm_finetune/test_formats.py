@@ -52,7 +52,8 @@ def test_peft_and_transformers_load_an_export(harness: Harness) -> None:
     """The adapter and the merged model, which adds a rounding of the product of LoRA's matrices."""
     run_dir = harness.folder / "run"
     result = harness.train(1, *harness.app.small, *SHORT, run_dir=run_dir)
-    adapter, merged = harness.folder / "adapter", harness.folder / "merged"
+    adapter = harness.folder / "adapter"
+    merged = harness.folder / "merged"
     assert f"wrote {adapter}" in run_program(str(APP / "export.py"), str(run_dir), str(adapter))
     run_program(str(APP / "export.py"), str(run_dir), str(merged), "--merge")
     again = harness.folder / "again"

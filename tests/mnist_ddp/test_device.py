@@ -142,7 +142,8 @@ def output() -> dict[str, Any]:
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_rank_takes_a_gpu_of_its_own_or_none(output: dict[str, Any], gpus: int, n: int) -> None:
-    cpu, gpu = ["cpu", "gloo", []], [f"cuda:{n - 1}", "nccl", [f"cuda:{n - 1}"]]
+    cpu = ["cpu", "gloo", []]
+    gpu = [f"cuda:{n - 1}", "nccl", [f"cuda:{n - 1}"]]
     assert output[f"{gpus} GPUs, {n} ranks, cpu"] == cpu
     assert output[f"{gpus} GPUs, {n} ranks, auto"] == (gpu if gpus >= n else cpu)
     refused = f"--device cuda: this machine has {gpus} GPUs for {n} ranks: start fewer, or use --device cpu"
@@ -225,7 +226,8 @@ def nccl() -> dict[str, Any]:
 
 
 def test_the_variables_of_ranks_that_share_a_gpu_follow_the_version_of_nccl(nccl: dict[str, Any]) -> None:
-    host, several = [5, {"NCCL_HOSTID": "samestep-rank-1"}], [5, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}]
+    host = [5, {"NCCL_HOSTID": "samestep-rank-1"}]
+    several = [5, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}]
     assert nccl["variables"] == [host, host, host, several, several, host]
 
 

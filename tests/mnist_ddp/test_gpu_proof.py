@@ -75,7 +75,8 @@ def test_stopped_passes_on_a_cpu(row: Row) -> None:
 def test_halves_complete_one_file_and_another_machine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, gpu = tmp_path / "proof.json", {"device": "GPU", "nccl": "2.28.9"}
+    path = tmp_path / "proof.json"
+    gpu = {"device": "GPU", "nccl": "2.28.9"}
     first = report.Results(path, gpu, "2026-01-01", keep=True)
     first.note([{"row": "bits mnist_ddp", "outcome": report.ENDED_FIRST, "seconds taken": 0.0}])
     first.note([{"row": "bits mnist_ddp", "outcome": "passed", "seconds taken": 1.0}])

@@ -31,7 +31,8 @@ def hung(harness: Harness, kind: str, rank: int, timeout: int) -> Outcome:
     outcome = harness.run(2, *options, SAMESTEP_HANG=json.dumps(what), PYTHONPATH=path)
     assert outcome.code == 1, outcome
     logs = harness.folder / "run" / "log"
-    if stalled := untrusted.read_object(logs / "stalled"):
+    stalled = untrusted.read_object(logs / "stalled")
+    if stalled:
         waited = untrusted.read_object(logs / f"hang-{stalled['rank']}.json")["waited"]
         over = waited - timeout  # when its line was told
         print(f"{kind}: told {over:.2f} s over --timeout: {outcome.errors[0]}")  # measured, and shown by -rP

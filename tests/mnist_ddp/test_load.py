@@ -149,7 +149,8 @@ def test_jobs_that_are_killed_and_stopped_at_random_end_with_the_weights_of_undi
         disturbance.note(f"LOAD_SEED={seed} LOAD_SECONDS={SECONDS} LOAD_JOBS={JOBS}")
         for load in loads:
             load.start()
-        now, following = disturbance.begun, disturbance.begun
+        now = disturbance.begun
+        following = disturbance.begun
         while running := [load for load in loads if not load.is_done()]:
             now = time.monotonic()
             reported = "\n".join([*disturbance.actions, *(f"{load.name}: codes {load.codes}" for load in loads)])

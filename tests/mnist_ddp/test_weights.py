@@ -58,7 +58,8 @@ def test_what_is_saved_of_an_optimizer_goes_on_as_if_nothing_had_happened(name: 
     for step in range(3, 6):
         update(model, optimizer, step)
         update(other, resumed, step)
-    expected, found = weights.groups(model, optimizer), weights.groups(other, resumed)
+    expected = weights.groups(model, optimizer)
+    found = weights.groups(other, resumed)
     for group in expected:
         assert expected[group].keys() == found[group].keys()
         for array in expected[group]:

@@ -21,7 +21,8 @@ SLOW = 0.3  # seconds
 
 def main() -> None:
     distributed.rendezvous(env.detect(os.environ), torch.device("cpu"), 60)
-    rank, timer = int(os.environ["RANK"]), StepTimer()
+    rank = int(os.environ["RANK"])
+    timer = StepTimer()
     last = nn.Linear(512, 512)
     model = nn.Sequential(nn.Linear(256, 512), last)  # 1.5 MiB; DDP's first bucket takes 1 MiB
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

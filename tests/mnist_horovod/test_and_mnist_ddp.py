@@ -22,7 +22,8 @@ def test_the_migration_from_ddp_is_short(tmp_path: Path) -> None:
 @pytest.mark.soak  # in the matrix tests/conformance compares its losses with mnist_ddp's, and mnist_lightning's bits
 def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness, ddp: Harness) -> None:
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5", "--log-every=1"]
-    ours, reference = harness.train(3, *options), ddp.train(1, *options)
+    ours = harness.train(3, *options)
+    reference = ddp.train(1, *options)
     assert ours["weights_sha256"] == reference["weights_sha256"]
     assert losses(harness.folder / "run") == losses(ddp.folder / "run")
 
@@ -46,7 +47,8 @@ def test_the_losses_are_those_of_ddp(harness: Harness, ddp: Harness, batch: int)
 def test_ddp_at_the_same_number_of_ranks_takes_the_same_steps(harness: Harness, ddp: Harness) -> None:
     """With dropout, in float32, at 3 ranks: rounding is all that differs."""
     options = ["--dataset=mnist-5k", "--max-steps=10", "--log-every=1", "--global-batch-size=100"]
-    one, other = harness.train(3, *options), ddp.train(3, *options)
+    one = harness.train(3, *options)
+    other = ddp.train(3, *options)
     assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-5
 
 
@@ -65,5 +67,6 @@ def test_weights_go_from_ddp_to_horovod_and_back(harness: Harness, ddp: Harness)
 @pytest.mark.soak  # in the matrix tests/conformance shows it
 def test_a_rank_without_samples_takes_part(harness: Harness, ddp: Harness) -> None:
     options = [*harness.app.exact, "--global-batch-size=2", "--max-steps=10"]
-    one, other = harness.train(3, *options), ddp.train(1, *options)
+    one = harness.train(3, *options)
+    other = ddp.train(1, *options)
     assert relative_difference(losses(Path(one["run_dir"])), losses(Path(other["run_dir"]))) < 1e-9

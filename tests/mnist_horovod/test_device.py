@@ -54,7 +54,8 @@ def test_a_rank_takes_a_gpu_that_horovod_can_use_or_none(
 ) -> None:
     for rank in (0, n - 1):
         case = f"{built} {gpus} {n} {rank}"
-        cpu, gpu = ["cpu", "", [], 0], [f"cuda:{rank}", "nccl", [f"cuda:{rank}"], 0]
+        cpu = ["cpu", "", [], 0]
+        gpu = [f"cuda:{rank}", "nccl", [f"cuda:{rank}"], 0]
         assert output[f"{case} cpu"] == cpu
         if gpus < n:
             assert output[f"{case} auto"] == cpu

@@ -293,7 +293,9 @@ def test_what_launchers_put_before_a_line_is_known(prefix: str) -> None:
 
 def test_which_mpi_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's own, else the one on PATH, else Open MPI is installed."""
-    build, own, other = app_module("build_horovod"), tmp_path / "own", tmp_path / "other"
+    build = app_module("build_horovod")
+    own = tmp_path / "own"
+    other = tmp_path / "other"
     for folder in (own, other):
         folder.mkdir()
     monkeypatch.setattr(build, "BIN", own)
@@ -362,7 +364,8 @@ def test_a_damaged_source_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The published archive's SHA-256 is checked before anything of it runs."""
-    source, ran = tmp_path / "horovod-0.28.1", tmp_path / "ran"
+    source = tmp_path / "horovod-0.28.1"
+    ran = tmp_path / "ran"
     source.mkdir()
     setup = f"open({str(ran)!r}, 'w'); from setuptools import setup; setup(name='horovod', version='0.28.1')"
     (source / "setup.py").write_text(setup)

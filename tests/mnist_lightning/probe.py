@@ -36,5 +36,6 @@ def build_trainer(*arguments: Any) -> pl.Trainer:
     return trainer
 
 
-build, train.build_trainer = train.build_trainer, build_trainer
+build = train.build_trainer
+train.build_trainer = build_trainer
 log.run(train.main)

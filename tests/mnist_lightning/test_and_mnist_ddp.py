@@ -12,7 +12,8 @@ from harness import Harness, losses, recorded, relative_difference
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> None:
     options = [*harness.app.exact, "--global-batch-size=125", "--max-steps=100"]  # 125: no multiple of 2 or 3
-    ours, reference = harness.train(n, *options), ddp.train(n, *options)
+    ours = harness.train(n, *options)
+    reference = ddp.train(n, *options)
     assert ours["steps"] == reference["steps"] == 100
     assert relative_difference(losses(ddp.folder / "run"), losses(harness.folder / "run")) < 1e-12
     assert ours["test_accuracy"] == reference["test_accuracy"]
@@ -29,7 +30,8 @@ def test_the_losses_are_mnist_ddps(harness: Harness, ddp: Harness, n: int) -> No
 def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n: int, options: list[str]) -> None:
     """In float32 and with dropout: Lightning adds nothing to the arithmetic, nor to what is recorded and when."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", *options]
-    ours, reference = harness.train(n, *options), ddp.train(n, *options)
+    ours = harness.train(n, *options)
+    reference = ddp.train(n, *options)
     assert ours["weights_sha256"] == reference["weights_sha256"]
     assert ours["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-12)
     assert list(ours) == list(reference)
@@ -40,7 +42,8 @@ def test_the_weights_are_mnist_ddps_to_the_bit(harness: Harness, ddp: Harness, n
 def test_with_virtual_ranks_it_ends_with_the_bits_of_mnist_ddp(harness: Harness, ddp: Harness, soak: bool) -> None:
     """At one rank; in the soak at five, because the test set has five batches, and Lightning refuses an empty rank."""
     options = ["--dataset=mnist-5k", "--global-batch-size=251", "--max-steps=20", "--virtual-ranks=5"]
-    ours, reference = harness.train(5 if soak else 1, *options), ddp.train(1, *options)
+    ours = harness.train(5 if soak else 1, *options)
+    reference = ddp.train(1, *options)
     assert ours["weights_sha256"] == reference["weights_sha256"]
     assert recorded(harness.folder / "run") == recorded(ddp.folder / "run")
 

@@ -71,7 +71,9 @@ def test_an_epoch_that_max_steps_cuts_is_not_recorded_as_tested(harness: Harness
     assert (cut["test_examples"], cut["test_loss"] > whole["test_loss"]) == (1000, True)
     assert whole["test_loss"] == lines[-1]["test_loss"]
 
-    folder, steps, curve = harness.folder / "run" / "log" / "lightning", [], []
+    folder = harness.folder / "run" / "log" / "lightning"
+    steps = []
+    curve = []
     for version in ("version_0", "version_1"):
         with (folder / version / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))

@@ -160,7 +160,8 @@ def test_three_hosts_that_come_late_and_by_late_names(
     """
     harness = of("mnist_ddp")
     for run in range(20 if soak else 1):
-        late, folder = (60.0 if run == 0 else run * 1.5) if soak else 4.0, f"run-{run}"
+        late = (60.0 if run == 0 else run * 1.5) if soak else 4.0
+        folder = f"run-{run}"
         options = [*exact(harness), "--dtype=float32", "--virtual-ranks=4"]
         hosts[0].network.write_names([])
         jobs = [start_on(harness, hosts, number, 1 + number, *options, folder=folder) for number in (0, 1)]
@@ -189,7 +190,8 @@ def test_a_pulled_cable_ends_all_processes_and_costs_no_weights(
     app: str, of: Callable[[str], Harness], hosts: list[Host], tmp_path: Path
 ) -> None:
     """Every process on both hosts ends within the timeout, and says why; joined again, the run ends as undisturbed."""
-    harness, timeout = of(app), 20
+    harness = of(app)
+    timeout = 20
     expected = harness.train(2, *harness.app.small, run_dir=harness.folder / "undisturbed")
     with contextlib.ExitStack() as stack:
         if app == "mnist_horovod":
@@ -350,7 +352,8 @@ def test_hosts_that_do_not_fit_are_named_on_all(of: Callable[[str], Harness], ho
 
 def test_a_sharded_run_needs_a_run_dir_that_all_hosts_share(of: Callable[[str], Harness], hosts: list[Host]) -> None:
     """The second host has another file system where the first one's run dir is."""
-    harness, two = of("gpt_fsdp"), hosts[:2]
+    harness = of("gpt_fsdp")
+    two = hosts[:2]
     options = [*exact(harness), "--max-restarts=0"]
     work = harness.folder / "node0"
     work.mkdir()

@@ -107,7 +107,8 @@ def _statements(tree: ast.AST) -> Iterator[tuple[ast.stmt, list[tuple[ast.AST, s
 
 def mutants(module: str, text: str) -> list[Mutant]:
     """Return all changes of a module's ``text``, in the order of its lines. Messages stay as they are."""
-    tree, made = ast.parse(text), []
+    tree = ast.parse(text)
+    made = []
 
     def add(statement: ast.stmt, replace: Any, old: ast.AST, new: ast.AST) -> None:
         before = ast.unparse(statement).splitlines()
@@ -169,7 +170,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     explained = tomllib.loads((HERE / "explained.toml").read_text())
     names = options.modules or list(MODULES)
-    begun, slots = time.monotonic(), queue.SimpleQueue[Path]()
+    begun = time.monotonic()
+    slots = queue.SimpleQueue[Path]()
     with tempfile.TemporaryDirectory(prefix="samestep-mutation-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         for slot in range(options.jobs):
             core = Path(folder, str(slot), "core")
@@ -199,7 +201,8 @@ def main(argv: list[str]) -> int:
             tried = mutants(name, (ROOT / "core" / "samestep" / f"{name}.py").read_text())
             known = explained.get(name, {})
             reasons = {key: why for why, keys in known.items() for key in keys}
-            results, is_explained = [], list[bool]()
+            results = []
+            is_explained = list[bool]()
             for mutant, noticed in zip(tried, pool.map(lambda mutant, limit=limit: try_mutant(mutant, limit), tried)):
                 results.append(noticed)
                 if noticed is False:
@@ -210,7 +213,9 @@ def main(argv: list[str]) -> int:
             survived = f"{is_explained.count(True)} explained, {is_explained.count(False)} not"
             counts = f"{results.count(True)} noticed, {len(is_explained)} survived ({survived})"
             print(f"{name}: {len(tried)} mutants, {counts}, {results.count(None)} not tried", flush=True)
-    return 1 if unexplained else 0
+    if unexplained:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import threads
 from programs import CORE
 
 LIMIT = 120  # seconds, far more than a run needs
-STEPS, EPOCH = 12, 4  # of the toy
-KILLED, STOPPED = 9, 6  # steps at which a run is killed, or asked to stop
+STEPS = 12
+EPOCH = 4  # of the toy
+KILLED = 9
+STOPPED = 6  # steps at which a run is killed, or asked to stop
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path

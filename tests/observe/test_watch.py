@@ -262,7 +262,9 @@ class Terminal:
                 command = [sys.executable, "-m", "samestep_observe.watch", str(run_dir), "--every", "0.1"]
                 os.execve(sys.executable, command, environ)
             os._exit(127)
-        self.pid, self.text, self._decoder = pid, "", codecs.getincrementaldecoder("utf-8")()
+        self.pid = pid
+        self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.ended = False
         self.resize(columns, lines)
 
@@ -284,7 +286,8 @@ class Terminal:
         deadline = time.monotonic() + LIMIT
         while True:
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.text[-2000:]
-            if not (content := self._read()):
+            content = self._read()
+            if not content:
                 break
             self.text += content
         status = os.waitpid(self.pid, 0)[1]

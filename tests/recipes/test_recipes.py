@@ -20,7 +20,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
 LIMIT = 240.0  # seconds that no run needs
-EPOCHS, STEPS = 2, 28  # 1,000 examples in batches of 37; the last has one
+EPOCHS = 2
+STEPS = 28  # 1,000 examples in batches of 37; the last has one
 SAVED = 20  # steps between checkpoints
 SCRIPTS = {
     "accelerate": "docs/recipes/with_accelerate.py",

@@ -34,7 +34,8 @@ def side(harness: Harness, program: str, *arguments: str) -> str:
 
 
 def test_a_resumed_run_ends_with_the_same_weights(harness: Harness, undisturbed: Callable[..., dict[str, Any]]) -> None:
-    reference, run_dir = undisturbed(2, *TRAINED), harness.folder / "run"
+    reference = undisturbed(2, *TRAINED)
+    run_dir = harness.folder / "run"
     shutil.copytree(reference["run_dir"], run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000002")
     for name in ("model.safetensors", "result.json"):

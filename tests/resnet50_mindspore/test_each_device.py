@@ -24,14 +24,17 @@ from samestep import env
 
 APP = ROOT / "apps" / "resnet50_mindspore"
 HOST = socket.gethostname()
-ELSEWHERE, FURTHER = "203.0.113.7", "203.0.113.8"  # of a network that documentation is written with
+ELSEWHERE = "203.0.113.7"
+FURTHER = "203.0.113.8"  # of a network that documentation is written with
 
 UTF8 = {"LC_ALL": "C.UTF-8"}  # under which Python adds nothing of its own to its environment
 
 Servers = dict[str, dict[int, int]]  # by server_id, then device_id: rank_id
 # The devices of a server, and their ranks, which need not be in the devices' order.
-FOUR, UPPER = {0: 0, 1: 1, 2: 2, 3: 3}, {4: 3, 5: 1, 6: 0, 7: 2}
-FIRST, SECOND = dict(zip(range(8), range(8))), dict(zip(range(8), (9, 8, 15, 14, 10, 11, 13, 12)))
+FOUR = {0: 0, 1: 1, 2: 2, 3: 3}
+UPPER = {4: 3, 5: 1, 6: 0, 7: 2}
+FIRST = dict(zip(range(8), range(8)))
+SECOND = dict(zip(range(8), (9, 8, 15, 14, 10, 11, 13, 12)))
 
 RANK = """
 import json, os, subprocess, sys, time
@@ -123,12 +126,15 @@ def of_server(run_dir: Path, table: Path, server_id: str) -> Path:
     listing = content["server_list"] if "version" in content else content["group_list"][0]["instance_list"]
     names = {each["server_id"] for each in listing}
     order = sorted(names, key=lambda name: min(int(rank) for _, rank in listed(table, name)))
-    return run_dir / f"server{order.index(server_id)}" if len(order) > 1 else run_dir
+    if len(order) > 1:
+        return run_dir / f"server{order.index(server_id)}"
+    return run_dir
 
 
 def compare(harness: Harness, table: Path, server_id: str, ranks: int, given: dict[str, str]) -> None:
     """Compare every rank's environment, folder and env.log with the table."""
-    folders, devices = of_server(harness.folder / "run", table, server_id), listed(table, server_id)
+    folders = of_server(harness.folder / "run", table, server_id)
+    devices = listed(table, server_id)
     assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:
         folder = folders / f"device{device}"
@@ -504,7 +510,8 @@ def test_the_launch_script_needs_the_table_alone(
     table = write(harness.folder / "rank_table.json", "1.0", servers)
     outcome = launch(harness, project, len(servers[this]), RANK_TABLE_FILE="rank_table.json", **environ)
     assert (outcome.code, outcome.stderr) == (0, ""), outcome
-    devices, ranks = listed(table, this), sum(map(len, servers.values()))
+    devices = listed(table, this)
+    ranks = sum(map(len, servers.values()))
     folders = of_server(harness.folder / "run", table, this)
     assert sorted(path.name for path in folders.glob("device*")) == sorted(f"device{device}" for device, _ in devices)
     for device, rank in devices:

@@ -52,7 +52,8 @@ def run(*arguments: object, cwd: Path | None = None, path: Path | None = None) -
 
 def call(*arguments: object) -> tuple[int, str, str]:
     """The same in this process, for the many cases of a property."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = TOOL.main([str(each) for each in arguments])
     return code, out.getvalue(), err.getvalue()
@@ -339,7 +340,8 @@ def drop(key: str) -> Callable[[Any], None]:
     return change
 
 
-G, I0 = "group_list.0", "group_list.0.instance_list.0"
+G = "group_list.0"
+I0 = "group_list.0.instance_list.0"
 GROUP_BREAKS: dict[str, tuple[Callable[[Any], None], str]] = {
     "rank twice": (lambda t: instance(t, 1).update(rank_id="0"), "rank_id '0' is given to two devices"),
     "rank hole": (lambda t: instance(t, 1).update(rank_id="99"), "rank_id '1' is missing, but there is '99'"),
@@ -379,7 +381,8 @@ GROUP_BREAKS: dict[str, tuple[Callable[[Any], None], str]] = {
     "a list for an object": (put("group_list", [[]]), "group_list[0] is not an object"),
     "a string for a list": (put("group_list", "x"), "group_list is not a list"),
 }
-S, D0 = "server_list.0", "server_list.0.device.0"
+S = "server_list.0"
+D0 = "server_list.0.device.0"
 SERVER_BREAKS: dict[str, tuple[Callable[[Any], None], str]] = {
     "rank twice": (lambda t: device(t, 1).update(rank_id="0"), "rank_id '0' is given to two devices"),
     "rank hole": (lambda t: device(t, 1).update(rank_id="99"), "rank_id '1' is missing, but there is '99'"),

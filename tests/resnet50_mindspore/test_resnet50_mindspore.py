@@ -624,7 +624,8 @@ def test_batch_norm_is_averaged_and_the_scheduler_leaves_nothing(undisturbed: Ca
     assert (result["launcher"], result["backend"], result["framework"]) == ("msrun", "mccl", "mindspore")
     found = checkpoint.newest(run_dir, pytest.fail)
     assert found
-    model, each = found.arrays("model"), found.arrays("buffers")["each"]
+    model = found.arrays("model")
+    each = found.arrays("buffers")["each"]
     assert each.shape[0] == 2
     assert not np.array_equal(each[0], each[1]), "each rank has the statistics of its own images"
     averaged = [model[name].ravel() for name in model if name.endswith(("running_mean", "running_var"))]

@@ -26,7 +26,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torchvision.models import resnet50  # noqa: E402
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10: red, green, blue
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2023, 0.1994, 0.2010)  # of CIFAR-10: red, green, blue
 
 
 def loaded(arrays: dict[str, Tensor]) -> nn.Module:
@@ -82,7 +83,8 @@ def first_step(folder: Path) -> dict[str, Any]:
     A difference is in units of the array's own change in the step: of 2-norms. torch computes in float64.
     """
     before = load_file(folder / "told" / "first-step.safetensors")
-    images, labels = before.pop("images").double(), before.pop("labels").long()
+    images = before.pop("images").double()
+    labels = before.pop("labels").long()
     model = loaded(before).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loss = cross_entropy(model(images), labels)

@@ -36,7 +36,8 @@ class Site:
     """A cluster as a user sees it: jobs are submitted in a folder where the repository is."""
 
     def __init__(self, running: Cluster, harness: Harness) -> None:
-        self.cluster, self.harness = running, harness
+        self.cluster = running
+        self.harness = harness
         self.folder = harness.folder / "site"
         self.folder.mkdir()
         for name in ("apps", "core", "deploy", "scripts"):

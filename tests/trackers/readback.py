@@ -31,7 +31,8 @@ def written(run_dir: Path) -> Metrics:
         if not isinstance(values, dict):
             continue
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        if step := numbers.pop("step", None):
+        step = numbers.pop("step", None)
+        if step:
             triples += [(name, step, value) for name, value in numbers.items()]
     return _by_metric(triples)
 
@@ -81,7 +82,8 @@ def of_mlflow(run_dir: Path, uri: str | None = None) -> Metrics:
 
     uri = uri or database(run_dir)
     (run,) = runs(uri)
-    client, triples = MlflowClient(tracking_uri=uri), []
+    client = MlflowClient(tracking_uri=uri)
+    triples = []
     for name in run.data.metrics:
         history = client.get_metric_history(run.info.run_id, name)
         triples += [(name, metric.step, metric.value) for metric in sorted(history, key=lambda metric: metric.step)]

@@ -28,7 +28,8 @@ class Run:
     """Write lines and checkpoints as a run's rank 0; after a resume the losses differ slightly."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self._starts = run_dir, 0
+        self.run_dir = run_dir
+        self._starts = 0
         self._metrics = Metrics(run_dir, self._header(), None)
 
     def _header(self) -> dict[str, Any]:
@@ -243,7 +244,8 @@ def test_a_server_that_stops_and_restarts_gets_everything(
     run: Run, follow: Callable[[str, Path], track.TrackerThread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(track, "MAX_RETRY_SECONDS", 1.0)
-    port, folder = free_port(), tmp_path / "server"
+    port = free_port()
+    folder = tmp_path / "server"
     folder.mkdir()
     with server(folder, port) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

@@ -80,7 +80,9 @@ def prove(options: argparse.Namespace) -> int:
     names = [entry.name for entry in chosen]
     print(f"{summary(results.values, names)}; see {options.output}")
     outcomes = {row["row"]: row["outcome"] for row in results.values["rows"]}
-    return 1 if any(outcomes[name].startswith("failed") or outcomes[name] == ENDED_FIRST for name in names) else 0
+    if any(outcomes[name].startswith("failed") or outcomes[name] == ENDED_FIRST for name in names):
+        return 1
+    return 0
 
 
 def main() -> int:

@@ -17,7 +17,9 @@ from samestep import env
 from samestep.options import SHARED_GPU
 from samestep.torch import distributed
 
-VALUES, CALLS, TIMEOUT = 21_840, 20, 30.0  # mnist_ddp's gradients; seconds
+VALUES = 21_840
+CALLS = 20
+TIMEOUT = 30.0  # mnist_ddp's gradients; seconds
 
 
 def main() -> None:

@@ -193,7 +193,8 @@ class Row:
             share: whether the ranks share the GPU by --share-gpu.
             device: default: the proof's.
         """
-        run_dir, device = run_dir or self.proof.new_folder(), device or self.proof.device
+        run_dir = run_dir or self.proof.new_folder()
+        device = device or self.proof.device
         given = [{"start": 0, "path": f"{run_dir}-fault-{i}", **fault} for i, fault in enumerate(faults)]
         words = ["bash", str(ROOT / "scripts" / f"run_{app}.sh"), str(ranks), *options]
         words += [f"--run-dir={run_dir}", f"--device={device}"]
@@ -245,7 +246,8 @@ class Job:
     def wait_for(self, what: str, until: Callable[[], Value]) -> Value:
         """Poll until ``until`` returns something true, and return it. Raises RuntimeError if the job ends before."""
         while True:
-            if found := until():
+            found = until()
+            if found:
                 return found
             if self.process.poll() is not None:
                 self._errors = self.process.communicate()[1]

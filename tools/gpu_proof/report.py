@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PASSED, NOT_RUN = "passed", "not run"
+PASSED = "passed"
+NOT_RUN = "not run"
 ENDED_FIRST = f"{NOT_RUN}: the proof ended first"
 
 
@@ -23,7 +24,8 @@ class Results:
 
     def __init__(self, path: Path, machine: Mapping[str, Any], date: str, keep: bool) -> None:
         """Read the file if ``keep``; exit with 2 if it is another machine's."""
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         self.values: dict[str, Any] = {"machine": dict(machine), "date": date, "rows": []}
         if keep and path.exists():
             earlier = json.loads(path.read_text())
@@ -104,7 +106,8 @@ def summary(results: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return how many rows passed, failed and were not run, as words."""
     found = {row["row"]: str(row["outcome"]).partition(":")[0] for row in results["rows"]}
     outcomes = [found.get(name, NOT_RUN) for name in names]
-    passed, failed = outcomes.count(PASSED), outcomes.count("failed")
+    passed = outcomes.count(PASSED)
+    failed = outcomes.count("failed")
     parts = [f"{passed} of {len(names)} rows passed"]
     parts += [f"{failed} failed"] if failed else []
     parts += [f"{len(names) - passed - failed} did not run"] if passed + failed < len(names) else []

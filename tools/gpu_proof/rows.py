@@ -32,11 +32,14 @@ class Entry(NamedTuple):
     patience: float = 1.0
 
 
-SLOW, QUICK = 1.8, 0.6  # patience of rows that compile or repeat rounds, and of those for which all others wait
+SLOW = 1.8
+QUICK = 0.6  # patience of rows that compile or repeat rounds, and of those for which all others wait
 
 
 def plural(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if ranks == 1:
+        return "1 rank"
+    return f"{ranks} ranks"
 
 
 def entries() -> list[Entry]:
@@ -75,7 +78,8 @@ def _second_half() -> Iterator[Entry]:
     yield Entry("sharded gpt_fsdp, resume at another mesh", sharded.reshard, 2)
     yield Entry("elastic mnist_elastic", sharded.elastic, 2)
     for app, options, tolerance in single.LOSSES:
-        name, patience = " ".join(["losses", app, *options]), SLOW if "--compile" in options else 1.0
+        name = " ".join(["losses", app, *options])
+        patience = SLOW if "--compile" in options else 1.0
         call = partial(single.first_losses, app=app, options=options, tolerance=tolerance)
         yield Entry(name, call, 2, patience=patience)
     for app, n in single.RECOVERY.items():

@@ -30,14 +30,16 @@ from gpu_proof.jobs import (
     start_process,
 )
 
-FOR_EVER, BATCH = ["--epochs=1000"], 64
+FOR_EVER = ["--epochs=1000"]
+BATCH = 64
 MNIST = ["--dataset=mnist-5k", *FOR_EVER]
 # All that a step may have, except --compile, which --virtual-ranks refuses. The rate is small: a larger one multiplies
 # the rounding.
 CIFAR = ["--dataset=synthetic-cifar10", *FOR_EVER, "--accumulate=2", "--clip-norm=1", "--warmup-steps=3", "--ema=0.9"]
 CIFAR += ["--label-smoothing=0.1", "--dropout=0.1", "--augment", "--lr=0.003", f"--global-batch-size={BATCH}"]
 OPTIONS = {"mnist_ddp": MNIST, "cifar_ddp": CIFAR}
-STEPS, QUICK_STEPS = {"mnist_ddp": 100, "cifar_ddp": 20}, 12
+STEPS = {"mnist_ddp": 100, "cifar_ddp": 20}
+QUICK_STEPS = 12
 SAME_STEPS = {"mnist_ddp": 20, "cifar_ddp": 10}  # rounding grows with the steps
 TOLERANCE = 1e-12
 END_LIMIT = 10.0  # seconds in which the other ranks end
@@ -47,7 +49,9 @@ STOP_CODE = 128 + signal.SIGTERM
 
 
 def steps_of(row: Row, app: str) -> int:
-    return QUICK_STEPS if row.proof.quick else STEPS[app]
+    if row.proof.quick:
+        return QUICK_STEPS
+    return STEPS[app]
 
 
 def options_of(row: Row, app: str, *more: str) -> list[str]:
@@ -69,7 +73,8 @@ def all_reduce(row: Row, ranks: int) -> dict[str, Any]:
     place["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "core"), os.environ.get("PYTHONPATH")]))
     program = [sys.executable, str(Path(__file__).with_name("all_reduce.py")), row.proof.device]
     with row.proof.slots.take(ranks, row.priority):
-        deadline, started = row.begin_job(), []
+        deadline = row.begin_job()
+        started = []
         for rank in map(str, range(ranks)):
             own = {**place, "RANK": rank, "LOCAL_RANK": rank}
             started.append(start_process(program, row.proof.folder, row.proof.device, variables=own))
@@ -117,7 +122,9 @@ def bits(row: Row, app: str) -> dict[str, Any]:
     if found["killed at 3"]["restarts"] != 1:
         raise RuntimeError(f"the killed run was started again {found['killed at 3']['restarts']} times, not once")
     figures = {"weights": hashes["1 ranks"][:12], "steps": steps, "backend": found["3 ranks"]["backend"]}
-    return {**figures, "the CPU's": on_cpu[:12]} if on_cpu else figures
+    if on_cpu:
+        return {**figures, "the CPU's": on_cpu[:12]}
+    return figures
 
 
 # --- losses --------------------------------------------------------------------------------------------------------
@@ -144,7 +151,8 @@ def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
 
     With ``blocked``, rank 0 waits in C code that no lost connection ends.
     """
-    options, step = options_of(row, "mnist_ddp"), steps_of(row, "mnist_ddp") * 2 // 3
+    options = options_of(row, "mnist_ddp")
+    step = steps_of(row, "mnist_ddp") * 2 // 3
     faults = [{"rank": ranks - 1, "step": step, "kind": "kill"}]
     faults += [{"rank": 0, "step": step, "kind": "block"}] if blocked else []
     ended: dict[str, Any] = {}
@@ -160,7 +168,9 @@ def killed(row: Row, ranks: int, blocked: bool = False) -> dict[str, Any]:
     figures = check_resumed(whole, run_dir, times=1)
     if ended["seconds"] > END_LIMIT:
         raise RuntimeError(f"the other ranks ended after {ended['seconds']} s, not within {END_LIMIT:g} s: {ended}")
-    return figures if ranks == 1 else {**figures, "others ended after": ended["seconds"], "by": ended["by"]}
+    if ranks == 1:
+        return figures
+    return {**figures, "others ended after": ended["seconds"], "by": ended["by"]}
 
 
 def end_of_others(job: Job, ranks: int) -> dict[str, Any]:
@@ -198,7 +208,8 @@ def what_ended(log: Path) -> str:
 
 def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
     """Raise RuntimeError unless a run was resumed so many times, and has an undisturbed run's weights."""
-    expected, found = result(whole), result(run_dir)
+    expected = result(whole)
+    found = result(run_dir)
     check_equal("weights", {"undisturbed": expected["weights_sha256"], "disturbed": found["weights_sha256"]})
     if resumes(run_dir) != times:
         raise RuntimeError(f"the run was resumed {resumes(run_dir)} times, not {times}")
@@ -207,7 +218,8 @@ def check_resumed(whole: Path, run_dir: Path, times: int) -> dict[str, Any]:
 
 def stopped(row: Row, ranks: int) -> dict[str, Any]:
     """Send TERM to the script; the ranks save the step, and a second start ends with the undisturbed weights."""
-    options, steps = options_of(row, "mnist_ddp"), steps_of(row, "mnist_ddp")
+    options = options_of(row, "mnist_ddp")
+    steps = steps_of(row, "mnist_ddp")
 
     def disturbed() -> Path:
         run_dir = stop(row, "mnist_ddp", ranks, options, steps // 2 + 1)

@@ -21,7 +21,8 @@ from gpu_proof.several import MNIST, TOLERANCE, steps_of
 
 GPT = ["--dataset=jargon-64k", "--layers=2", "--width=64", "--epochs=1000", "--dtype=float64", "--log-every=1"]
 MESHES = {"1x1": 1, "2x1": 2, "1x2": 2, "3x1": 3}
-STEPS, QUICK_STEPS = 10, 4
+STEPS = 10
+QUICK_STEPS = 4
 
 
 def meshes(row: Row) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def meshes(row: Row) -> dict[str, Any]:
 
 def reshard(row: Row) -> dict[str, Any]:
     """Resume a checkpoint of the mesh 2x1 at 1x1, for equal weights, and at 2x1, for an undisturbed run's bits."""
-    half, steps = STEPS // 2, STEPS
+    half = STEPS // 2
+    steps = STEPS
 
     def train(ranks: int, last: int, run_dir: Path | None = None) -> Path:
         options = [*GPT, f"--max-steps={last}", f"--mesh={ranks}x1"]
@@ -46,7 +48,8 @@ def reshard(row: Row) -> dict[str, Any]:
 
     def interrupted() -> dict[str, str]:
         first = train(2, half)
-        saved, copy = result(first)["weights_sha256"], copy_run(first, row.proof.new_folder())
+        saved = result(first)["weights_sha256"]
+        copy = copy_run(first, row.proof.new_folder())
         same, other = row.together([partial(train, 2, steps, first), partial(train, 1, half, copy)])
         hashes = {"saved at 2x1": saved, "read at 1x1": result(other)["weights_sha256"]}
         check_equal("weights", hashes)

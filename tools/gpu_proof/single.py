@@ -24,7 +24,8 @@ APPS: dict[str, list[str]] = {
     "cifar_ddp": ["--dataset=synthetic-cifar10", "--dropout=0", "--lr=0.003"],
     "gpt_fsdp": ["--dataset=jargon-64k", "--layers=2", "--width=64"],
 }
-FLOAT32, BFLOAT16 = 1e-4, 2e-2  # bfloat16 has 8 bits, and a device sums in an order of its own
+FLOAT32 = 1e-4
+BFLOAT16 = 2e-2  # bfloat16 has 8 bits, and a device sums in an order of its own
 LOSSES: list[tuple[str, list[str], float]] = [
     ("mnist_ddp", [], FLOAT32),
     ("mnist_ddp", ["--backend=gloo"], FLOAT32),
@@ -38,7 +39,8 @@ LOSSES: list[tuple[str, list[str], float]] = [
 RECOVERY = {"cifar_ddp": 1, "gpt_fsdp": 1, "mnist_lightning": 2}  # ranks; mnist_ddp has rows of its own
 RECOVERY_STEPS = 20
 COMPILE_SECONDS = 60.0  # of a compiled run and its killed twin, if an earlier row has filled the compiler's cache
-ROUNDS, ROUND_SECONDS = 5, 30.0  # of speed, and the seconds of one round
+ROUNDS = 5
+ROUND_SECONDS = 30.0  # of speed, and the seconds of one round
 
 
 def first_losses(row: Row, app: str, options: Sequence[str], tolerance: float) -> dict[str, Any]:
@@ -111,7 +113,8 @@ def accuracy(row: Row) -> dict[str, Any]:
 def speed(row: Row) -> dict[str, Any]:
     """Measure mnist_ddp beside its own step on resident batches and beside the textbook loop; as many rounds as fit."""
     row.need(2 * ROUND_SECONDS)
-    output, deadline = row.proof.new_folder(), row.begin_job()
+    output = row.proof.new_folder()
+    deadline = row.begin_job()
     left = row.left(deadline)
     rounds = 1 if row.proof.quick else max(1, min(ROUNDS, int(left / ROUND_SECONDS) - 1))
     sizes = ["--warm-up=10", "--steps=20"] if row.proof.quick else ["--steps=200"]

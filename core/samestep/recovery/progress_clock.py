@@ -13,7 +13,7 @@ class ProgressClock:
         first_step: ``step`` when this process began.
         updates: number of updates that this process has done.
         last_progress: when it last made progress, by `time.monotonic`.
-        is_compiling: whether the limit is that of a first step.
+        is_compiling: whether the limit of a first step holds.
     """
 
     def __init__(self) -> None:

@@ -141,7 +141,7 @@ class GradientTree:
         return total
 
     def _sum_slices(self, rows: Tensor, leaves: int, layout: Layout) -> Tensor:
-        """Return the sum of all ranks' nodes, of which each rank adds one slice. The arguments are as in `_sum_all`."""
+        """Return the sum of all ranks' nodes: each rank adds one slice. The arguments are as in `_sum_all`."""
         world_size = len(layout)
         width = rows.shape[1] // world_size
         slices = rows.view(-1, world_size, width).transpose(0, 1).reshape(-1)  # by rank, then by node

@@ -6,7 +6,9 @@ from samestep_record import after_import, record_batch, record_evaluation
 
 
 def watch(sharding: Any) -> None:
-    indices, eval_batches, shard = sharding.GlobalBatches.indices, sharding.eval_batches, sharding.shard
+    indices = sharding.GlobalBatches.indices
+    eval_batches = sharding.eval_batches
+    shard = sharding.shard
     evaluated: list[Any] = []
 
     def recorded(self: Any, step: int, *more: Any) -> Any:

@@ -8,7 +8,9 @@ samples: list[int] = []  # of this rank's attempt
 
 
 def watch(sharding: Any) -> None:
-    indices, eval_batches, shard = sharding.GlobalBatches.indices, sharding.eval_batches, sharding.shard
+    indices = sharding.GlobalBatches.indices
+    eval_batches = sharding.eval_batches
+    shard = sharding.shard
     evaluated: list[Any] = []
 
     def chosen(self: Any, *arguments: Any) -> Any:
@@ -30,7 +32,8 @@ def watch(sharding: Any) -> None:
 
 
 def watch_members(membership: Any) -> None:
-    attempt, check = membership.Members.attempt, membership.Members.check
+    attempt = membership.Members.attempt
+    check = membership.Members.check
 
     def begun(self: Any) -> Any:
         samples.clear()

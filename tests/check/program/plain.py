@@ -11,7 +11,9 @@ from pathlib import Path
 
 from samestep_record import record_evaluation, record_step
 
-COUNT, BATCH, EPOCHS = 21, 8, 3
+COUNT = 21
+BATCH = 8
+EPOCHS = 3
 
 
 def launch(n: int) -> int:
@@ -73,7 +75,9 @@ def train() -> None:
 
 if "RANK" not in os.environ:
     sys.exit(launch(int(sys.argv[2])))
-rank, n, parent = int(os.environ["RANK"]), int(os.environ["N"]), os.getppid()
+rank = int(os.environ["RANK"])
+n = int(os.environ["N"])
+parent = os.getppid()
 asked: list[int] = []
 signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
 train()

@@ -155,7 +155,8 @@ def prefetched() -> Batches:
 @case
 def static_buffers() -> Batches:
     model, optimizer = parts()
-    inputs, labels = torch.zeros(8, 8), torch.zeros(8, dtype=torch.long)
+    inputs = torch.zeros(8, 8)
+    labels = torch.zeros(8, dtype=torch.long)
     for x, y in batches():
         inputs.copy_(x)
         labels[:] = y

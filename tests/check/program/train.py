@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-SEED, BATCH, EVERY, EPOCHS = 7, 32, 3, int((sys.argv[1:] or ["3"])[0])
+SEED = 7
+BATCH = 32
+EVERY = 3
+EPOCHS = int((sys.argv[1:] or ["3"])[0])
 FOLDER = Path("checkpoints")
 
 
@@ -82,21 +85,24 @@ stopping = torch.zeros(())
 signal.signal(signal.SIGTERM, lambda *_: stopping.fill_(1))
 parent = os.getppid()
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-rank, size = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+size = dist.get_world_size()
 torch.manual_seed(SEED)
 inputs = torch.randn(99, 8)
 targets = inputs @ torch.randn(8, 1)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
-data, steps_per_epoch = TensorDataset(inputs, targets), -(-99 // BATCH)
+data = TensorDataset(inputs, targets)
+steps_per_epoch = -(-99 // BATCH)
 step = load()
 for epoch in range(step // steps_per_epoch, EPOCHS):
     for x, y in DataLoader(data, batch_sampler=Shards(99, epoch, step % steps_per_epoch)):
         optimizer.zero_grad()
         loss = ((model(x) - y) ** 2).sum()
         loss.backward()
-        count, asked = torch.tensor(float(len(x))), stopping.clone()
+        count = torch.tensor(float(len(x)))
+        asked = stopping.clone()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         for tensor in (loss.data, count, asked, *gradients):
             dist.all_reduce(tensor)

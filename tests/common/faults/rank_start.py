@@ -18,7 +18,8 @@ def in_each_rank(arm: Callable[[], None]) -> None:
     if any(argument.endswith("train.py") for argument in sys.orig_argv[1:3]):
         arm()
     elif {"--start-method=fork", "samestep_launch.rank_forker"} & {*sys.orig_argv}:
-        launcher, armed = os.getpid(), list[int]()
+        launcher = os.getpid()
+        armed = list[int]()
 
         def on_audit(event: str, arguments: tuple[Any, ...]) -> None:
             if event != "exec" or os.getpid() == launcher or armed or not is_rank():

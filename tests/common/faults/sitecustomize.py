@@ -63,7 +63,8 @@ def _tell_addresses(path: str) -> None:
 
 def _list_modules_at_exit(path: str) -> None:
     """Wrap os._exit, by which each rank ends, for this process and not for those that it forks."""
-    leave, pid = os._exit, os.getpid()
+    leave = os._exit
+    pid = os.getpid()
 
     def list_and_exit(status: int) -> NoReturn:
         if os.getpid() == pid:
@@ -75,42 +76,46 @@ def _list_modules_at_exit(path: str) -> None:
     os._exit = list_and_exit
 
 
-def _make_slow(rank: int, sharding: Any) -> None:  # noqa: C901
-    """Sleep in the phases that ``slow`` gives this rank, before what the program calls there does what it does."""
-    local = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
-    at: list[int] = []  # the step
+class _Slow:
+    """Sleeps in the phases that ``slow`` gives this rank, before what the program calls there does what it does."""
 
-    def slow(place: Any, name: str, phase: str) -> None:
+    def __init__(self, rank: int) -> None:
+        self.steps = {phase: range(first, last) for each, phase, first, last in _fault["slow"] if each == rank}
+        self.step: int | None = None
+
+    def make_slow(self, place: Any, name: str, phase: str) -> None:
         does = getattr(place, name)
 
         def sleep_and_do(*arguments: Any, **others: Any) -> Any:
-            if at[0] in local.get(phase, ()):
+            if self.step in self.steps.get(phase, ()):
                 time.sleep(_fault["seconds"])
             return does(*arguments, **others)
 
         setattr(place, name, sleep_and_do)
 
-    def slow_framework() -> None:
+    def make_framework_slow(self) -> None:
         if "torch" in sys.modules:
             for loss in ("nll_loss", "cross_entropy"):
-                slow(sys.modules["torch.nn.functional"], loss, "computing")
+                self.make_slow(sys.modules["torch.nn.functional"], loss, "computing")
             for optimizer in ("sgd", "adam"):  # AdamW is an Adam
-                slow(sys.modules[f"torch.optim.{optimizer}"], optimizer, "optimizer")
+                self.make_slow(sys.modules[f"torch.optim.{optimizer}"], optimizer, "optimizer")
         if "paddle" in sys.modules:
-            slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
+            self.make_slow(sys.modules["paddle.nn.functional"], "cross_entropy", "computing")
             for optimizer in (sys.modules["paddle"].optimizer.Momentum, sys.modules["paddle"].optimizer.Adam):
-                slow(optimizer, "step", "optimizer")
+                self.make_slow(optimizer, "step", "optimizer")
 
-    slow(sharding.GlobalBatches, "indices", "input")
-    indices = sharding.GlobalBatches.indices
+    def make_batches_slow(self, batches: Any) -> None:
+        """Change `GlobalBatches.indices`, which every step begins with. Only there are all frameworks imported."""
+        self.make_slow(batches, "indices", "input")
+        indices = batches.indices
 
-    def indices_of(self: Any, step: int, *micro_batch: Any) -> Any:
-        if not at:
-            slow_framework()  # it is imported by now
-        at[:] = [step]
-        return indices(self, step, *micro_batch)
+        def indices_of(batches: Any, step: int, *micro_batch: Any) -> Any:
+            if self.step is None:
+                self.make_framework_slow()
+            self.step = step
+            return indices(batches, step, *micro_batch)
 
-    sharding.GlobalBatches.indices = indices_of
+        batches.indices = indices_of
 
 
 def _strike_before_change(method: str) -> None:
@@ -127,45 +132,60 @@ def _strike_before_change(method: str) -> None:
     setattr(Root, method, strike_or_change)
 
 
-def _arm() -> None:  # noqa: C901
+def _strike_at_a_step() -> None:
+    from samestep.sharding import GlobalBatches
+
+    indices = GlobalBatches.indices
+
+    def indices_or_strike(self: Any, step: int, *micro_batch: Any) -> Any:
+        if step == _fault.get("step"):
+            _strike()
+        if step == _fault.get("differ"):
+            _change_a_weight()
+        if "tell" in _fault:
+            _tell_addresses(_fault.pop("tell"))
+        return indices(self, step, *micro_batch)
+
+    GlobalBatches.indices = indices_or_strike  # type: ignore[assignment,method-assign]
+
+
+def _strike_at_a_beat() -> None:
+    """Strike after an update, or in an evaluation but not in the verification of a shard that comes before training."""
+    from samestep.recovery.watchdog import Watchdog
+
+    beat = Watchdog.beat
+    evaluated: list[None] = []
+    trained: list[int] = []
+
+    def beat_or_strike(self: Any, step: int | None = None) -> None:
+        beat(self, step)
+        if step is not None:
+            trained.append(step)
+        elif trained:
+            evaluated.append(step)
+        is_update = step is not None and step == _fault.get("updates")
+        if is_update or len(evaluated) == _fault.get("evaluating"):
+            _strike()
+
+    Watchdog.beat = beat_or_strike  # type: ignore[method-assign]
+
+
+def _arm() -> None:
     from samestep import env, sharding
-    from samestep.recovery import watchdog
 
     rank = int(os.environ.get("SAMESTEP_RANK") or env.detect(os.environ).rank)  # the first if ranks come and go
     if "slow" in _fault:
-        _make_slow(rank, sharding)
+        _Slow(rank).make_batches_slow(sharding.GlobalBatches)
     if "modules" in _fault:
         _list_modules_at_exit(f"{_fault['modules']}-{rank}")
     if rank != _fault.get("rank"):
         return
     if "audit" in _fault:
         _strike_before_change({"os.mkdir": "make_folder", "open": "create", "os.rename": "rename"}[_fault["audit"]])
-    if "step" in _fault or "differ" in _fault or "tell" in _fault:
-        indices = sharding.GlobalBatches.indices
-
-        def indices_or_strike(self: Any, step: int, *micro_batch: Any) -> Any:
-            if step == _fault.get("step"):
-                _strike()
-            if step == _fault.get("differ"):
-                _change_a_weight()
-            if "tell" in _fault:
-                _tell_addresses(_fault.pop("tell"))
-            return indices(self, step, *micro_batch)
-
-        sharding.GlobalBatches.indices = indices_or_strike  # type: ignore[assignment,method-assign]
-    if "updates" in _fault or "evaluating" in _fault:
-        beat, evaluated, trained = watchdog.Watchdog.beat, list[None](), False
-
-        def beat_or_strike(self: Any, step: int | None = None) -> None:
-            nonlocal trained
-            beat(self, step)
-            trained = trained or step is not None
-            if step is None and trained:  # and not of a shard that is verified before
-                evaluated.append(step)
-            if (step is not None and step == _fault.get("updates")) or len(evaluated) == _fault.get("evaluating"):
-                _strike()
-
-        watchdog.Watchdog.beat = beat_or_strike  # type: ignore[method-assign]
+    if not _fault.keys().isdisjoint({"step", "differ", "tell"}):
+        _strike_at_a_step()
+    if not _fault.keys().isdisjoint({"updates", "evaluating"}):
+        _strike_at_a_beat()
 
 
 def _arm_rank() -> None:

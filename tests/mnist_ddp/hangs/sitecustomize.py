@@ -53,7 +53,9 @@ def _gather_by(kind: str, instead: Any) -> None:
 
     def gather(row: Any) -> Any:
         is_chosen = (row.dtype.kind == "f") == (kind == "f")
-        return instead(all_gather, row) if is_chosen else all_gather(row)
+        if is_chosen:
+            return instead(all_gather, row)
+        return all_gather(row)
 
     functions["all_gather"] = gather
 

@@ -47,7 +47,8 @@ def _stop(fault: dict[str, Any]) -> None:
 
 
 def _block(fault: dict[str, Any]) -> None:
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # it has the lock, and waits for it
         libc.pthread_mutex_lock(mutex)
 
