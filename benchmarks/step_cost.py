@@ -83,7 +83,7 @@ def plain_step(
 
 @dataclass(frozen=True)
 class Variant:
-    """What a step does beside training.
+    """The parts of a step beside training.
 
     Attributes:
         name: the text of the table's row.

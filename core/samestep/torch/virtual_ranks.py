@@ -107,9 +107,10 @@ class GradientTree:
             buffer.copy_(each.view_as(buffer))
         for norm in self._norms:
             norm.update_from_sums()
+        own: Tensor = loss[0]
         if self._batches.rank != 0:
-            return torch.zeros_like(loss[0])
-        return loss[0]
+            return torch.zeros_like(own)
+        return own
 
     def _exchange(self, nodes: list[Node], step: int) -> Tensor:
         """Return the sum over all ranks' ``nodes``. Every rank adds small ones; each adds a slice of large ones."""
