@@ -59,11 +59,7 @@ def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, me
     model.train()
     members.all_reduce(sums)  # collective
     loss_sum, correct, examples = sums.sum(dim=0).tolist()
-    return {
-        "test_loss": loss_sum / examples,
-        "test_accuracy": correct / examples,
-        "test_examples": int(examples),
-    }
+    return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
 def train(run: Run, options: Options, device: torch.device, launcher: Launcher) -> None:

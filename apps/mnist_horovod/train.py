@@ -73,11 +73,7 @@ def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSample
     model.train()
     sums = hvd.allreduce(sums, op=hvd.Sum)  # collective
     loss_sum, correct, examples = sums.sum(dim=0).tolist()
-    return {
-        "test_loss": loss_sum / examples,
-        "test_accuracy": correct / examples,
-        "test_examples": int(examples),
-    }
+    return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
