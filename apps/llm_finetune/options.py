@@ -202,7 +202,9 @@ def model_folder(model: str) -> Path | None:
     """Return the folder of a model, or None for tiny."""
     if model == "tiny":
         return None
-    return cache_folder() if model in MODELS else Path(model)
+    if model in MODELS:
+        return cache_folder()
+    return Path(model)
 
 
 def set_model(options: Options) -> None:
@@ -217,7 +219,9 @@ def set_model(options: Options) -> None:
         options.model = os.path.abspath(options.model)
     folder = model_folder(options.model)
     is_missing = options.model == "smollm2-135m" and not is_cached()
-    options.model_sha256 = None if folder is None or is_missing else fingerprint(folder)
+    options.model_sha256 = None
+    if folder and not is_missing:
+        options.model_sha256 = fingerprint(folder)
 
 
 def fingerprint(folder: Path) -> str:
@@ -231,9 +235,10 @@ def fingerprint(folder: Path) -> str:
         raise ConfigError(f"--model {folder} has no config.json: choose from {choices}, or name a model's folder")
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {folder} has no *.safetensors: convert its weights, as pickle is never loaded")
+    paths = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]
     digest = hashlib.sha256()
     try:
-        for path in sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]):
+        for path in sorted(paths):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
@@ -262,7 +267,8 @@ def check_installed(options: Options, ranks: int) -> None:
     if done.returncode == 0:
         set_model(options)
         return
-    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+    lines = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()]
+    reason = lines[-1].removeprefix("error: ")
     if options.requested_model:
         raise ConfigError(f"--model smollm2-135m cannot be had: {reason}: choose --model tiny, or name a folder")
     log.warning(
