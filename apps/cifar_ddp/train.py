@@ -75,6 +75,11 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     return float(options.lr * factor)
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
         scores = model(images)  # collective: batch norm reduces its statistics
@@ -183,16 +188,12 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     compute: Callable[..., Tensor] = compute_gradients
     if options.virtual_ranks:
         compute = VirtualRanks(ddp, sampler, summed_loss).compute_gradients
-    compiled: Any = ddp
-    if options.compile:
-        compiled = torch.compile(ddp, dynamic=True)
+    compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
     for images, labels in run.batches(loader):  # up to --max-steps
         images = images.to(device)
         labels = labels.to(device)
-        rate = learning_rate(options, run.step, options.epochs * len(sampler))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
         step_model = compiled if no_empty_shards(sampler, run.step) else ddp
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective

@@ -116,17 +116,15 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    resumed_at = -1
     count = parts
+    resumed_at = STEPS  # never
     if divided == "resumed":
         count = 1
-        if parts > 1:
-            resumed_at = STEPS // 2
+        resumed_at = STEPS // parts
     losses = []
     for step in range(STEPS):
         if step == resumed_at:  # with saved weights and optimizer state
-            for group in optimizer.param_groups:
-                group["lr"] = LR  # as at the start of the program
+            optimizer.param_groups[0]["lr"] = LR  # as at the start of the program
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             if wrong == "average":
                 average = copy.deepcopy(model)
@@ -143,14 +141,19 @@ def train(train_set: Split, divided: str, parts: int, wrong: str) -> list[float]
         optimizer.step()
         if wrong == "scheduler":
             scheduler.step()
-        for averaged, current in zip(average.parameters(), model.parameters()):
-            averaged.data.lerp_(current.data, 1 - DECAY)
+        move(average, model)
         losses.append(torch.stack(sums).sum().item() / BATCH)
     images, labels, rows = split_batch(train_set, STEPS, 1, "none")
     torch.manual_seed(SEED)
     (scores,) = average(images, rows, "none")
     losses.append(F.cross_entropy(scores, labels[0]).item())
     return losses
+
+
+def move(average: nn.Module, model: nn.Module) -> None:
+    """Move the averaged weights towards the model's."""
+    for averaged, current in zip(average.parameters(), model.parameters()):
+        averaged.data.lerp_(current.data, 1 - DECAY)
 
 
 def split_batch(train_set: Split, step: int, count: int, wrong: str) -> tuple[list[Tensor], list[Tensor], list[Rows]]:

@@ -254,8 +254,7 @@ def slowest_seconds(spans: list[tuple[float, float]]) -> list[float]:
     times = np.array(gather_json(spans))  # [world_size, m, 2]
     begins = times[:, :, 0]
     ends = times[:, :, 1]
+    seconds = (ends - begins).max(0)
     if session.world.node_count == 1:
         seconds = ends.max(0) - begins.max(0)
-    else:
-        seconds = (ends - begins).max(0)
     return [float(each) for each in seconds]

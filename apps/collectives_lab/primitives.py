@@ -152,7 +152,7 @@ def isend_irecv(x: Tensor, root: int) -> Tensor:
 
 
 def in_place(x: Tensor, y: Tensor) -> Tensor:
-    """Return ``x`` with the values of ``y``. Backends take contiguous memory alone, so a strided ``x`` has a copy, y."""
+    """Return ``x`` with the values of ``y``: itself, or the contiguous copy that backends need of a strided tensor."""
     if y is not x:
         x.copy_(y)
     return x

@@ -350,7 +350,7 @@ def _time_row(condition: dict[str, Any]) -> list[str]:
 
 
 def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
-    """Return a row for each of the ranks ``shown``: where its time went. The first has the condition, and who was last."""
+    """Return a row for each of the ranks ``shown``: where its time went. The first names the rank that was last."""
     blocks = condition["blocks"]
     last = Counter[int]()
     for block in blocks:

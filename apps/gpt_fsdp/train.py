@@ -63,6 +63,11 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     return float(options.lr * schedules.cosine(done, total, final=0.1))
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def train_step(
     options: Options,
     model: GPT,
@@ -169,9 +174,7 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     exact(model, sampler)  # dropout by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
     for windows in run.batches(loader):  # up to --max-steps
-        rate = learning_rate(options, run.step, options.epochs * len(sampler))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
         actions = run.after_step(loss * counts)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one

@@ -66,7 +66,8 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
         for key, value in optimizer.state.get(parameter, {}).items():
             if not is_stored(value, parameter):
                 raise NonRetryableError(
-                    f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint: use another optimizer"
+                    f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint: use another "
+                    "optimizer"
                 )
             shards[f"{name}.{key}"] = shard_of(value, mesh)
     return shards

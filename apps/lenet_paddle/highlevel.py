@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import distributed
@@ -93,9 +94,8 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         self.accuracy = paddle.metric.Accuracy(topk=(1, 2))
         self.prepare(optimizer, self.loss, self.accuracy)  # collective: all ranks get rank 0's weights
         targets = [labels, paddle.to_tensor(1)]
-        distributed.fix_reduction_order(
-            network, lambda: self.train_batch([images], targets, update=False)  # collective
-        )
+        sample_step = partial(self.train_batch, [images], targets, update=False)
+        distributed.fix_reduction_order(network, sample_step)  # collective
         self.accuracy.reset()  # the sample does not count
         distributed.time_gradients(network, run.timer)
 

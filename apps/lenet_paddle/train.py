@@ -200,10 +200,9 @@ def train(run: Run, options: Options, device: str) -> None:
         images, labels = train_set.batch(np.arange(1), options.dtype)  # any sample
         trainee = HighLevel(run, model, optimizer, images, labels)  # collective
         trainee.train(train_set, batches, after_step)  # collective
-    elif options.virtual_ranks:
-        train_virtual_ranks(run, model, optimizer, train_set, batches, after_step)
     else:
-        train_parallel(run, model, optimizer, train_set, batches, after_step)
+        take_steps = train_virtual_ranks if options.virtual_ranks else train_parallel
+        take_steps(run, model, optimizer, train_set, batches, after_step)
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective

@@ -81,9 +81,7 @@ class Options(CommonOptions):
     )
     model_sha256: str | None = None
     lora: int = option(8, "rank of LoRA; 0 trains all weights", group=MODEL, type=bounded_int(0), metavar="R")
-    lora_alpha: float = option(
-        None, "LoRA's scale is A / R (default: 2 R)", group=MODEL, type=positive, metavar="A"
-    )
+    lora_alpha: float = option(None, "LoRA's scale is A / R (default: 2 R)", group=MODEL, type=positive, metavar="A")
     lora_dropout: float = option(
         0.0, "dropout probability before LoRA's matrices", group=MODEL, type=fraction, metavar="P"
     )
@@ -94,9 +92,7 @@ class Options(CommonOptions):
         metavar="NAMES",
     )
     step_tokens: int = option(512, "tokens per step, over all ranks", type=count, metavar="T")
-    micro_tokens: int = option(
-        256, "tokens per micro-batch with padding; bounds the memory", type=count, metavar="M"
-    )
+    micro_tokens: int = option(256, "tokens per micro-batch with padding; bounds the memory", type=count, metavar="M")
     clip_norm: float = option(1.0, "maximum norm of the gradient", type=positive, metavar="C")
     weight_decay: float = option(0.0, "AdamW's weight decay, except for norms", type=bounded_float(0.0), metavar="W")
     schedule: str = option("cosine", "schedule of the learning rate over --epochs", choices=("cosine", "constant"))

@@ -67,6 +67,11 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     return float(options.lr * schedules.cosine(done, total, final=FINAL_RATE))
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def compute_gradients(
     model: DistributedDataParallel, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
 ) -> Tensor:
@@ -150,9 +155,7 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     for tokens, labels in run.batches(loader):  # up to --max-steps
         tokens = tokens.to(device)
         labels = labels.to(device)
-        rate = learning_rate(options, run.step, options.epochs * len(sampler))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
         actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one

@@ -127,11 +127,7 @@ class Ranks:
         name = f"{next(self._numbers):06d}"  # in the order of their age
         self._names.add(name)
         values = {"rank": rank, "name": name, "ranks": self._world_size}
-        process: Process
-        if agent:
-            process = RemoteProcess(agent, **values)
-        else:
-            process = self._starter.start(**values)
+        process: Process = RemoteProcess(agent, **values) if agent else self._starter.start(**values)
         self._ranks[rank] = Rank(rank, process, name=name, failures=failures)
 
     def free_rank(self) -> int:

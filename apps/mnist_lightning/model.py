@@ -58,11 +58,7 @@ def build_model(name: str, dropout: float, dtype: torch.dtype, seed: int) -> nn.
     They are drawn in float32 for any ``dtype``, so that a float64 run starts from the same weights.
     """
     torch.manual_seed(seed)
-    model: nn.Module
-    if name == "net":
-        model = Net(dropout)
-    else:
-        model = LeNet()
+    model = Net(dropout) if name == "net" else LeNet()
     model.to(dtype)
     # Channels last in memory; the later layers inherit it from the first convolution. On a CPU this saves two fifths of
     # a step's time, mostly in max_pool2d.

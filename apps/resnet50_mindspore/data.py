@@ -117,7 +117,8 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
     """
     z = sample_bits(seed, epoch, indices)
     choices = np.uint64(2 * PADDING + 1)
-    top, left = (z % choices).astype(np.int64), ((z >> np.uint64(20)) % choices).astype(np.int64)
+    top = (z % choices).astype(np.int64)
+    left = ((z >> np.uint64(20)) % choices).astype(np.int64)
     flipped = (z >> np.uint64(40)) % np.uint64(2) == 1
 
     side = np.arange(images.shape[1])

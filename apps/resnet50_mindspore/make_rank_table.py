@@ -172,9 +172,8 @@ def _check_servers(table: Table) -> list[str]:
     for name in table.servers():
         if not name.strip() or len(name) > 64:
             raise RankTableError(f"server_id {_q(name)} has not 1 to 64 characters: give an address")
-        if re.fullmatch("[0-9.]+", name):
-            if not _is_address(name):
-                raise RankTableError(f"server_id {_q(name)} is not an IP address: correct it")
+        if re.fullmatch("[0-9.]+", name) and not _is_address(name):
+            raise RankTableError(f"server_id {_q(name)} is not an IP address: correct it")
         if is_placeholder(name):
             # HCCL compares server_ids and never connects to them, so on one server any string does.
             if len(table.servers()) != 1:
@@ -193,7 +192,9 @@ def _check_addresses(table: Table) -> None:
     for device in table.devices:
         ip = device.device_ip
         if not ip:
-            raise RankTableError(f"{device} has no device_ip: add it, hccn_tool -i {device.device_id} -ip -g tells it there")
+            raise RankTableError(
+                f"{device} has no device_ip: add it, hccn_tool -i {device.device_id} -ip -g tells it there"
+            )
         if not _is_address(ip):
             raise RankTableError(f"{device} has device_ip {_q(ip)}, which is no IP address: correct it")
         first = found.setdefault(ipaddress.ip_address(ip), device)
@@ -335,9 +336,7 @@ class Node:
         """Check that the number at ``key`` is the count of the things that are listed."""
         given = self.text(key)
         if given != str(count):
-            raise RankTableError(
-                f'{self.where}{key} is {_q(given)}, but {count} {things} are listed: write "{count}"'
-            )
+            raise RankTableError(f'{self.where}{key} is {_q(given)}, but {count} {things} are listed: write "{count}"')
 
     def without(self, *keys: str) -> dict[str, Any]:
         """Return the fields beside ``keys``."""
