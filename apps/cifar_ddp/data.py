@@ -59,8 +59,10 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
 
     def normalize(self, images: Tensor) -> Tensor:
         """Map images uint8 [m, 32, 32, 3] to normalized images [m, 3, 32, 32]."""
-        mean, std = self.mean.to(self.dtype), self.std.to(self.dtype)
-        return images.to(self.dtype).div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
+        mean = self.mean.to(self.dtype)
+        std = self.std.to(self.dtype)
+        normalized = images.to(self.dtype).div_(255).sub_(mean).div_(std)
+        return normalized.permute(0, 3, 1, 2)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -82,8 +84,10 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         image = split.images[index].permute(2, 0, 1)
         if split.augment_seed is not None:
             top, left, flipped = (each.item() for each in choices(np.array([index]), split.augment_seed, epoch))
-            image = functional.crop(functional.pad(image, [PADDING]), top, left, SIDE, SIDE)
-            image = functional.horizontal_flip(image) if flipped else image
+            padded = functional.pad(image, [PADDING])
+            image = functional.crop(padded, top, left, SIDE, SIDE)
+            if flipped:
+                image = functional.horizontal_flip(image)
         return image, split.labels[index]
 
     def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -110,7 +114,8 @@ def make_loader(options: Options, train_set: Split, sampler: GlobalBatchSampler)
 def no_empty_shards(sampler: GlobalBatchSampler, step: int) -> bool:
     """Return whether every rank has samples in each micro-batch of the step."""
     batches = sampler.batches
-    return batches.size(step) // batches.num_micro_batches(step) >= batches.world_size
+    smallest = batches.size(step) // batches.num_micro_batches(step)
+    return smallest >= batches.world_size
 
 
 def load(options: Options, device: torch.device) -> tuple[Split, Split]:
@@ -131,7 +136,8 @@ def load(options: Options, device: torch.device) -> tuple[Split, Split]:
     ) -> Split:
         if images.ndim == 3:  # gray: repeat it in three channels, with a border of background
             edge = (SIDE - images.shape[1]) // 2
-            images = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))[..., None].repeat(3, axis=3)
+            padded = np.pad(images, ((0, 0), (edge, edge), (edge, edge)))
+            images = padded[..., None].repeat(3, axis=3)
         return Split(
             torch.from_numpy(images).to(device),
             torch.from_numpy(labels).long().to(device),

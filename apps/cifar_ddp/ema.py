@@ -28,13 +28,18 @@ class Average:
     def update(self, model: nn.Module, step: int) -> None:
         pace = 1 - min(self._decay, (step + 1) / (step + 10))
         for averaged, current in zip(self.model.state_dict().values(), model.state_dict().values()):
-            averaged.lerp_(current, pace) if averaged.is_floating_point() else averaged.copy_(current)  # a count
+            if averaged.is_floating_point():
+                averaged.lerp_(current, pace)
+            else:
+                averaged.copy_(current)  # a count
 
 
 def groups(model: nn.Module, optimizer: Optimizer, average: Average | None) -> dict[str, Arrays]:
     """Return what a checkpoint holds: as `weights.groups`, and the average."""
-    averaged = {"ema": weights.model_arrays(average.model)} if average else {}
-    return {**weights.groups(model, optimizer), **averaged}
+    found = weights.groups(model, optimizer)
+    if average:
+        found["ema"] = weights.model_arrays(average.model)
+    return found
 
 
 def load(model: nn.Module, optimizer: Optimizer, average: Average | None, groups: Groups) -> None:

@@ -73,7 +73,9 @@ class ResNet(FreezableNorms, models.ResNet):  # type: ignore[misc]  # mypy runs 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
     """Return the norm ``kind``: "batch", or "group" (8 groups of a sample's channels, independent of other samples)."""
-    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(8, channels)
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(8, channels)
 
 
 def build_model(options: Options, dtype: torch.dtype) -> nn.Module:

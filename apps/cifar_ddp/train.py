@@ -53,7 +53,10 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     """Return the optimizer. Norms and biases are not decayed: they only shift and scale."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     if options.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr)
     return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0)
@@ -66,24 +69,33 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     """
     if step < options.warmup_steps:
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
-    factor = SCHEDULES[options.schedule](step - options.warmup_steps, max(1, steps - options.warmup_steps))
+    done = step - options.warmup_steps
+    total = max(1, steps - options.warmup_steps)
+    factor = SCHEDULES[options.schedule](done, total)
     return float(options.lr * factor)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def summed_loss(options: Options, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     with torch.autocast(images.device.type, torch.bfloat16, enabled=options.autocast == "bfloat16"):
         scores = model(images)  # collective: batch norm reduces its statistics
-    return F.cross_entropy(scores.to(images.dtype), labels, reduction="sum", label_smoothing=options.label_smoothing)
+    scores = scores.to(images.dtype)
+    return F.cross_entropy(scores, labels, reduction="sum", label_smoothing=options.label_smoothing)
 
 
 def compute_gradients(
     options: Options, model: DistributedDataParallel, sampler: GlobalBatchSampler, images: Tensor, labels: Tensor
 ) -> Tensor:
     """Add up the gradients of this rank's micro-batches; return their summed loss."""
-    losses = []
-    last = sampler.batches.num_micro_batches(sampler.step - 1)
-    for number, (micro_images, micro_labels) in enumerate(sampler.micro_batches((images, labels)), start=1):
-        with nullcontext() if number == last else model.no_sync():  # the gradients are reduced once
+    losses: list[Tensor] = []
+    last = sampler.batches.num_micro_batches(sampler.step - 1) - 1
+    for micro_images, micro_labels in sampler.micro_batches((images, labels)):
+        is_last = len(losses) == last
+        with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
             loss_sum = summed_loss(options, model, micro_images, micro_labels)
             # The mean over the global batch, although shards and micro-batches may differ in size or be empty.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
@@ -129,16 +141,24 @@ def evaluate(run: Run, model: nn.Module, loader: DataLoader, sampler: EvalSample
 
 def train(run: Run, options: Options, device: torch.device) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
-    rank, world_size = run.world.rank, run.world.world_size
-    model = build_model(options, getattr(torch, options.dtype)).to(device)
+    rank = run.world.rank
+    world_size = run.world.world_size
+    dtype = getattr(torch, options.dtype)
+    model = build_model(options, dtype).to(device)
     optimizer = build_optimizer(options, model)
-    average = ema.Average(model, options.ema) if options.ema else None
-    eval_model, evaluated = (average.model, "ema") if average else (model, "model")
+    average: ema.Average | None = None
+    eval_model = model
+    names = ["model", "optimizer"]
+    if options.ema:
+        average = ema.Average(model, options.ema)
+        eval_model = average.model
+        names.append("ema")
     parts = Parts(
         load=partial(ema.load, model, optimizer, average),
         groups=partial(ema.groups, model, optimizer, average),
-        names=("model", "optimizer", "ema") if average else ("model", "optimizer"),
+        names=names,
     )
+    evaluated = "ema" if average else "model"
     run.restore(distributed, parts, evaluated)  # collective: rank 0 reads
 
     # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
@@ -156,7 +176,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     blocks = options.virtual_ranks or world_size
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler)
-    run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device))
+    metadata = distributed.run_metadata(device)
+    run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
     # Batch norm, dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
     if options.virtual_ranks:
@@ -170,9 +191,9 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     compiled: Any = torch.compile(ddp, dynamic=True) if options.compile else ddp
 
     for images, labels in run.batches(loader):  # up to --max-steps
-        images, labels = images.to(device), labels.to(device)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
+        images = images.to(device)
+        labels = labels.to(device)
+        set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         # A module compiled by torch 2.13 fails on a rank without samples. All ranks then use the plain one.
         step_model = compiled if no_empty_shards(sampler, run.step) else ddp
         loss_sum = train_step(options, step_model, optimizer, sampler, images, labels, compute)  # collective
@@ -182,8 +203,10 @@ def train(run: Run, options: Options, device: torch.device) -> None:
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            metrics = evaluate(run, eval_model, eval_loader, eval_sampler) if actions.evaluate else {}  # collective
-            run.log_metrics(metrics)
+            evaluation: dict[str, float] = {}
+            if actions.evaluate:
+                evaluation = evaluate(run, eval_model, eval_loader, eval_sampler)  # collective
+            run.log_metrics(evaluation)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
 
@@ -194,7 +217,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
+    app = Path(__file__).resolve().parent.name
+    run = Run(app, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective

@@ -27,7 +27,7 @@ from samestep import NonRetryableError, env, log
 from samestep.options import Options
 from samestep.sharding import BatchSlice, shard
 from show import Picture, Table, duration, new_figure, picture, publish, ranks_of, size
-from strategies import SCHEMES, STRATEGIES, ring_messages, sent
+from strategies import SCHEMES, STRATEGIES, Strategy, ring_messages, sent
 from torch import Tensor
 from training import Trainer
 from waits import publish_waits
@@ -44,6 +44,7 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEMES}
     loopback_bytes: dict[str, list[int]] = {name: [] for name in SCHEMES}
     counts: dict[str, list[int]] = {}
+    mean = (world.world_size - 1) / 2
     bar = log.progress((options.rounds + 1) * len(SCHEMES), 0)
     for _ in range(options.rounds + 1):  # the first round warms up
         for name, scheme in SCHEMES.items():
@@ -55,22 +56,23 @@ def compare_schemes(options: Options, world: env.World, device: torch.device) ->
             finish()
             spans[name].append((begun, time.monotonic()))
             loopback_bytes[name].append(loopback_after_barrier() - before)
-            mean, ends = (world.world_size - 1) / 2, [float(x[0]), float(x[-1])]
-            if ends != [mean, mean]:
-                raise NonRetryableError(f"{name} computes {ends[0]} and {ends[1]}, but the mean is {mean}: report this")
+            first = float(x[0])
+            last = float(x[-1])
+            if first != mean or last != mean:
+                raise NonRetryableError(f"{name} computes {first} and {last}, but the mean is {mean}: report this")
             counts[name] = [sent["bytes"], sent["messages"]]
             bar.update()
     bar.close()
-    schemes: dict[str, dict[str, Any]] = {
-        name: {
+    schemes: dict[str, dict[str, Any]] = {}
+    for name, scheme in SCHEMES.items():
+        schemes[name] = {
             "seconds": slowest_seconds(spans[name][1:]),
             "formula_bytes": scheme.bytes(x.nbytes, world.world_size),
             "loopback_bytes": loopback_bytes[name][1:],
         }
-        for name, scheme in SCHEMES.items()
-    }
-    sent_bytes, sent_messages = zip(*gather_json(counts["ring"]))
-    schemes["ring"].update(sent_bytes=sent_bytes, sent_messages=sent_messages)
+    of_ranks = gather_json(counts["ring"])
+    schemes["ring"]["sent_bytes"] = [count for count, _ in of_ranks]
+    schemes["ring"]["sent_messages"] = [messages for _, messages in of_ranks]
     schemes["ring"]["formula_messages"] = ring_messages(world.world_size)
     # A network namespace of the job's own has loopback and nothing else.
     return {"bytes": x.nbytes, "alone_on_loopback": list(received_bytes()) == ["lo"], "schemes": schemes}
@@ -82,8 +84,13 @@ def received_bytes() -> dict[str, int]:
     Source: proc(5), /proc/net/dev.
     """
     path = Path("/proc/net/dev")
-    lines = path.read_text().splitlines()[2:] if path.exists() else []
-    return {name.strip(): int(numbers.split()[0]) for name, _, numbers in (line.partition(":") for line in lines)}
+    if not path.exists():
+        return {}
+    found = {}
+    for line in path.read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        found[name.strip()] = int(numbers.split()[0])
+    return found
 
 
 def loopback_after_barrier() -> int:
@@ -105,8 +112,9 @@ def evaluate(trainer: Trainer, test: Split) -> dict[str, float]:
     first, last = shard(len(test.labels), dist.get_rank(), dist.get_world_size())
     images, labels = test.batch(np.arange(first, last), trainer.dtype)
     scores = model(images, BatchSlice(0, len(images)))
+    loss_sum = F.nll_loss(scores, labels, reduction="sum")
     correct = (scores.argmax(dim=1) == labels).sum()
-    sums = torch.stack([F.nll_loss(scores, labels, reduction="sum").double(), correct.double()])
+    sums = torch.stack([loss_sum.double(), correct.double()])
     with collective("all_reduce of the evaluation"):
         dist.all_reduce(sums)
     model.train()
@@ -119,22 +127,25 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
     strategy = STRATEGIES[name]()
     trainer = Trainer(strategy, options, training, world)
     total = options.epochs * trainer.batches.steps_per_epoch
-    total = total if options.max_steps is None else min(total, options.max_steps)
+    if options.max_steps is not None:
+        total = min(total, options.max_steps)
     seconds: list[float] = []  # of each step, on this rank
-    in_collectives, loopback_bytes = 0.0, 0  # seconds, and bytes of all ranks, in all steps
+    in_collectives = 0.0  # seconds in all steps
+    loopback_bytes = 0  # of all ranks, in all steps
     losses = torch.zeros(total, dtype=torch.float64, device=training.labels.device)  # this rank's sums
     curve = [{"step": 0, "seconds": 0.0, **evaluate(trainer, test)}]
     sent.clear()
     before = loopback_after_barrier()
     for step in range(total):
-        batch, is_last = trainer.batch(), step == total - 1
+        batch = trainer.batch()
+        is_last = step == total - 1
         session.events.clear()
         finish()
         begun = time.monotonic()
         losses[step] = trainer.update(batch, is_last)
         finish()
         seconds.append(time.monotonic() - begun)
-        in_collectives += sum(end - begin for event, begin, end in session.events if event != strategy.backward)
+        in_collectives += seconds_in_collectives(strategy)
         if (step + 1) % EVALUATE_EVERY == 0 or is_last:
             loopback_bytes += loopback_after_barrier() - before
             curve.append({"step": step + 1, "seconds": sum(seconds), **evaluate(trainer, test)})
@@ -142,23 +153,29 @@ def train(name: str, options: Options, world: env.World, training: Split, test: 
     with collective("all_reduce of losses"):
         dist.all_reduce(losses)
     weights = trainer.weights()
-    step_seconds, collective_seconds, sent_bytes, sent_messages = zip(
-        *gather_json([seconds, in_collectives, sent["bytes"], sent["messages"]])
+    of_ranks = gather_json(
+        {"steps": seconds, "collectives": in_collectives, "bytes": sent["bytes"], "messages": sent["messages"]}
     )
-    return {
+    measured = {
         "strategy": name,
         "synchronous": strategy.synchronous,
         "steps": total,
-        "step_seconds": [max(ranks) for ranks in zip(*step_seconds)],
-        "collective_seconds_per_step": [each / total for each in collective_seconds],
+        "step_seconds": [max(ranks) for ranks in zip(*(each["steps"] for each in of_ranks))],
+        "collective_seconds_per_step": [each["collectives"] / total for each in of_ranks],
         "model_bytes": weights.nbytes,
         "formula_bytes_per_step": strategy.bytes(weights.nbytes, world.world_size),
         "loopback_bytes_per_step": loopback_bytes / total,
-        "sent_bytes_per_step": sum(sent_bytes) / total,
-        "sent_messages_per_step": sum(sent_messages) / total,
+        "sent_bytes_per_step": sum(each["bytes"] for each in of_ranks) / total,
+        "sent_messages_per_step": sum(each["messages"] for each in of_ranks) / total,
         "losses": [loss / trainer.batches.size(step) for step, loss in enumerate(losses.tolist())],
         "curve": curve,
-    }, weights
+    }
+    return measured, weights
+
+
+def seconds_in_collectives(strategy: Strategy) -> float:
+    """Return how long this rank was in collectives since the events were cleared, without the backward pass."""
+    return sum(end - begin for event, begin, end in session.events if event != strategy.backward)
 
 
 def main() -> None:
@@ -166,15 +183,18 @@ def main() -> None:
     options = parse(["aggregate", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, test = load("mnist-5k", Path("data"), device)
-    result: dict[str, Any] = {"facts": {**run_metadata(world, device), "dtype": options.dtype}, "training": []}
+    facts = {**run_metadata(world, device), "dtype": options.dtype}
+    result: dict[str, Any] = {"facts": facts, "training": []}
     result["large"] = compare_schemes(options, world, device)
     first: Tensor | None = None  # the weights that the first synchronous strategy ends with
     for name in options.strategies:
         log.info(f"{name} on {ranks_of(world.world_size)}")
         measured, weights = train(name, options, world, training, test)
         if measured["synchronous"]:
-            first = weights if first is None else first
-            measured["weights_difference"] = max(gather_json(float((weights - first).abs().max())))
+            if first is None:
+                first = weights
+            difference = float((weights - first).abs().max())
+            measured["weights_difference"] = max(gather_json(difference))
         result["training"].append(measured)
     if world.rank == 0:
         publish(options.run_dir, f"aggregate-{world.world_size}", result, tables(result), pictures)
@@ -186,16 +206,21 @@ def main() -> None:
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
     """Yield the tables of one number of ranks."""
-    p, large, training = result["facts"]["world_size"], result["large"], result["training"]
+    p = result["facts"]["world_size"]
+    large = result["large"]
+    training = result["training"]
     seconds = {name: scheme["seconds"] for name, scheme in large["schemes"].items()}
-    rounds = list(zip(*(seconds[name] for name in ("all_reduce", "reduce_broadcast", "gather_scatter"))))
-    in_order = sum(a < b < c for a, b, c in rounds)
-    note = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds. "
+    rounds = list(zip(seconds["all_reduce"], seconds["reduce_broadcast"], seconds["gather_scatter"]))
+    note = "Ratios are of each round. Bytes are those of all ranks together."
+    if p > 1:
+        in_order = sum(a < b < c for a, b, c in rounds)
+        order = f"all_reduce before reduce_broadcast before gather_scatter in {in_order} of {len(rounds)} rounds."
+        note = f"{order} {note}"
     yield Table(
         f"The mean of {size(large['bytes'])} on {ranks_of(p)}, {len(rounds)} interleaved rounds",
-        (note if p > 1 else "") + "Ratios are of each round. Bytes are those of all ranks together.",
-        "scheme,median,range,/ all_reduce,by formula,on loopback,excess,counted,messages".split(","),
-        [_scheme_row(name, scheme, seconds["all_reduce"]) for name, scheme in large["schemes"].items()],
+        note,
+        header="scheme,median,range,/ all_reduce,by formula,on loopback,excess,counted,messages".split(","),
+        rows=[_scheme_row(name, scheme, seconds["all_reduce"]) for name, scheme in large["schemes"].items()],
     )
     header = (
         "strategy,seconds,loss,test accuracy,difference,a step,in collectives,by formula,on loopback,counted,messages"
@@ -204,18 +229,24 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         f"Training by each strategy on {ranks_of(p)}",
         f"{training[0]['steps']} steps in {result['facts']['dtype']}; bytes per step are those of all ranks; counted: "
         "by hand, at every send; difference: of the final weights from those of the first synchronous strategy.",
-        header.split(","),
-        [_training_row(each) for each in training],
+        header=header.split(","),
+        rows=[_training_row(each) for each in training],
     )
 
 
 def _scheme_row(name: str, scheme: dict[str, Any], all_reduce: list[float]) -> list[str]:
-    seconds, formula = scheme["seconds"], scheme["formula_bytes"]
+    seconds = scheme["seconds"]
+    formula = scheme["formula_bytes"]
     loopback = statistics.median(scheme["loopback_bytes"])
+    excess = ""
+    if formula:
+        excess = f"{loopback / formula - 1:+.2%}"
     ratios = [a / b for a, b in zip(seconds, all_reduce)]
     counts = ["", ""]
     if "sent_bytes" in scheme:
-        counts = [size(sum(scheme["sent_bytes"])), f"{sum(scheme['sent_messages'])} of {scheme['formula_messages']}"]
+        sent_bytes = sum(scheme["sent_bytes"])
+        messages = sum(scheme["sent_messages"])
+        counts = [size(sent_bytes), f"{messages} of {scheme['formula_messages']}"]
     return [
         name,
         duration(statistics.median(seconds)),
@@ -223,25 +254,34 @@ def _scheme_row(name: str, scheme: dict[str, Any], all_reduce: list[float]) -> l
         f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})",
         size(formula),
         size(loopback),
-        f"{loopback / formula - 1:+.2%}" if formula else "",
+        excess,
         *counts,
     ]
 
 
 def _training_row(each: dict[str, Any]) -> list[str]:
-    counted, last = each["sent_messages_per_step"] > 0, each["curve"][-1]
+    last = each["curve"][-1]
+    last_losses = each["losses"][-16:]
+    difference = ""
+    if "weights_difference" in each:
+        difference = f"{each['weights_difference']:.1e}"
+    in_collectives = ""
+    if each["strategy"] not in ("ddp", "module"):  # these call no collective by name
+        in_collectives = duration(statistics.mean(each["collective_seconds_per_step"]))
+    counts = ["", ""]
+    if each["sent_messages_per_step"] > 0:
+        counts = [size(each["sent_bytes_per_step"]), f"{each['sent_messages_per_step']:g}"]
     return [
         each["strategy"],
         f"{last['seconds']:.2f}",
-        f"{statistics.mean(each['losses'][-16:]):.4f}",
+        f"{statistics.mean(last_losses):.4f}",
         f"{last['test_accuracy']:.4f}",
-        f"{each['weights_difference']:.1e}" if "weights_difference" in each else "",
+        difference,
         duration(statistics.median(each["step_seconds"])),
-        "" if each["strategy"] in ("ddp", "module") else duration(statistics.mean(each["collective_seconds_per_step"])),
+        in_collectives,
         size(each["formula_bytes_per_step"]),
         size(each["loopback_bytes_per_step"]),
-        size(each["sent_bytes_per_step"]) if counted else "",
-        f"{each['sent_messages_per_step']:g}" if counted else "",
+        *counts,
     ]
 
 
@@ -251,29 +291,41 @@ def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
         if result["training"]:
             yield _curves(result)
     figure, (left, right) = new_figure(11, 4, columns=2)
+    _draw_steps(left, results)
+    _draw_large(right, results)
+    yield picture("aggregate", "A step by each strategy, and the mean of one large vector by each scheme.", figure)
+
+
+def _draw_steps(axes: Any, results: list[dict[str, Any]]) -> None:
+    """Draw a bar for the median step of each strategy and number of ranks."""
     width = 0.8 / len(results)
-    several = [result for result in results if result["facts"]["world_size"] > 1]
     for index, result in enumerate(results):
-        label = ranks_of(result["facts"]["world_size"])
         names = [each["strategy"] for each in result["training"]]
         heights = [statistics.median(each["step_seconds"]) * 1e3 for each in result["training"]]
-        left.bar([i + index * width for i in range(len(names))], heights, width, label=label)
-        left.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-        if result not in several:
-            continue
-        shift = 0.25 * (several.index(result) - (len(several) - 1) / 2)
+        xs = [i + index * width for i in range(len(names))]
+        axes.bar(xs, heights, width, label=ranks_of(result["facts"]["world_size"]))
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axes.set(ylabel="median step, ms")
+    axes.legend(fontsize=8)
+
+
+def _draw_large(axes: Any, results: list[dict[str, Any]]) -> None:
+    """Draw a dot for each round of each scheme and number of ranks, beside each other."""
+    several = [result for result in results if result["facts"]["world_size"] > 1]
+    for place, result in enumerate(several):
+        color = f"C{results.index(result)}"
+        shift = 0.25 * (place - (len(several) - 1) / 2)
         for i, scheme in enumerate(result["large"]["schemes"].values()):
-            seconds = [s * 1e3 for s in scheme["seconds"]]
-            xs = [i + shift + 0.15 * (k / len(seconds) - 0.5) for k in range(len(seconds))]
-            right.scatter(xs, seconds, s=9, color=f"C{index}", label=label if i == 0 else None)
+            milliseconds = [seconds * 1e3 for seconds in scheme["seconds"]]
+            count = len(milliseconds)
+            xs = [i + shift + 0.15 * (k / count - 0.5) for k in range(count)]
+            axes.scatter(xs, milliseconds, s=9, color=color)
+        axes.scatter([], [], s=9, color=color, label=ranks_of(result["facts"]["world_size"]))  # for the legend
     if several:
-        right.legend(fontsize=8)
-    left.set(ylabel="median step, ms")
-    left.legend(fontsize=8)
-    right.set_xticks(range(len(SCHEMES)), list(SCHEMES), rotation=30, ha="right", fontsize=8)
-    right.set(ylabel="ms", title="one large mean, every round", yscale="log")
-    right.grid(alpha=0.3)
-    yield picture("aggregate", "A step by each strategy, and the mean of one large vector by each scheme.", figure)
+        axes.legend(fontsize=8)
+    axes.set_xticks(range(len(SCHEMES)), list(SCHEMES), rotation=30, ha="right", fontsize=8)
+    axes.set(ylabel="ms", title="one large mean, every round", yscale="log")
+    axes.grid(alpha=0.3)
 
 
 def _curves(result: dict[str, Any]) -> Picture:
@@ -282,12 +334,14 @@ def _curves(result: dict[str, Any]) -> Picture:
     for index, each in enumerate(result["training"]):
         style: dict[str, Any] = {"label": each["strategy"], "color": f"C{index % 10}", "linewidth": 1.2}
         style["linestyle"] = "-" if each["synchronous"] else "--"
-        for axes, value in ((left, "test_loss"), (right, "test_accuracy")):
-            axes.plot([point["seconds"] for point in each["curve"]], [point[value] for point in each["curve"]], **style)
-            axes.set(xlabel="seconds of training", ylabel=value.replace("_", " "))
-    left.set(yscale="log")
+        seconds = [point["seconds"] for point in each["curve"]]
+        left.plot(seconds, [point["test_loss"] for point in each["curve"]], **style)
+        right.plot(seconds, [point["test_accuracy"] for point in each["curve"]], **style)
+    left.set(yscale="log", ylabel="test loss")
+    right.set(ylabel="test accuracy")
     right.legend(fontsize=7, ncols=2)
     for axes in (left, right):
+        axes.set(xlabel="seconds of training")
         axes.grid(alpha=0.3)
     return picture(f"aggregate-{p}", f"Test loss and accuracy against wall time, {ranks_of(p)}.", figure)
 

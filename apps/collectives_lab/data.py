@@ -22,8 +22,9 @@ class Split:
     def batch(self, indices: NDArray[np.int64], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return samples ``indices`` [m] as normalized images [m, 1, 28, 28] and labels int64 [m]; m may be 0."""
         chosen = torch.from_numpy(indices).to(self.images.device)
-        images, labels = self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # [chosen] is slower
-        return images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD), labels
+        images = self.images.index_select(0, chosen)  # self.images[chosen] is slower
+        normalized = images.to(dtype).div_(255).sub_(datasets.MEAN).div_(datasets.STD)
+        return normalized, self.labels.index_select(0, chosen)
 
 
 def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]:
@@ -31,6 +32,8 @@ def load(name: str, data_dir: Path, device: torch.device) -> tuple[Split, Split]
     found = datasets.load(name, data_dir)
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Split:
-        return Split(torch.from_numpy(images).unsqueeze(1).to(device), torch.from_numpy(labels).long().to(device))
+        pixels = torch.from_numpy(images).unsqueeze(1)
+        classes = torch.from_numpy(labels).long()
+        return Split(pixels.to(device), classes.to(device))
 
     return split(found.train_images, found.train_labels), split(found.test_images, found.test_labels)

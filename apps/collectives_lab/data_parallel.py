@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from training import Trainer
 
 # A batch that 2 and 3 pieces do not divide evenly. No dropout: DataParallel's copies would each draw for their piece.
-SAMPLES, CLASSES = 125, 10
+SAMPLES = 125
+CLASSES = 10
 TRAINING = (f"--global-batch-size={SAMPLES}", "--dropout=0", "--dtype=float64")
 ALONE = World(0, 1)
 
@@ -53,7 +54,12 @@ class Wrapped(Strategy):
 
 def in_pieces(model: nn.Module, count: int) -> Callable[[Tensor, BatchSlice], Tensor]:
     """Return DataParallel's forward with ``count`` devices, on one: scatter, apply the copies, gather."""
-    return lambda images, rows: torch.cat([model(piece, rows) for piece in images.chunk(count)])
+
+    def forward(images: Tensor, rows: BatchSlice) -> Tensor:
+        outputs = [model(piece, rows) for piece in images.chunk(count)]
+        return torch.cat(outputs)
+
+    return forward
 
 
 def measure(strategy: Strategy, steps: int, training: Split, world: World = ALONE) -> dict[str, Any]:
@@ -63,7 +69,8 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
         The first step's gradients and the last weights, float64 [21840], how often a step calls the model, and what the
         strategy made of the model.
     """
-    trainer = Trainer(strategy, parse(["aggregate", *TRAINING]), training, world)
+    options = parse(["aggregate", *TRAINING])
+    trainer = Trainer(strategy, options, training, world)
     calls: list[Any] = []
     trainer.model.register_forward_hook(lambda *_: calls.append(None))  # DataParallel's copies have it, too
     gradients = torch.empty(0)
@@ -71,8 +78,12 @@ def measure(strategy: Strategy, steps: int, training: Split, world: World = ALON
         trainer.update(trainer.batch())
         if step == 0:
             gradients = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-    calls_per_step = len(calls) / steps
-    return {"gradients": gradients, "weights": trainer.weights(), "calls": calls_per_step, "module": trainer.module}
+    return {
+        "gradients": gradients,
+        "weights": trainer.weights(),
+        "calls": len(calls) / steps,
+        "module": trainer.module,
+    }
 
 
 def memory(model_bytes: int, sample_bytes: int, samples: int, n: int) -> dict[str, tuple[int, int]]:
@@ -99,45 +110,54 @@ def main() -> None:
     options = parse(["launchers", *sys.argv[1:]])
     world, device = rendezvous(options)
     training, _ = load("mnist-5k", Path("data"), device)
-    n, steps = world.world_size, options.steps
-    ddp = measure(TorchDDP(), steps, training, world)
+    n = world.world_size
+    ddp = measure(TorchDDP(), options.steps, training, world)
     if world.rank > 0:  # the rest is one process's, and may use every GPU
         return
-    devices = list(range(n)) if device.type == "cuda" else None
+    devices: list[int] = []
+    if device.type == "cuda":
+        devices = list(range(n))
     wraps: dict[str, Callable[[nn.Module], Any]] = {
         "plain": lambda model: model,
-        "DataParallel": lambda model: nn.DataParallel(model, device_ids=devices),
+        "DataParallel": lambda model: nn.DataParallel(model, device_ids=devices or None),
         f"its algorithm, in {n} pieces": lambda model: in_pieces(model, n),
     }
-    ways, peaks = {}, {}
+    ways = {}
+    peaks = {}
     for name, wrap in wraps.items():
-        held = [torch.cuda.memory_allocated(each) for each in devices or ()]  # before; the training set, for example
-        for each in devices or ():
+        held = [torch.cuda.memory_allocated(each) for each in devices]  # before; the training set, for example
+        for each in devices:
             torch.cuda.reset_peak_memory_stats(each)
-        ways[name] = measure(Wrapped(wrap), steps, training)
-        peaks[name] = [torch.cuda.max_memory_allocated(each) - held[each] for each in devices or ()]
-    plain, ways["DistributedDataParallel"] = ways["plain"], ddp
+        ways[name] = measure(Wrapped(wrap), options.steps, training)
+        peaks[name] = [torch.cuda.max_memory_allocated(each) - held[each] for each in devices]
+    plain = ways["plain"]
+    found = [compared(name, way, plain, processes=1) for name, way in ways.items()]
+    found.append(compared("DistributedDataParallel", ddp, plain, processes=n))
     result = {
         "world_size": n,
         "device": device.type,
-        "steps": steps,
+        "steps": options.steps,
         "devices_of_data_parallel": ways["DataParallel"]["module"].device_ids,
         "memory": {
-            "computed": memory(plain["weights"].nbytes, 28 * 28 * 8, SAMPLES, n),
+            "computed": memory(plain["weights"].nbytes, 28 * 28 * 8, samples=SAMPLES, n=n),
             "measured": peaks["DataParallel"],
         },
-        "ways": [
-            {
-                "way": name,
-                "processes": n if way is ddp else 1,
-                "calls_per_step": way["calls"],
-                "gradients_difference": float((way["gradients"] - plain["gradients"]).abs().max()),
-                "weights_difference": float((way["weights"] - plain["weights"]).abs().max()),
-            }
-            for name, way in ways.items()
-        ],
+        "ways": found,
     }
     write_json(options.run_dir, "data_parallel", result)
+
+
+def compared(name: str, way: dict[str, Any], plain: dict[str, Any], processes: int) -> dict[str, Any]:
+    """Return how far what `measure` returned for a way is from the plain step."""
+    gradients = (way["gradients"] - plain["gradients"]).abs()
+    weights = (way["weights"] - plain["weights"]).abs()
+    return {
+        "way": name,
+        "processes": processes,
+        "calls_per_step": way["calls"],
+        "gradients_difference": float(gradients.max()),
+        "weights_difference": float(weights.max()),
+    }
 
 
 if __name__ == "__main__":

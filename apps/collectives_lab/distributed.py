@@ -78,8 +78,10 @@ def collective(name: str, limit: float | None = None) -> Iterator[None]:
         finish()  # inside: with NCCL a rank waits for the others here, and a failure is raised here
     except (RuntimeError, ValueError) as error:
         session.failed = True
-        text = f"{name} failed after {time.monotonic() - begun:.1f} s: {reason(error)}"
-        raise NonRetryableError(f"rank {session.world.rank}: {text}") from error
+        duration = time.monotonic() - begun
+        raise NonRetryableError(
+            f"rank {session.world.rank}: {name} failed after {duration:.1f} s: {reason(error)}"
+        ) from error
     finally:
         session.pending = None
     ended = time.monotonic()
@@ -104,14 +106,18 @@ def reason(error: BaseException) -> str:
     line = log.first_line(str(error)) or type(error).__name__
     text = re.sub(r"^\[.*?\] |\. This is typically caused.*", "", line)  # the place in C++, and gloo's advice
     missing = missing_rank(text)
-    return f"{text}: {missing}" if missing else text
+    if missing:
+        return f"{text}: {missing}"
+    return text
 
 
 def missing_rank(text: str) -> str:
     """Return what torch's message means if another rank did not answer, else ""."""
     if re.search("closed by peer|reset by peer|broken pipe", text, re.IGNORECASE):
         return "another rank has ended"
-    return "another rank is stopped, or never came" if re.search("timed out|timeout", text, re.IGNORECASE) else ""
+    if re.search("timed out|timeout", text, re.IGNORECASE):
+        return "another rank is stopped, or never came"
+    return ""
 
 
 def _exit_on_signal(stopped: Stopped) -> None:
@@ -123,9 +129,12 @@ def _exit_on_signal(stopped: Stopped) -> None:
         time.sleep(0.01)  # between two collectives of a loop
     if session.failed:
         threading.main_thread().join(REPORT_SECONDS)  # it ends the process
-    elif pending := session.pending:
-        place = f"rank {session.world.rank}: {pending[0]}"
-        log.error(f"{place} was cut short: the launcher stopped this rank (TERM), as it does when another has failed")
+    elif session.pending:
+        name, _, _ = session.pending
+        log.error(
+            f"rank {session.world.rank}: {name} was cut short: the launcher stopped this rank (TERM), as it does when "
+            "another has failed"
+        )
     os._exit(1)
 
 
@@ -133,11 +142,16 @@ def _watch_limits() -> None:
     """End this rank if a collective exceeds its limit, whatever the backend does."""
     while True:
         time.sleep(0.1)
+        pending = session.pending
+        if not pending:
+            continue
+        name, since, limit = pending
         # A little later than the backend's own limit, because the backend's message has more details.
-        name, since, limit = session.pending or ("", math.inf, 0.0)
         if time.monotonic() - since > limit + 1:
-            place = f"rank {session.world.rank}: {name}"
-            log.error(f"{place} did not end within {limit:g} s: another rank is stopped, or never came")
+            log.error(
+                f"rank {session.world.rank}: {name} did not end within {limit:g} s: another rank is stopped, or never "
+                "came"
+            )
             os._exit(1)
 
 
@@ -154,41 +168,52 @@ def rendezvous(options: Options) -> tuple[env.World, torch.device]:
         ConfigError: the environment or --device cannot be right.
         NonRetryableError: the other ranks do not answer.
     """
-    world = session.world = env.detect()
+    world = env.detect()
+    session.world = world
     session.timeout = options.timeout
     if options.run_dir:  # the launch script decides it
         log.start(options.run_dir, world.rank, options.quiet)
     # Both work in threads, because the main thread may wait in C++.
     StopRequest(math.inf, _exit_on_signal).install()
     threading.Thread(target=_watch_limits, name="limits", daemon=True).start()
-    device = session.device = choose_device(options.device, world)
+    device = choose_device(options.device, world)
+    session.device = device
     limit = max(RENDEZVOUS_SECONDS, options.timeout)
     with collective("the rendezvous", limit):
         torch_distributed.rendezvous(world, device, limit - 30)  # it waits 30 s longer
         dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=options.timeout))
     if options.run_dir is None:
-        run_dir = str(rundir.new(APP)) if world.rank == 0 else ""
+        run_dir = ""
+        if world.rank == 0:
+            run_dir = str(rundir.new(APP))
         with collective("broadcast of the run dir"):
             options.run_dir = Path(broadcast(run_dir.encode()).decode())
         log.start(options.run_dir, world.rank, options.quiet)
-    if getattr(options, "trace", False):
-        folder, root = f"trace-{options.command}-{world.world_size}", Root(options.run_dir)
-        root.make_folder(folder)
-        file = root.create(f"{folder}/rank-{world.rank}.jsonl")
-        session.trace = io.TextIOWrapper(file, line_buffering=True)  # a killed rank leaves all that it had done
+    if options.trace:
+        _open_trace(options)
     watchdog = Watchdog()  # ends a rank without a launcher; `collective` limits the waiting
     watchdog.start(world, Options(timeout=math.inf))
     watchdog.write_to(options.run_dir / "log")
     return world, device
 
 
+def _open_trace(options: Options) -> None:
+    """Open this rank's file of all events in the run dir."""
+    root = Root(options.run_dir)
+    folder = f"trace-{options.command}-{session.world.world_size}"
+    root.make_folder(folder)
+    file = root.create(f"{folder}/rank-{session.world.rank}.jsonl")
+    session.trace = io.TextIOWrapper(file, line_buffering=True)  # a killed rank leaves all that it had done
+
+
 def gather_json(value: Any) -> list[Any]:
     """Return every rank's ``value`` on every rank, in rank order. It is JSON, because pickle is never loaded."""
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with collective("all_gather of results"):
-        longest = int(all_gather(np.array([len(content)])).max())
-        rows = all_gather(np.pad(content, (0, longest - len(content)), constant_values=ord(" ")))
+        lengths = all_gather(np.array([len(content)]))
+        padding = int(lengths.max()) - len(content)
+        rows = all_gather(np.pad(content, (0, padding), constant_values=ord(" ")))
     return [json.loads(row.tobytes()) for row in rows]
 
 
@@ -199,10 +224,13 @@ def gather_nonempty(value: list[Any]) -> dict[str, list[Any]]:
 
 def run_metadata(world: env.World, device: torch.device) -> dict[str, Any]:
     """Return what decides a measurement's numbers beside its options."""
+    processors = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        processors = len(os.sched_getaffinity(0))
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": f"{platform.system()} {platform.machine()}",
-        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processors": processors,
         "python": platform.python_version(),
         **torch_distributed.run_metadata(device),
         "launcher": world.launcher,
@@ -223,6 +251,10 @@ def slowest_seconds(spans: list[tuple[float, float]]) -> list[float]:
     Returns:
         Seconds [m], the same on every rank.
     """
-    begins, ends = np.moveaxis(np.array(gather_json(spans)), 2, 0)  # [world_size, m] each
-    seconds = ends.max(0) - begins.max(0) if session.world.node_count == 1 else (ends - begins).max(0)
+    times = np.array(gather_json(spans))  # [world_size, m, 2]
+    begins = times[:, :, 0]
+    ends = times[:, :, 1]
+    seconds = (ends - begins).max(0)
+    if session.world.node_count == 1:
+        seconds = ends.max(0) - begins.max(0)
     return [float(each) for each in seconds]

@@ -46,7 +46,8 @@ def own_network() -> list[str]:
     for unshare in (["unshare", "--net"], ["unshare", "--net", "--map-root-user"]):
         words = [*unshare, sys.executable, str(HERE / "loopback.py")]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if subprocess.run([*words, "true"], capture_output=True, check=False, timeout=20).returncode == 0:
+            done = subprocess.run([*words, "true"], capture_output=True, check=False, timeout=20)
+            if done.returncode == 0:
                 return words
     return []
 
@@ -65,10 +66,14 @@ def run_aggregate(torchrun: Sequence[str], n: int, options: Options, arguments: 
 
 def run_predict(torchrun: Sequence[str], n: int, options: Options) -> None:
     """Run ``predict``; measure first if the run dir has no measurements of two ranks or more."""
-    if not any(path.stem != "primitives-1" for path in options.run_dir.glob("primitives-*.json")):
-        log.info(f"no sends are measured yet in this run dir: measuring on {max(n, 2)} ranks first")
+    measured = {path.stem for path in options.run_dir.glob("primitives-*.json")}
+    if not measured - {"primitives-1"}:
+        ranks = max(n, 2)
+        log.info(f"no sends are measured yet in this run dir: measuring on {ranks} ranks first")
         arguments = [f"--run-dir={options.run_dir}", device_argument(options), f"--timeout={options.timeout}"]
-        start_ranks(torchrun, "primitives", max(n, 2), arguments + ["--quick"] * options.quick)
+        if options.quick:
+            arguments.append("--quick")
+        start_ranks(torchrun, "primitives", ranks, arguments)
     predict.predict(options)
 
 
@@ -90,25 +95,30 @@ def run(command: str, torchrun: Sequence[str], n: int, arguments: Sequence[str])
 def main() -> None:
     """Run the command line; print RESULT, or report a failure as the launch script expects it."""
     split = sys.argv.index("--by")
-    (command, *arguments), torchrun = sys.argv[1:split], sys.argv[split + 1 :]
+    command, *arguments = sys.argv[1:split]
+    torchrun = sys.argv[split + 1 :]
     options = parse([command, *arguments])
-    n = int(next(word for word in torchrun if word.startswith("--nproc-per-node=")).partition("=")[2])
+    word = next(word for word in torchrun if word.startswith("--nproc-per-node="))
+    n = int(word.partition("=")[2])
+    commands = [command]
+    if command == "all":  # it takes the common options alone; each command's own have their defaults
+        commands = [name for name in COMMANDS if name != "all"]
     begun = time.monotonic()
     try:
-        # `all` takes the common options alone; each command's own have their defaults.
-        for each in [name for name in COMMANDS if name != "all"] if command == "all" else [command]:
+        for each in commands:
             run(each, torchrun, n, arguments)
     except (ConfigError, NonRetryableError) as error:
         # The launch script's exit code; `log` would write it for a rank.
         code = 2 if isinstance(error, ConfigError) else 1
         write_atomic(options.run_dir / "log" / "no-restart", json.dumps({"code": code}).encode())
         raise
+    files = [path.name for path in options.run_dir.iterdir() if path.is_file() and path.name[0] != "."]
     result = {
         "app": APP,
         "command": command,
         "world_size": n,
         "seconds": round(time.monotonic() - begun, 1),
-        "files": sorted(path.name for path in options.run_dir.iterdir() if path.is_file() and path.name[0] != "."),
+        "files": sorted(files),
         "run_dir": str(options.run_dir),
     }
     write_json(options.run_dir, "result", result)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,13 @@ CLOSE_STEPS = 100  # so many steps weights stay so: training makes rounding grow
 
 def command(way: str, n: int, run_dir: Path, steps: int, dying: int) -> list[str]:
     """Return the command line that runs the small job."""
-    job = [str(HERE / "small_job.py"), WAYS[way][0], *map(str, (n, run_dir, steps, dying))]
-    if WAYS[way][0] != "rank":
+    kind, _ = WAYS[way]
+    job = [str(HERE / "small_job.py"), kind, str(n), str(run_dir), str(steps), str(dying)]
+    if kind != "rank":
         return [sys.executable, *job]
-    return torchrun(n, *job, module="torch.distributed.run" if way == "torchrun" else way)
+    if way == "torchrun":
+        return torchrun(n, *job)
+    return torchrun(n, *job, module=way)
 
 
 def torchrun(n: int, *job: str, module: str = "torch.distributed.run") -> list[str]:
@@ -71,9 +74,7 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
     try:
         _, stderr = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        for pid in marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(mark)
         process.communicate()
         raise NonRetryableError(f"the job by {name} was not done after {LIMIT} s") from None
     ended = time.monotonic()
@@ -81,29 +82,58 @@ def run_job(name: str, words: list[str], run_dir: Path) -> dict[str, Any]:
         file.write(stderr.encode(errors="replace"))
     lines = stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(run_dir.glob("*.json"))}
-    ranks = [result for stem, result in results.items() if stem.startswith("rank-")]
-    environs = [result for stem, result in results.items() if stem.startswith("environ-")]
     return {
         "code": process.returncode,
         "seconds": ended - begun,
-        "seconds_after_death": ended - results["died"] if "died" in results else None,
-        "ranks_done": len(ranks),
-        "weights_sha256": sorted({rank["weights_sha256"] for rank in ranks}),
-        "sets": {key: value for each in environs[-1:] for key, value in each.items() if key not in environ},
-        "arguments": ranks[-1].get("arguments", []) if ranks else [],
         "left_running": len(marked(mark)),
         "said": errors,
         "traceback_lines": len(lines) - len(errors),
+        **read_results(run_dir, environ, ended),
     }
+
+
+def read_results(run_dir: Path, environ: Mapping[str, str], ended: float) -> dict[str, Any]:
+    """Return what the ranks of the small job have written.
+
+    Args:
+        run_dir: of the job.
+        environ: the environment of its launcher.
+        ended: when the launcher ended, by time.monotonic().
+    """
+    ranks = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rank-*.json"))]
+    found: dict[str, Any] = {
+        "seconds_after_death": None,
+        "ranks_done": len(ranks),
+        "weights_sha256": sorted({rank["weights_sha256"] for rank in ranks}),
+        "sets": {},
+        "arguments": [],
+    }
+    died = run_dir / "died.json"
+    if died.exists():
+        found["seconds_after_death"] = ended - json.loads(died.read_text())
+    environs = sorted(run_dir.glob("environ-*.json"))
+    if environs:
+        last = json.loads(environs[-1].read_text())
+        found["sets"] = {name: value for name, value in last.items() if name not in environ}
+    if ranks:
+        found["arguments"] = ranks[-1].get("arguments", [])
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Kill the processes that carry this mark in their environment."""
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def marked(mark: str) -> list[int]:
     """Return the processes that carry this mark in their environment."""
+    entry_of_mark = f"SAMESTEP_LAB={mark}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if f"SAMESTEP_LAB={mark}".encode() in entry.read_bytes().split(b"\0"):
+            if entry_of_mark in entry.read_bytes().split(b"\0"):
                 pids.append(int(entry.parent.name))
     return pids
 
@@ -111,21 +141,32 @@ def marked(mark: str) -> list[int]:
 def compare(n: int, options: Options) -> None:
     """Run the job in each way, whole and with a rank killed; write launchers.json."""
     folder = options.run_dir / "launchers"
-    result: dict[str, Any] = {"facts": {"torch": version("torch"), "world_size": n}, "ways": {}}
+    facts = {"torch": version("torch"), "world_size": n}
+    result: dict[str, Any] = {"facts": facts, "ways": {}}
+    hashes = set()
     for way in options.launchers:
         log.info(f"the small job by {way} on {ranks_of(n)}")
         runs = {}
         for name, dying in (("whole", -1), ("killed", n - 1)):
             run_dir = folder / f"{way}-{name}"
-            runs[name] = run_job(way, command(way, n, run_dir, options.steps, dying), run_dir)
+            words = command(way, n, run_dir, steps=options.steps, dying=dying)
+            runs[name] = run_job(way, words, run_dir)
         whole = runs["whole"]
-        if whole["code"] != 0 or whole["ranks_done"] != n or len(whole["weights_sha256"]) != 1:
+        if not is_complete(whole, n):
             raise NonRetryableError(f"the small job by {way} failed: {whole['said']}")
+        hashes.update(whole["weights_sha256"])
         result["ways"][way] = runs
-    if len({sha256 for runs in result["ways"].values() for sha256 in runs["whole"]["weights_sha256"]}) > 1:
+    if len(hashes) > 1:
         raise NonRetryableError("the same job ended with different weights under different launchers")
     result["data_parallel"] = compare_data_parallel(n, options, folder / "DataParallel")
     publish(options.run_dir, "launchers", result, tables(result), pictures)
+
+
+def is_complete(job: dict[str, Any], n: int) -> bool:
+    """Return whether all n ranks of a job have ended well, with the same weights."""
+    if job["code"] != 0 or job["ranks_done"] != n:
+        return False
+    return len(job["weights_sha256"]) == 1
 
 
 def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, Any]:
@@ -136,11 +177,14 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
     """
     log.info(f"DataParallel, and DDP on {ranks_of(n)}, beside the plain step")
     arguments = [f"--run-dir={run_dir}", f"--steps={options.steps}", device_argument(options), "--quiet"]
-    job = run_job("DataParallel", torchrun(n, str(HERE / "data_parallel.py"), *arguments), run_dir)
+    words = torchrun(n, str(HERE / "data_parallel.py"), *arguments)
+    job = run_job("DataParallel", words, run_dir)
     if job["code"] != 0:
         raise NonRetryableError(f"DataParallel beside DDP failed: {job['said']}")
     result: dict[str, Any] = json.loads((run_dir / "data_parallel.json").read_text())
-    checked = ["gradients_difference", *(["weights_difference"] if result["steps"] <= CLOSE_STEPS else [])]
+    checked = ["gradients_difference"]
+    if result["steps"] <= CLOSE_STEPS:
+        checked.append("weights_difference")
     for each in result["ways"]:
         if not all(each[name] <= CLOSE for name in checked):  # false for NaN, too
             raise NonRetryableError(f"{each['way']} does not take the plain step: {each}")
@@ -153,55 +197,86 @@ def compare_data_parallel(n: int, options: Options, run_dir: Path) -> dict[str, 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
     """Yield the tables of the command."""
     n = result["facts"]["world_size"]
-    rows, failures = [], []
+    rows = []
+    failures = []
     for way, runs in result["ways"].items():
-        whole, killed = runs["whole"], runs["killed"]
-        names = sorted(name for name in whole["sets"] if not name.startswith("TORCHELASTIC_"))
-        elastic = len(whole["sets"]) - len(names)
-        names += [f"{elastic} TORCHELASTIC_*"] if elastic else []
-        sets = ", ".join([*names, *whole.get("arguments", [])])
-        done = f"{whole['ranks_done']} of {n} ranks in {duration(whole['seconds'])}"
-        rows.append([way, WAYS[way][1], sets or "nothing", done])
-        after = duration(killed["seconds_after_death"]) if killed["seconds_after_death"] else ""
-        counts = [str(killed["left_running"]), str(killed["traceback_lines"])]
-        errors = [line.removeprefix("error: ") for line in killed["said"] if line.startswith("error: rank ")]
-        failures.append([way, str(killed["code"]), after, *counts, *(errors or ["nothing"])[:1]])
+        rows.append(_whole_row(way, runs["whole"], n))
+        failures.append(_killed_row(way, runs["killed"]))
     note = "Variables that a rank found and its launcher did not have, and an argument that its launcher added."
-    yield Table(f"What each launcher does, {ranks_of(n)}", note, ["launcher", "how", "sets", "the job"], rows)
+    header = ["launcher", "how", "sets", "the job"]
+    yield Table(f"What each launcher does, {ranks_of(n)}", note, header=header, rows=rows)
     note = "Time is from the kill to the launcher's end; lines are those on stderr beside the ranks' own."
     header = ["launcher", "exit code", "after", "left running", "lines", "message of a surviving rank"]
-    yield Table("When the last rank is killed halfway", note, header, failures)
-    if "data_parallel" in result:  # earlier versions did not write it
-        yield data_parallel_table(result["data_parallel"])
-    if n > 1 and (memory := result.get("data_parallel", {}).get("memory")):
-        yield memory_table(memory, n)
+    yield Table("When the last rank is killed halfway", note, header=header, rows=failures)
+    if "data_parallel" not in result:  # earlier versions did not write it
+        return
+    yield data_parallel_table(result["data_parallel"])
+    if n > 1 and "memory" in result["data_parallel"]:
+        yield memory_table(result["data_parallel"]["memory"], n)
+
+
+def _whole_row(way: str, job: dict[str, Any], n: int) -> list[str]:
+    """Return what a launcher set, and how long the job took that nobody disturbed."""
+    names = sorted(name for name in job["sets"] if not name.startswith("TORCHELASTIC_"))
+    elastic = len(job["sets"]) - len(names)
+    if elastic:
+        names.append(f"{elastic} TORCHELASTIC_*")
+    names += job.get("arguments", [])
+    sets = ", ".join(names) or "nothing"
+    _, how = WAYS[way]
+    return [way, how, sets, f"{job['ranks_done']} of {n} ranks in {duration(job['seconds'])}"]
+
+
+def _killed_row(way: str, job: dict[str, Any]) -> list[str]:
+    """Return what a launcher did when a rank was killed."""
+    after = ""
+    if job["seconds_after_death"]:
+        after = duration(job["seconds_after_death"])
+    errors = [line.removeprefix("error: ") for line in job["said"] if line.startswith("error: rank ")]
+    errors.append("nothing")
+    return [way, str(job["code"]), after, str(job["left_running"]), str(job["traceback_lines"]), errors[0]]
 
 
 def data_parallel_table(result: dict[str, Any]) -> Table:
     """Return how far each way is from the plain step."""
     rows = []
     for each in result["ways"]:
-        differences = (each["gradients_difference"], each["weights_difference"])
-        cells = [f"{difference:.1e}" if difference else "the same bits" for difference in differences]
-        rows.append([each["way"], str(each["processes"]), f"{each['calls_per_step']:g}", *cells])
-    devices = result["devices_of_data_parallel"]
-    note = f"DataParallel uses GPUs {devices}" if devices else "Without a GPU DataParallel calls the module as it is"
-    note += ". Differences are the largest from the plain step, in float64: of the first gradients, and of the "
-    note += f"weights after {result['steps']} steps; calls are of the model, in one process and step."
+        gradients = _difference(each["gradients_difference"])
+        weights = _difference(each["weights_difference"])
+        rows.append([each["way"], str(each["processes"]), f"{each['calls_per_step']:g}", gradients, weights])
+    notes = ["Without a GPU DataParallel calls the module as it is."]
+    if result["devices_of_data_parallel"]:
+        notes = [f"DataParallel uses GPUs {result['devices_of_data_parallel']}."]
+    notes.append(
+        "Differences are the largest from the plain step, in float64: of the first gradients, and of the weights after "
+        f"{result['steps']} steps; calls are of the model, in one process and step."
+    )
     if result["steps"] > CLOSE_STEPS:
-        note += f" Beyond {CLOSE_STEPS} steps rounding has grown: the weights are reported, not checked."
-    return Table("DataParallel beside DDP", note, ["how", "processes", "calls", "gradients", "weights"], rows)
+        notes.append(f"Beyond {CLOSE_STEPS} steps rounding has grown: the weights are reported, not checked.")
+    header = ["how", "processes", "calls", "gradients", "weights"]
+    return Table("DataParallel beside DDP", " ".join(notes), header=header, rows=rows)
+
+
+def _difference(value: float) -> str:
+    if not value:
+        return "the same bits"
+    return f"{value:.1e}"
 
 
 def memory_table(memory: dict[str, Any], n: int) -> Table:
     """Return what DataParallel keeps on its output device, and on each other device."""
-    rows = [[what, *map(size, each)] for what, each in memory["computed"].items()]
-    rows.append(["sum", *(size(sum(each)) for each in zip(*memory["computed"].values()))])
+    computed = memory["computed"]
+    rows = [[what, *map(size, each)] for what, each in computed.items()]
+    sums = [sum(each) for each in zip(*computed.values())]
+    rows.append(["sum", *map(size, sums)])
     if memory["measured"]:
         rows.append(["measured peak", *map(size, memory["measured"][:2])])
-    note = "From torch's source, without activations: DataParallel gathers all outputs on its output device, the first "
-    note += "by default. There it also reduces the gradients, and the optimizer has its state there."
-    return Table(f"DataParallel's memory on {n} devices", note, ["what", "output device", "each other device"], rows)
+    note = (
+        "From torch's source, without activations: DataParallel gathers all outputs on its output device, the first "
+        "by default. There it also reduces the gradients, and the optimizer has its state there."
+    )
+    header = ["what", "output device", "each other device"]
+    return Table(f"DataParallel's memory on {n} devices", note, header=header, rows=rows)
 
 
 def pictures(results: list[dict[str, Any]]) -> list[Picture]:

@@ -14,9 +14,12 @@ def channel_dropout(x: Tensor, p: float, rows: BatchSlice) -> Tensor:
     Every rank draws for the whole global batch, from a generator that all have seeded alike, and takes its own rows.
     The result does not depend on the number of ranks. torch's own dropout draws for the rank's shard alone.
     """
-    drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)[rows.first : rows.first + len(x)]
-    scale = (drawn >= p).to(x.dtype) / (1 - p)
-    return x * scale.reshape(*scale.shape, *[1] * (x.dim() - 2))
+    drawn = torch.rand(rows.global_size, x.shape[1], device=x.device)
+    own = drawn[rows.first : rows.first + len(x)]
+    scale = (own >= p).to(x.dtype) / (1 - p)
+    while scale.dim() < x.dim():
+        scale = scale.unsqueeze(-1)
+    return x * scale
 
 
 class Net(nn.Module):
@@ -32,12 +35,19 @@ class Net(nn.Module):
 
     def forward(self, images: Tensor, rows: BatchSlice) -> Tensor:
         """Images [m, 1, 28, 28], ``rows`` of a global batch, to log-probabilities [m, 10]."""
-        p = self.dropout if self.training else 0.0
-        x = F.relu(F.max_pool2d(self.conv1(images), 2))
-        x = self.conv2(x)
-        x = F.relu(F.max_pool2d(channel_dropout(x, p, rows) if p else x, 2))
+        x = self.conv1(images)
+        x = F.relu(F.max_pool2d(x, 2))
+        x = self.drop(self.conv2(x), rows)
+        x = F.relu(F.max_pool2d(x, 2))
         x = F.relu(self.fc1(x.flatten(1)))
-        return F.log_softmax(self.fc2(channel_dropout(x, p, rows) if p else x), dim=1)
+        x = self.fc2(self.drop(x, rows))
+        return F.log_softmax(x, dim=1)
+
+    def drop(self, x: Tensor, rows: BatchSlice) -> Tensor:
+        """Return ``x`` after dropout of its channels in training, and ``x`` itself in an evaluation."""
+        if not self.training or not self.dropout:
+            return x
+        return channel_dropout(x, self.dropout, rows)
 
 
 def build_model(dropout: float, dtype: torch.dtype, seed: int) -> Net:

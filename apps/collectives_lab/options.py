@@ -31,7 +31,8 @@ STRATEGIES = (
     *("ring", "local_1", "local_4", "local_16"),
 )
 SLOWED = ("all_reduce", "overlap", "local_4", "local_16")  # the strategies that straggler compares by default
-PLACES, KINDS = ("start", "aggregation", "backward", "once"), ("constant", "random")  # of straggler's sleeps
+PLACES = ("start", "aggregation", "backward", "once")  # of straggler's sleeps
+KINDS = ("constant", "random")
 LAUNCHERS = ("torchrun", "torch.distributed.launch", "multiprocessing.spawn", "Process")
 OPERATORS = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR".split()
 FAULTS = ("killed", "stopped", "missing", "shapes")
@@ -48,8 +49,15 @@ class QuickDefault(NamedTuple):
     words: str = ""  # describe ``value`` if it is None because the program decides
 
     def __str__(self) -> str:
-        value, quick = (",".join(map(str, each)) if isinstance(each, tuple) else each for each in self[:2])
-        return f"{self.words or value}; {quick} with --quick"
+        value = self.words or _shown(self.value)
+        return f"{value}; {_shown(self.quick)} with --quick"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it stands on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
 
 
 def timed_calls(count: int) -> int:
@@ -58,13 +66,20 @@ def timed_calls(count: int) -> int:
 
 
 def _timed_calls() -> str:
-    small, middle = (f"{calls} up to {most >> 20} MiB" for most, calls in TIMED_CALLS.items() if isinstance(most, int))
-    return f"{small}, {middle}, {TIMED_CALLS[math.inf]} beyond"
+    texts = []
+    for most, calls in TIMED_CALLS.items():
+        if isinstance(most, int):
+            texts.append(f"{calls} up to {most >> 20} MiB")
+        else:
+            texts.append(f"{calls} beyond")
+    return ", ".join(texts)
 
 
 def device_argument(options: Options) -> str:
     """Return the argument by which other ranks take the same device."""
-    return "--share-gpu" if options.share_gpu else f"--device={options.device}"
+    if options.share_gpu:
+        return "--share-gpu"
+    return f"--device={options.device}"
 
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
@@ -74,24 +89,13 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     commands = {}
     for name, text in COMMANDS.items():
-        full = text[0].upper() + text[1:] + "."
-        own_usage = usage.replace("COMMAND", name) if usage else None
-        commands[name] = subparsers.add_parser(name, help=text, description=full, usage=own_usage)
-        group = commands[name].add_argument_group("Run")
-        add = group.add_argument
-        add(
-            "--run-dir",
-            type=Path,
-            metavar="DIR",
-            help="directory for results (default: runs/collectives_lab/<UTC time>)",
-        )
-        add("--quick", action="store_true", help="use fewer sizes, steps and repetitions; `all` takes minutes")
-        devices = "device; auto takes a GPU if each rank has its own (default: auto)"
-        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
-        add_share_gpu(group)
-        limit = f"maximum seconds of one collective; an error names it after that {DEFAULT}"
-        add("--timeout", type=seconds, default=60.0, metavar="T", help=limit)
-        add("--quiet", action="store_true", help="print no tables")
+        description = f"{text[0].upper()}{text[1:]}."
+        own_usage = usage
+        if usage:
+            own_usage = usage.replace("COMMAND", name)
+        commands[name] = subparsers.add_parser(name, help=text, description=description, usage=own_usage)
+        commands[name].set_defaults(trace=False)  # also of commands that have no --trace
+        _add_run(commands[name])
     for name in ("primitives", "aggregate", "straggler"):
         trace = "write each rank's times before and after each collective, and show who waited for whom"
         commands[name].add_argument("--trace", action="store_true", help=trace)
@@ -102,17 +106,40 @@ def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     _add_aggregate(commands["aggregate"])
     _add_straggler(commands["straggler"])
 
-    add = commands["launchers"].add_argument_group("Small job").add_argument
-    add("--steps", type=bounded_int(2), default=20, metavar="S", help=f"number of updates {DEFAULT}")
-    launchers = f"launchers to compare: {', '.join(LAUNCHERS)} (default: all)"
-    add("--launchers", type=_names(LAUNCHERS), default=LAUNCHERS, metavar="A,B", help=launchers)
-    add = commands["predict"].add_argument_group("Prediction").add_argument
-    compute = f"seconds of computation per simulated step {DEFAULT}"
-    add("--compute", type=bounded_float(0.0), default=0.3, metavar="S", help=compute)
-    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=f"seed of the simulation {DEFAULT}")
+    _add_launchers(commands["launchers"])
+    _add_predict(commands["predict"])
     add = commands["report"].add_argument_group("Report").add_argument
     add("--markdown", action="store_true", help="also write the tables as Markdown, to the console and report.md")
     return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all commands have."""
+    group = parser.add_argument_group("Run")
+    add = group.add_argument
+    folder = "directory for results (default: runs/collectives_lab/<UTC time>)"
+    add("--run-dir", type=Path, metavar="DIR", help=folder)
+    add("--quick", action="store_true", help="use fewer sizes, steps and repetitions; `all` takes minutes")
+    devices = "device; auto takes a GPU if each rank has its own (default: auto)"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
+    add_share_gpu(group)
+    limit = f"maximum seconds of one collective; an error names it after that {DEFAULT}"
+    add("--timeout", type=seconds, default=60.0, metavar="T", help=limit)
+    add("--quiet", action="store_true", help="print no tables")
+
+
+def _add_launchers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("Small job").add_argument
+    add("--steps", type=bounded_int(2), default=20, metavar="S", help=f"number of updates {DEFAULT}")
+    launchers = f"launchers to compare: {', '.join(LAUNCHERS)} (default: all)"
+    add("--launchers", type=_names(LAUNCHERS), default=LAUNCHERS, metavar="A,B", help=launchers)
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("Prediction").add_argument
+    compute = f"seconds of computation per simulated step {DEFAULT}"
+    add("--compute", type=bounded_float(0.0), default=0.3, metavar="S", help=compute)
+    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=f"seed of the simulation {DEFAULT}")
 
 
 def _add_primitives(parser: argparse.ArgumentParser) -> None:
@@ -140,13 +167,8 @@ def _add_aggregate(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=_integers(1), metavar="A,B", help=ranks)
     rounds = f"repetitions of one large reduction, interleaved {DEFAULT}"
     add("--rounds", type=bounded_int(1), default=10, metavar="R", help=rounds)
-    add(
-        "--bytes",
-        type=bounded_int(8, 2**40),
-        default=2**25,
-        metavar="B",
-        help=f"size of the large reduction in bytes {DEFAULT}",
-    )
+    large = f"size of the large reduction in bytes {DEFAULT}"
+    add("--bytes", type=bounded_int(8, 2**40), default=2**25, metavar="B", help=large)
     add = _add_training(parser)
     epochs = f"passes over the 4,000 training digits {DEFAULT}"
     add("--epochs", type=bounded_int(1), default=QuickDefault(5, 1), metavar="E", help=epochs)
@@ -155,23 +177,17 @@ def _add_aggregate(parser: argparse.ArgumentParser) -> None:
 
 def _add_straggler(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("Slow rank").add_argument
-    delays = QuickDefault((0, 5, 10, 20, 40), (0, 10))
-    add(
-        "--delays",
-        type=_integers(0),
-        default=delays,
-        metavar="A,B",
-        help=f"delays of the slow rank in milliseconds {DEFAULT}",
-    )
+    delays = f"delays of the slow rank in milliseconds {DEFAULT}"
+    add("--delays", type=_integers(0), default=QuickDefault((0, 5, 10, 20, 40), (0, 10)), metavar="A,B", help=delays)
     steps = f"updates per delay {DEFAULT}"
     add("--steps", type=bounded_int(4), default=QuickDefault(128, 48), metavar="S", help=steps)
     add("--slow-rank", type=bounded_int(0), metavar="R", help="rank that sleeps (default: the last)")
     visible = [name for name in STRATEGIES if name not in ("ddp", "module")]  # these call no collective by name
     strategies = f"strategies to slow down, of {', '.join(visible)} (default: {','.join(SLOWED)})"
     add("--strategies", type=_names(visible), default=SLOWED, metavar="A,B", help=strategies)
-    places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only "
-    places += f"(default: {','.join(PLACES[:3])})"
-    add("--where", type=_names(PLACES), default=PLACES[:3], metavar="A,B", help=places)
+    usual = PLACES[:3]
+    places = f"places of the sleep, of {', '.join(PLACES)}; once sleeps in the first block only"
+    add("--where", type=_names(PLACES), default=usual, metavar="A,B", help=f"{places} (default: {','.join(usual)})")
     kinds = f"kinds of sleeps (default: {','.join(KINDS)})"
     add("--kind", type=_names(KINDS), default=KINDS, metavar="A,B", help=kinds)
     _add_training(parser)
@@ -187,12 +203,8 @@ def _add_training(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     dropout = f"dropout probability {DEFAULT}"
     add("--dropout", type=bounded_float(0.0, below=1.0), default=0.5, metavar="P", help=dropout)
     add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {DEFAULT}")
-    add(
-        "--seed",
-        type=bounded_int(0, 2**63 - 1),
-        default=1,
-        help=f"seed of initial weights, sample order and dropout {DEFAULT}",
-    )
+    seed = f"seed of initial weights, sample order and dropout {DEFAULT}"
+    add("--seed", type=bounded_int(0, 2**63 - 1), default=1, help=seed)
     return add
 
 
@@ -211,7 +223,12 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _integers(minimum: int) -> Callable[[str], list[int]]:
     """Return the type of an option: integers of at least ``minimum``, separated by commas."""
-    return lambda text: sorted({bounded_int(minimum)(each) for each in text.split(",")})
+    integer = bounded_int(minimum)
+
+    def convert(text: str) -> list[int]:
+        return sorted({integer(each) for each in text.split(",")})
+
+    return convert
 
 
 def check_ranks(options: Options, ranks: int) -> None:
@@ -226,12 +243,13 @@ def check_ranks(options: Options, ranks: int) -> None:
 def check_size(options: Options, n: int) -> None:
     """Raise ConfigError if n ranks cannot have the options of ``primitives`` or ``straggler``."""
     if options.command == "primitives":
-        if n < 2 and (options.only in POINT_TO_POINT or options.fault):
-            fault = " --fault" if options.fault else ""
-            raise ConfigError(f"--only {options.only}{fault} needs 2 ranks, N is 1: use N=2")
+        if n < 2 and options.fault:
+            raise ConfigError(f"--only {options.only} --fault needs 2 ranks, N is 1: use N=2")
+        if n < 2 and options.only in POINT_TO_POINT:
+            raise ConfigError(f"--only {options.only} needs 2 ranks, N is 1: use N=2")
         if options.fault_rank is not None and options.fault_rank >= n:
             raise ConfigError(f"--fault-rank {options.fault_rank} is not below N={n}")
-    elif options.command == "straggler" and options.slow_rank is not None and options.slow_rank >= n:
+    if options.command == "straggler" and options.slow_rank is not None and options.slow_rank >= n:
         raise ConfigError(f"--slow-rank {options.slow_rank} is not below N={n}")
 
 
@@ -240,7 +258,9 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = build_parser(prog, usage).parse(argv)
     for name, value in vars(options).items():
         if isinstance(value, QuickDefault):
-            setattr(options, name, value.quick if options.quick else value.value)
+            setattr(options, name, value.value)
+            if options.quick:
+                setattr(options, name, value.quick)
     if options.command == "primitives" and options.fault and not options.only:
         raise ConfigError("--fault needs --only: name the primitive, such as --only all_reduce")
     return options

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,8 +48,10 @@ from torch import Tensor
 from waits import publish_waits
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+MARKERS = "osD^v<>ph*"  # of matplotlib, one for each line of a picture
 LAYOUTS = {"contiguous": 5, "strided": 5, "empty": 0}  # numbers in a checked row
 SUM = dist.ReduceOp.SUM
+FAULT_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 # --- the primitives ----------------------------------------------------------------------------------------------
@@ -59,24 +61,36 @@ SUM = dist.ReduceOp.SUM
 
 def broadcast(x: Tensor, root: int) -> Tensor:
     """Whole: every rank gets the root's."""
-    return in_place(x, lambda y: dist.broadcast(y, src=root))
+    y = x.contiguous()
+    dist.broadcast(y, src=root)
+    return in_place(x, y)
 
 
 def reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor | None:
     """Whole: the root gets the sum of all. The other ranks' result is undefined (gloo leaves partial sums)."""
-    result = in_place(x, lambda y: dist.reduce(y, dst=root, op=op, group=group))
-    return result if dist.get_rank() == root else None
+    y = x.contiguous()
+    dist.reduce(y, dst=root, op=op, group=group)
+    result = in_place(x, y)
+    if dist.get_rank() != root:
+        return None
+    return result
 
 
 def all_reduce(x: Tensor, root: int, op: Any = SUM, group: Any = None) -> Tensor:
     """Whole: every rank gets the sum of all."""
-    return in_place(x, lambda y: dist.all_reduce(y, op=op, group=group))
+    y = x.contiguous()
+    dist.all_reduce(y, op=op, group=group)
+    return in_place(x, y)
 
 
 def gather(x: Tensor, root: int) -> Tensor | None:
     """Part: the root gets every rank's, in rank order."""
-    whole = x.new_empty(dist.get_world_size(), *x.shape) if dist.get_rank() == root else None
-    dist.gather(x.contiguous(), None if whole is None else list(whole), dst=root)
+    part = x.contiguous()
+    if dist.get_rank() != root:
+        dist.gather(part, None, dst=root)
+        return None
+    whole = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.gather(part, list(whole), dst=root)
     return whole
 
 
@@ -90,7 +104,10 @@ def all_gather(x: Tensor, root: int) -> Tensor:
 def scatter(x: Tensor, root: int) -> Tensor:
     """Whole: rank i gets row i of the root's."""
     part = x.new_empty(x.shape[1:])
-    dist.scatter(part, list(x.contiguous()) if dist.get_rank() == root else None, src=root)
+    if dist.get_rank() == root:
+        dist.scatter(part, list(x.contiguous()), src=root)
+    else:
+        dist.scatter(part, None, src=root)
     return part
 
 
@@ -134,11 +151,11 @@ def isend_irecv(x: Tensor, root: int) -> Tensor:
     return received
 
 
-def in_place(x: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
-    """Run a collective on contiguous memory, as backends require: a strided tensor goes through a copy."""
-    y = x.contiguous()
-    call(y)
-    return x if y is x else x.copy_(y)
+def in_place(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``x`` with the values of ``y``: itself, or the contiguous copy that backends need of a strided tensor."""
+    if y is not x:
+        x.copy_(y)
+    return x
 
 
 @dataclass(frozen=True)
@@ -156,6 +173,12 @@ class Primitive:
     bus: Callable[[int], float]
     least_ranks: int = 1
 
+    def shape(self, m: int) -> tuple[int, ...]:
+        """Return the shape of its input, with ``m`` numbers a row."""
+        if self.takes == "whole":
+            return (dist.get_world_size(), m)
+        return (m,)
+
 
 def one(p: int) -> float:
     """Return the bus factor of a primitive in which one rank's data cross each link."""
@@ -167,24 +190,67 @@ def others(p: int) -> float:
     return (p - 1) / p
 
 
-PRIMITIVES = {
-    "broadcast": Primitive(broadcast, lambda xs, rank, root: xs[root], "whole", one),
-    "reduce": Primitive(reduce, lambda xs, rank, root: total(xs) if rank == root else None, "whole", one),
-    "all_reduce": Primitive(all_reduce, lambda xs, rank, root: total(xs), "whole", lambda p: 2 * (p - 1) / p),
-    "gather": Primitive(gather, lambda xs, rank, root: torch.stack(xs) if rank == root else None, "part", others),
-    "all_gather": Primitive(all_gather, lambda xs, rank, root: torch.stack(xs), "part", others),
-    "scatter": Primitive(scatter, lambda xs, rank, root: xs[root][rank], "whole", others),
-    "reduce_scatter": Primitive(reduce_scatter, lambda xs, rank, root: total(xs)[rank], "whole", others),
-    "all_to_all": Primitive(all_to_all, lambda xs, rank, root: torch.stack([x[rank] for x in xs]), "whole", others),
-    "barrier": Primitive(barrier, lambda xs, rank, root: xs[rank], "part", one),
-    "send_recv": Primitive(send_recv, lambda xs, rank, root: xs[rank - 1], "whole", one, least_ranks=2),
-    "isend_irecv": Primitive(isend_irecv, lambda xs, rank, root: xs[rank - 1], "whole", one, least_ranks=2),
-}
+def twice_others(p: int) -> float:
+    """Return the bus factor of all_reduce: a reduce_scatter and an all_gather."""
+    return 2 * (p - 1) / p
 
 
-def total(xs: list[Tensor]) -> Tensor:
-    """Return the sum of all ranks' tensors."""
+# --- their definitions: from all ranks' inputs, a rank and the root to that rank's result --------------------------
+
+
+def of_root(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return xs[root]
+
+
+def own(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return xs[rank]
+
+
+def of_previous(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return xs[rank - 1]
+
+
+def row_of_root(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return xs[root][rank]
+
+
+def row_of_each(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return torch.stack([x[rank] for x in xs])
+
+
+def total(xs: list[Tensor], rank: int, root: int) -> Tensor:
     return torch.stack(xs).sum(dim=0)
+
+
+def total_at_root(xs: list[Tensor], rank: int, root: int) -> Tensor | None:
+    return total(xs, rank, root) if rank == root else None
+
+
+def row_of_total(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return total(xs, rank, root)[rank]
+
+
+def stack(xs: list[Tensor], rank: int, root: int) -> Tensor:
+    return torch.stack(xs)
+
+
+def stack_at_root(xs: list[Tensor], rank: int, root: int) -> Tensor | None:
+    return torch.stack(xs) if rank == root else None
+
+
+PRIMITIVES = {
+    "broadcast": Primitive(broadcast, of_root, takes="whole", bus=one),
+    "reduce": Primitive(reduce, total_at_root, takes="whole", bus=one),
+    "all_reduce": Primitive(all_reduce, total, takes="whole", bus=twice_others),
+    "gather": Primitive(gather, stack_at_root, takes="part", bus=others),
+    "all_gather": Primitive(all_gather, stack, takes="part", bus=others),
+    "scatter": Primitive(scatter, row_of_root, takes="whole", bus=others),
+    "reduce_scatter": Primitive(reduce_scatter, row_of_total, takes="whole", bus=others),
+    "all_to_all": Primitive(all_to_all, row_of_each, takes="whole", bus=others),
+    "barrier": Primitive(barrier, own, takes="part", bus=one),
+    "send_recv": Primitive(send_recv, of_previous, takes="whole", bus=one, least_ranks=2),
+    "isend_irecv": Primitive(isend_irecv, of_previous, takes="whole", bus=one, least_ranks=2),
+}
 
 
 def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -192,8 +258,9 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
 
     Any rank can compute any other's, so results are checked without a collective.
     """
-    shape = (dist.get_world_size(), m) if primitive.takes == "whole" else (m,)
-    return (10 * (rank + 1) + torch.arange(math.prod(shape), device=device)).reshape(shape).to(dtype)
+    shape = primitive.shape(m)
+    count = torch.arange(math.prod(shape), device=device)
+    return (10 * (rank + 1) + count).reshape(shape).to(dtype)
 
 
 # --- shown and checked -------------------------------------------------------------------------------------------
@@ -201,54 +268,71 @@ def tensor(primitive: Primitive, rank: int, m: int, dtype: torch.dtype, device: 
 
 def show(name: str, run: Callable[..., Tensor | None], x: Tensor, *arguments: Any) -> list[dict[str, Any]]:
     """Run a collective with root 0 on this rank's ``x``; return all ranks' numbers before and after it."""
-    before = x.flatten().tolist()
+    numbers: dict[str, Any] = {"before": x.flatten().tolist(), "after": None}
     with collective(name):
         after = run(x, 0, *arguments)
-    return gather_json({"before": before, "after": None if after is None else after.flatten().tolist()})
+    if after is not None:
+        numbers["after"] = after.flatten().tolist()
+    return gather_json(numbers)
 
 
 def show_values(names: list[str], device: torch.device) -> list[dict[str, Any]]:
     """Show each primitive on one number a row."""
     shown = []
     for name in names:
-        x = tensor(PRIMITIVES[name], dist.get_rank(), 1, torch.int64, device)
-        shown.append({"primitive": name, "root": 0, "ranks": show(name, PRIMITIVES[name].run, x)})
+        primitive = PRIMITIVES[name]
+        x = tensor(primitive, dist.get_rank(), m=1, dtype=torch.int64, device=device)
+        ranks = show(name, primitive.run, x)
+        shown.append({"primitive": name, "root": 0, "ranks": ranks})
     return shown
 
 
 def check(names: list[str], world: env.World, device: torch.device) -> list[dict[str, Any]]:
     """Check each primitive against its definition, for every dtype, layout and root; list the wrong ranks."""
-    rank, p = dist.get_rank(), dist.get_world_size()
+    p = dist.get_world_size()
+    has_one_clock = world.node_count == 1
     checks = []
     for name, dtype, layout in itertools.product(names, DTYPES, LAYOUTS):
-        primitive, wrong = PRIMITIVES[name], []
+        primitive = PRIMITIVES[name]
+        m = LAYOUTS[layout]
+        wrong = []
         for root in range(p):
-            inputs = [tensor(primitive, each, LAYOUTS[layout], DTYPES[dtype], device) for each in range(p)]
-            x = laid_out(inputs[rank], layout)
-            with collective(name):
-                result = primitive.run(x, root)
-            early = name == "barrier" and world.node_count == 1 and left_early()
-            expected = primitive.definition(inputs, rank, root)
-            if early or (expected is not None and not is_right(result, expected)):
+            inputs = [tensor(primitive, rank, m, dtype=DTYPES[dtype], device=device) for rank in range(p)]
+            result_is_right = check_root(name, inputs, layout, root)
+            is_early = name == "barrier" and has_one_clock and left_early()
+            if is_early or not result_is_right:
                 wrong.append(root)
-        case = {"primitive": name, "dtype": dtype, "layout": layout, "roots": p}
-        checks.append({**case, "wrong": gather_nonempty(wrong)})
+        case: dict[str, Any] = {"primitive": name, "dtype": dtype, "layout": layout, "roots": p}
+        case["wrong"] = gather_nonempty(wrong)
+        checks.append(case)
     return checks
+
+
+def check_root(name: str, inputs: list[Tensor], layout: str, root: int) -> bool:
+    """Run a primitive; return whether this rank's result is what the definition says, if it says anything."""
+    rank = dist.get_rank()
+    x = laid_out(inputs[rank], layout)
+    with collective(name):
+        result = PRIMITIVES[name].run(x, root)
+    expected = PRIMITIVES[name].definition(inputs, rank, root)
+    return expected is None or is_right(result, expected)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """Return a copy of ``x`` that is contiguous, or, strided, every second number of a contiguous tensor."""
     if layout != "strided":
         return x.clone()
-    x = torch.stack([x, torch.full_like(x, -1)], dim=-1)[..., 0]
-    assert not x.is_contiguous()
-    return x
+    pairs = torch.stack([x, torch.full_like(x, -1)], dim=-1)
+    strided = pairs[..., 0]
+    assert not strided.is_contiguous()
+    return strided
 
 
 def left_early() -> bool:
     """Return whether this rank left the last collective before every rank had entered it. One machine has one clock."""
     _, begun, ended = session.events[-1]
-    return bool(ended < max(gather_json(begun)))
+    last_begun = max(gather_json(begun))
+    return bool(ended < last_begun)
 
 
 def is_right(result: Tensor | None, expected: Tensor | None, rtol: float = 0.0) -> bool:
@@ -298,7 +382,9 @@ OPERATORS = {
 def operand(rank: int, m: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return what ``rank`` reduces, [world_size, m]: 3 to 10, so that every operator gives another result."""
     p = dist.get_world_size()
-    return (3 + (2 * rank + torch.arange(p * m, device=device)) % 8).reshape(p, m).to(dtype)
+    count = torch.arange(p * m, device=device)
+    numbers = 3 + (2 * rank + count) % 8
+    return numbers.reshape(p, m).to(dtype)
 
 
 def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> Tensor | None:
@@ -307,7 +393,9 @@ def reduced(name: str, operator: Operator, inputs: list[Tensor], root: int) -> T
     if name == "reduce" and rank != root:
         return None
     result = operator.definition(torch.stack(inputs))
-    return result[rank] if name == "reduce_scatter" else result
+    if name == "reduce_scatter":
+        return result[rank]
+    return result
 
 
 def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.device) -> str:
@@ -316,12 +404,14 @@ def refusal(name: str, operator: str, dtype: str, group: Any, device: torch.devi
     Raises:
         NonRetryableError: the backend must be able to do it, or a rank is missing.
     """
+    x = operand(dist.get_rank(), 1, DTYPES[dtype], device)
     try:
         with collective(f"{name} with {operator}"):
-            REDUCERS[name](operand(dist.get_rank(), 1, DTYPES[dtype], device), 0, OPERATORS[operator].op, group)
+            REDUCERS[name](x, 0, op=OPERATORS[operator].op, group=group)
     except NonRetryableError as error:
         message = reason(error.__cause__ or error)
-        if missing_rank(message) or not OPERATORS[operator].may_be_refused(dtype, backend(device)):
+        may_be_refused = OPERATORS[operator].may_be_refused(dtype, backend(device))
+        if missing_rank(message) or not may_be_refused:
             raise
         return message
     return ""
@@ -335,26 +425,43 @@ def check_operators(names: list[str], operators: list[str], device: torch.device
     Raises:
         NonRetryableError: a backend fails at anything else.
     """
-    rank, p = dist.get_rank(), dist.get_world_size()
     with collective("new_group"):  # for calls that may fail: a barrier in the same group would then fail, too
         group = dist.new_group(timeout=timedelta(seconds=session.timeout))
     checks = []
     for operator, name, dtype in itertools.product(operators, names, DTYPES):
-        numbers, defined = DTYPES[dtype], dtype in OPERATORS[operator].dtypes
-        refused = next(filter(None, gather_json(refusal(name, operator, dtype, group, device))), "")
-        # Backends order the terms of a product or mean as they like; the sums here are exact.
-        rtol = p * torch.finfo(numbers).eps if numbers.is_floating_point else 0.0
-        cases = list(itertools.product(LAYOUTS, range(p if name == "reduce" else 1))) if defined and not refused else []
+        defined = dtype in OPERATORS[operator].dtypes
+        refusals = gather_json(refusal(name, operator, dtype, group, device))
+        refused = next((message for message in refusals if message), "")
+        cases: list[tuple[str, int]] = []
+        if defined and not refused:
+            roots = dist.get_world_size() if name == "reduce" else 1
+            cases = list(itertools.product(LAYOUTS, range(roots)))
         wrong = []
         for layout, root in cases:
-            inputs = [operand(each, LAYOUTS[layout], numbers, device) for each in range(p)]
-            with collective(f"{name} with {operator}"):
-                result = REDUCERS[name](laid_out(inputs[rank], layout), root, OPERATORS[operator].op)
-            if not is_right(result, reduced(name, OPERATORS[operator], inputs, root), rtol):
+            if not check_operator(name, operator, dtype, layout, root=root, device=device):
                 wrong.append([layout, root])
-        case = {"operator": operator, "primitive": name, "dtype": dtype, "refused": refused, "defined": defined}
-        checks.append({**case, "cases": len(cases), "wrong": gather_nonempty(wrong)})
+        case: dict[str, Any] = {"operator": operator, "primitive": name, "dtype": dtype}
+        case["refused"] = refused
+        case["defined"] = defined
+        case["cases"] = len(cases)
+        case["wrong"] = gather_nonempty(wrong)
+        checks.append(case)
     return checks
+
+
+def check_operator(name: str, operator: str, dtype: str, layout: str, *, root: int, device: torch.device) -> bool:
+    """Run a reduction; return whether this rank's result is what the operator's definition says."""
+    p = dist.get_world_size()
+    rank = dist.get_rank()
+    numbers = DTYPES[dtype]
+    # Backends order the terms of a product or mean as they like; the sums here are exact.
+    rtol = p * torch.finfo(numbers).eps if numbers.is_floating_point else 0.0
+    inputs = [operand(each, LAYOUTS[layout], numbers, device) for each in range(p)]
+    x = laid_out(inputs[rank], layout)
+    with collective(f"{name} with {operator}"):
+        result = REDUCERS[name](x, root, op=OPERATORS[operator].op)
+    expected = reduced(name, OPERATORS[operator], inputs, root)
+    return is_right(result, expected, rtol)
 
 
 def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
@@ -364,11 +471,13 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
     """
     shown: dict[tuple[str, str], dict[str, Any]] = {}
     for case in reversed(checks):  # int64 first
-        operator, name, dtype = case["operator"], case["primitive"], case["dtype"]
-        if not case["refused"] and case["defined"] and (operator, name) not in shown:
-            x = operand(dist.get_rank(), 1, DTYPES[dtype], device)
+        operator = case["operator"]
+        name = case["primitive"]
+        is_checked = case["defined"] and not case["refused"]
+        if is_checked and (operator, name) not in shown:
+            x = operand(dist.get_rank(), 1, DTYPES[case["dtype"]], device)
             ranks = show(f"{name} with {operator}", REDUCERS[name], x, OPERATORS[operator].op)
-            shown[operator, name] = {"operator": operator, "primitive": name, "dtype": dtype, "ranks": ranks}
+            shown[operator, name] = {"operator": operator, "primitive": name, "dtype": case["dtype"], "ranks": ranks}
     return list(reversed(shown.values()))
 
 
@@ -377,9 +486,10 @@ def show_operators(checks: list[dict[str, Any]], device: torch.device) -> list[d
 
 def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[str, Any]:
     """Time ``repeats`` calls over a whole tensor of ``count`` bytes (float32), each after a barrier; two warm up."""
-    primitive, p = PRIMITIVES[name], dist.get_world_size()
+    primitive = PRIMITIVES[name]
+    p = dist.get_world_size()
     m = max(1, count // (4 * p))
-    x = torch.ones((p, m) if primitive.takes == "whole" else (m,), device=device)
+    x = torch.ones(primitive.shape(m), device=device)
     spans = []
     for _ in range(2 + repeats):
         with collective(f"barrier before {name}"):
@@ -388,7 +498,11 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
             primitive.run(x, 0)
         spans.append(session.events[-1][1:])
         x.fill_(1)  # sums would grow to infinity, which is slower on some processors
-    return {"primitive": name, "bytes": 0 if name == "barrier" else 4 * m * p, "seconds": slowest_seconds(spans[2:])}
+    timing: dict[str, Any] = {"primitive": name, "bytes": 4 * m * p}
+    if name == "barrier":
+        timing["bytes"] = 0
+    timing["seconds"] = slowest_seconds(spans[2:])
+    return timing
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -396,9 +510,12 @@ def measure(name: str, count: int, repeats: int, device: torch.device) -> dict[s
 
 def demonstrate_fault(options: Options, world: env.World, device: torch.device) -> None:
     """Let one rank fail in the middle of --only's collective. Every other rank ends with a NonRetryableError."""
-    name, fault = options.only, options.fault
+    name = options.only
+    fault = options.fault
     primitive = PRIMITIVES[name]
-    faulty = world.world_size - 1 if options.fault_rank is None else options.fault_rank
+    faulty = options.fault_rank
+    if faulty is None:
+        faulty = world.world_size - 1
     m = 1_000_000 // world.world_size
     x = tensor(primitive, world.rank, m, torch.float32, device)
     with collective(name):  # once without the fault: connections are made, and the fault comes later
@@ -410,9 +527,8 @@ def demonstrate_fault(options: Options, world: env.World, device: torch.device) 
             return
         if fault == "shapes":
             x = tensor(primitive, world.rank, m + 1, torch.float32, device)
-        else:
-            number = signal.SIGKILL if fault == "killed" else signal.SIGSTOP
-            threading.Timer(0.5, lambda: os.kill(os.getpid(), number)).start()
+        if fault in FAULT_SIGNALS:
+            threading.Timer(0.5, os.kill, [os.getpid(), FAULT_SIGNALS[fault]]).start()
     while True:
         if fault == "shapes":
             compare(name, x)
@@ -440,18 +556,21 @@ def main() -> None:
     options = parse(["primitives", *sys.argv[1:]])
     world, device = rendezvous(options)
     check_size(options, world.world_size)
+    if options.fault:
+        demonstrate_fault(options, world, device)
+        return
+
     selected = [options.only] if options.only else list(PRIMITIVES)
     names = [name for name in selected if PRIMITIVES[name].least_ranks <= world.world_size]
-    if options.fault:
-        return demonstrate_fault(options, world, device)
-
+    reducers = [name for name in names if name in REDUCERS]
     result: dict[str, Any] = {"facts": run_metadata(world, device)}
     result["values"] = show_values(names, device)
     result["checks"] = check(names, world, device)
-    result["operator_checks"] = check_operators([name for name in names if name in REDUCERS], options.ops, device)
+    result["operator_checks"] = check_operators(reducers, options.ops, device)
     result["operators"] = show_operators(result["operator_checks"], device)
-    wrong = [case for case in [*result["checks"], *result["operator_checks"]] if case["wrong"]]
     result["timings"] = list(timings(names, options, device))
+    checks = [*result["checks"], *result["operator_checks"]]
+    wrong = [case for case in checks if case["wrong"]]
     if world.rank == 0:
         publish(options.run_dir, f"primitives-{world.world_size}", result, tables(result), pictures)
         publish_waits(options, result["facts"])
@@ -461,12 +580,19 @@ def main() -> None:
 
 def timings(names: list[str], options: Options, device: torch.device) -> Iterator[dict[str, Any]]:
     """Time each primitive on sizes of 1 KiB to --max-bytes, in powers of 4; the barrier, which has none, once."""
-    sizes = [] if options.no_timing else [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
-    cases = [(count, name) for count in sizes for name in names if name != "barrier" or count == sizes[0]]
+    if options.no_timing:
+        return
+    sizes = [2**k for k in range(10, 60, 2) if 2**k <= options.max_bytes]
+    cases = []
+    for count in sizes:
+        for name in names:
+            if name != "barrier" or count == sizes[0]:
+                cases.append((count, name))
     bar = log.progress(len(cases), 0)
     for count, name in cases:
         # All ranks must agree on the number of calls, so nothing here depends on a clock.
-        yield measure(name, count, options.repeats or timed_calls(count), device)
+        repeats = options.repeats or timed_calls(count)
+        yield measure(name, count, repeats, device)
         bar.update()
     bar.close()
 
@@ -477,7 +603,8 @@ def timings(names: list[str], options: Options, device: torch.device) -> Iterato
 def bandwidths(timing: dict[str, Any], p: int) -> tuple[float, float]:
     """Return algorithm and bus bandwidth in bytes/s, of the median time."""
     algorithm = timing["bytes"] / statistics.median(timing["seconds"])
-    return algorithm, algorithm * PRIMITIVES[timing["primitive"]].bus(p)
+    bus_factor = PRIMITIVES[timing["primitive"]].bus(p)
+    return algorithm, algorithm * bus_factor
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
@@ -485,63 +612,92 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     p = result["facts"]["world_size"]
     note = "Root is rank 0; · is a rank that the definition gives nothing."
     rows = [[each["primitive"], *before_after(each["ranks"])] for each in result["values"]]
-    yield Table(f"Primitives on {ranks_of(p)}: before → after", *rank_columns(p, note, "primitive"), rows)
-    cases, right = Counter[str](), Counter[str]()
+    yield Table(
+        f"Primitives on {ranks_of(p)}: before → after",
+        rank_note(p, note),
+        header=["primitive", *rank_names(p)],
+        rows=rows,
+    )
+    cases = Counter[str]()
+    right = Counter[str]()
     for case in result["checks"]:
-        cases[case["primitive"]] += case["roots"]
-        right[case["primitive"]] += 0 if case["wrong"] else case["roots"]
+        name = case["primitive"]
+        cases[name] += case["roots"]
+        right[name] += 0 if case["wrong"] else case["roots"]
     yield Table(
         f"Checked against the definition, {ranks_of(p)}",
         f"{', '.join(LAYOUTS)} tensors of float32, float64 and int64, every rank as root.",
-        ["primitive", "cases", "right"],
-        [[name, str(count), str(right[name])] for name, count in cases.items()],
+        header=["primitive", "cases", "right"],
+        rows=[[name, str(count), str(right[name])] for name, count in cases.items()],
     )
     yield from operator_tables(result)
     if result["timings"]:
         yield from timing_tables(result["timings"], p)
 
 
-def rank_columns(p: int, note: str, *names: str) -> tuple[str, list[str]]:
-    """Return the note and the header of a table with a column for each of the first ranks."""
-    some = f" Ranks 0 to {SHOWN_RANKS - 1}." if p > SHOWN_RANKS else ""
-    return note + some, [*names, *(f"rank {rank}" for rank in range(min(p, SHOWN_RANKS)))]
+def rank_names(p: int) -> list[str]:
+    """Return the header of a table's columns for the first ranks."""
+    return [f"rank {rank}" for rank in range(min(p, SHOWN_RANKS))]
+
+
+def rank_note(p: int, note: str) -> str:
+    """Return the note of a table, and which ranks it has if it lacks some."""
+    if p > SHOWN_RANKS:
+        return f"{note} Ranks 0 to {SHOWN_RANKS - 1}."
+    return note
 
 
 def before_after(ranks: list[dict[str, Any]]) -> list[str]:
     """Return a cell ``before → after`` for each of the first ranks."""
 
     def numbers(values: list[float] | None) -> str:
-        return "·" if values is None else " ".join(f"{x:g}" for x in values)
+        if values is None:
+            return "·"
+        return " ".join(f"{x:g}" for x in values)
 
-    return [f"{numbers(rank['before'])} → {numbers(rank['after'])}" for rank in ranks[:SHOWN_RANKS]]
+    cells = []
+    for rank in ranks[:SHOWN_RANKS]:
+        before = numbers(rank["before"])
+        after = numbers(rank["after"])
+        cells.append(f"{before} → {after}")
+    return cells
 
 
-def operator_tables(result: dict[str, Any]) -> list[Table]:
-    """Return lines on the operators and on a backend's refusals; [] if no reducing collective was selected."""
-    p, checks = result["facts"]["world_size"], result.get("operator_checks", [])
+def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """Yield tables of the operators and of a backend's refusals; none if no reducing collective was selected."""
+    p = result["facts"]["world_size"]
+    checks = result.get("operator_checks", [])
     if not checks:
-        return []
-    shown = [[each["operator"], each["primitive"], *before_after(each["ranks"])] for each in result["operators"]]
-    rows = []
-    for operator in dict.fromkeys(case["operator"] for case in checks):
-        cases = [case for case in checks if case["operator"] == operator]
-        cells = [_outcome([case for case in cases if case["dtype"] == dtype]) for dtype in DTYPES]
-        rows.append([operator, *cells, "; ".join(dict.fromkeys(case["refused"] for case in cases if case["refused"]))])
-    names = ", ".join(dict.fromkeys(case["primitive"] for case in checks))
-    return [
-        Table(
-            f"Reduction operators on {ranks_of(p)}: before → after",
-            *rank_columns(p, "As above; int64, or float64 for a mean.", "operator", "primitive"),
-            shown,
-        ),
-        Table(
-            f"Reduction operators checked against their definitions, {ranks_of(p)}",
-            f"By {names}; {', '.join(LAYOUTS)} tensors, every rank as reduce's root. Refused: found by trying, in the "
-            f"words of {result['facts']['backend']}. Undefined: a mean of integers, bits of floating point.",
-            ["operator", *DTYPES, "message"],
-            rows,
-        ),
-    ]
+        return
+    yield Table(
+        f"Reduction operators on {ranks_of(p)}: before → after",
+        rank_note(p, "As above; int64, or float64 for a mean."),
+        header=["operator", "primitive", *rank_names(p)],
+        rows=[[each["operator"], each["primitive"], *before_after(each["ranks"])] for each in result["operators"]],
+    )
+    operators = unique(case["operator"] for case in checks)
+    names = unique(case["primitive"] for case in checks)
+    yield Table(
+        f"Reduction operators checked against their definitions, {ranks_of(p)}",
+        f"By {', '.join(names)}; {', '.join(LAYOUTS)} tensors, every rank as reduce's root. Refused: found by trying, "
+        f"in the words of {result['facts']['backend']}. Undefined: a mean of integers, bits of floating point.",
+        header=["operator", *DTYPES, "message"],
+        rows=[_operator_row(operator, checks) for operator in operators],
+    )
+
+
+def unique(values: Iterable[str]) -> list[str]:
+    """Return the values in their order, each once."""
+    return list(dict.fromkeys(values))
+
+
+def _operator_row(operator: str, checks: list[dict[str, Any]]) -> list[str]:
+    cases = [case for case in checks if case["operator"] == operator]
+    cells = []
+    for dtype in DTYPES:
+        cells.append(_outcome([case for case in cases if case["dtype"] == dtype]))
+    messages = unique(case["refused"] for case in cases if case["refused"])
+    return [operator, *cells, "; ".join(messages)]
 
 
 def _outcome(cases: list[dict[str, Any]]) -> str:
@@ -550,28 +706,45 @@ def _outcome(cases: list[dict[str, Any]]) -> str:
     if len(refused) == len(cases):
         return "refused"
     count = sum(case["cases"] for case in cases)
-    wrong = sum(len({tuple(each) for ranks in case["wrong"].values() for each in ranks}) for case in cases)
-    right = f"{count - wrong} of {count}" if count else "accepted, undefined"
-    return right + (f", refused by {', '.join(refused)}" if refused else "")
+    wrong = sum(_count_wrong(case) for case in cases)
+    outcome = f"{count - wrong} of {count}" if count else "accepted, undefined"
+    if refused:
+        outcome = f"{outcome}, refused by {', '.join(refused)}"
+    return outcome
+
+
+def _count_wrong(case: dict[str, Any]) -> int:
+    """Return how many layouts and roots were wrong on any rank."""
+    wrong = set()
+    for of_rank in case["wrong"].values():
+        wrong.update(tuple(each) for each in of_rank)
+    return len(wrong)
 
 
 def timing_tables(timed: list[dict[str, Any]], p: int) -> Iterator[Table]:
     """Yield the medians, one column a size, and all quartiles and bandwidths."""
-    columns = sorted({size_class(t["bytes"]) for t in timed if t["bytes"]}) or [0]  # a barrier alone has no size
-    cells = {(t["primitive"], size_class(t["bytes"]) if t["bytes"] else columns[0]): t["seconds"] for t in timed}
-    medians = {key: duration(statistics.median(seconds)) for key, seconds in cells.items()}
-    names = sorted(dict.fromkeys(t["primitive"] for t in timed), key="barrier".__eq__)  # the barrier last
+    columns = sorted({size_class(t["bytes"]) for t in timed if t["bytes"]})
+    columns = columns or [0]  # a barrier alone has no size
+    medians: dict[str, dict[int, str]] = {}
+    for t in timed:
+        column = size_class(t["bytes"]) if t["bytes"] else columns[0]
+        of_primitive = medians.setdefault(t["primitive"], {})
+        of_primitive[column] = duration(statistics.median(t["seconds"]))
+    rows = []
+    for name in sorted(medians, key="barrier".__eq__):  # the barrier last
+        cells = [medians[name].get(column, "") for column in columns]
+        rows.append([name, *cells])
     yield Table(
         f"Median time on {ranks_of(p)}",
         "Whole tensors of this size, float32; from the last rank's entry to the last rank's exit.",
-        ["primitive", *map(size, columns)],
-        [[name, *(medians.get((name, column), "") for column in columns)] for name in names],
+        header=["primitive", *map(size, columns)],
+        rows=rows,
     )
     yield Table(
         f"All timings on {ranks_of(p)}",
         "Quartiles, and algorithm and bus bandwidth as nccl-tests define them.",
-        ["primitive", "size", "calls", "median", "25 %", "75 %", "least", "algbw GB/s", "busbw GB/s"],
-        [_timing_row(t, p) for t in timed],
+        header=["primitive", "size", "calls", "median", "25 %", "75 %", "least", "algbw GB/s", "busbw GB/s"],
+        rows=[_timing_row(t, p) for t in timed],
         long=True,
     )
 
@@ -583,33 +756,45 @@ def size_class(count: int) -> int:
 
 def _timing_row(t: dict[str, Any], p: int) -> list[str]:
     seconds = sorted(t["seconds"])
-    quartiles = (seconds[round(q * (len(seconds) - 1))] for q in (0.25, 0.75))
-    rates = [f"{rate / 1e9:.3g}" for rate in bandwidths(t, p)] if t["bytes"] else ["", ""]
-    times = map(duration, (statistics.median(seconds), *quartiles, seconds[0]))
-    return [t["primitive"], size(t["bytes"]), str(len(seconds)), *times, *rates]
+    last = len(seconds) - 1
+    quartiles = [seconds[round(0.25 * last)], seconds[round(0.75 * last)]]
+    times = [statistics.median(seconds), *quartiles, seconds[0]]
+    rates = ["", ""]
+    if t["bytes"]:
+        rates = [f"{rate / 1e9:.3g}" for rate in bandwidths(t, p)]
+    return [t["primitive"], size(t["bytes"]), str(len(seconds)), *map(duration, times), *rates]
 
 
 def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
     """Yield one picture for each number of ranks: time and bus bandwidth against size."""
     for result in results:
-        p = result["facts"]["world_size"]
         timed = [t for t in result["timings"] if t["bytes"]]
-        if not timed:
-            continue
-        figure, (left, right) = new_figure(11, 4.5, columns=2)
-        for index, name in enumerate(dict.fromkeys(t["primitive"] for t in timed)):
-            own = [t for t in timed if t["primitive"] == name]
-            counts, marker = [t["bytes"] for t in own], "osD^v<>ph*"[index % 10]
-            style: dict[str, Any] = {"marker": marker, "markersize": 4, "label": name, "linewidth": 1.2}
-            left.plot(counts, [statistics.median(t["seconds"]) * 1e3 for t in own], **style)
-            if p > 1:
-                right.plot(counts, [bandwidths(t, p)[1] / 1e9 for t in own], **style)
-        for axes, label in ((left, "median time, ms"), (right, "bus bandwidth, GB/s")):
-            axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=label)
-            axes.grid(alpha=0.3)
-        left.legend(fontsize=7, ncols=2)
-        caption = f"Primitives on {ranks_of(p)} over {result['facts']['backend']}: time and bus bandwidth against size."
-        yield picture(f"primitives-{p}", caption, figure)
+        if timed:
+            yield _picture(result["facts"], timed)
+
+
+def _picture(facts: dict[str, Any], timed: list[dict[str, Any]]) -> Picture:
+    p = facts["world_size"]
+    figure, (left, right) = new_figure(11, 4.5, columns=2)
+    names = unique(t["primitive"] for t in timed)
+    for index, name in enumerate(names):
+        of_name = [t for t in timed if t["primitive"] == name]
+        counts = [t["bytes"] for t in of_name]
+        medians = [statistics.median(t["seconds"]) * 1e3 for t in of_name]
+        marker = MARKERS[index % len(MARKERS)]
+        style: dict[str, Any] = {"marker": marker, "markersize": 4, "label": name, "linewidth": 1.2}
+        left.plot(counts, medians, **style)
+        if p > 1:
+            rates = [bandwidths(t, p)[1] / 1e9 for t in of_name]
+            right.plot(counts, rates, **style)
+    left.set_ylabel("median time, ms")
+    right.set_ylabel("bus bandwidth, GB/s")
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="bytes")
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=7, ncols=2)
+    caption = f"Primitives on {ranks_of(p)} over {facts['backend']}: time and bus bandwidth against size."
+    return picture(f"primitives-{p}", caption, figure)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep import ConfigError, log
 from samestep.checkpoint import write_atomic
-from show import results
+from show import Picture, results
 
 SECTIONS = {  # command: how its section begins
     "primitives": (
@@ -52,26 +52,26 @@ def write(run_dir: Path, markdown: bool) -> None:
     Raises:
         ConfigError: the run dir has no results.
     """
-    parts, links, texts = [], [], []
-    machine: dict[str, Any] = {}
-    for command, introduction in SECTIONS.items():
-        found = results(run_dir, command)
-        if not found:
-            continue
-        module = importlib.import_module(MODULES.get(command, command))  # torch takes seconds: only if it is needed
-        machine = machine or found[0]["facts"]
-        links.append(f'<a href="#{command}">{command}</a>')
-        parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(introduction)}</p>')
-        for picture in module.pictures(found):
-            caption = html.escape(picture.caption)
-            parts.append(f"<figure>{picture.svg}<figcaption>{caption}</figcaption></figure>")
-        tables = [table for result in found for table in module.tables(result)]
-        parts += [table.html() for table in tables]
-        texts += [f"### {command}\n", *(table.markdown() for table in tables if not table.long)]
-    if not parts:
+    sections = {command: results(run_dir, command) for command in SECTIONS}
+    sections = {command: found for command, found in sections.items() if found}
+    if not sections:
         raise ConfigError(f"{run_dir} has no results: run another command with the same --run-dir first")
-    names = ("time", "machine", "processors", "python", "torch", "backend", "threads")
-    where = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
+    links = []
+    parts = []
+    texts = []
+    for command, found in sections.items():
+        module = importlib.import_module(MODULES.get(command, command))  # torch takes seconds: only if it is needed
+        links.append(f'<a href="#{command}">{command}</a>')
+        parts.append(f'<h2 id="{command}">{command}</h2><p>{html.escape(SECTIONS[command])}</p>')
+        parts += [figure(picture) for picture in module.pictures(found)]
+        texts.append(f"### {command}\n")
+        for result in found:
+            for table in module.tables(result):
+                parts.append(table.html())
+                if not table.long:
+                    texts.append(table.markdown())
+    first, *_ = sections.values()
+    where = describe_machine(first[0]["facts"])
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>collectives_lab</title>'
         f"<style>{STYLE}</style></head><body><h1>collectives_lab</h1><p>{html.escape(where)}</p>"
@@ -83,3 +83,14 @@ def write(run_dir: Path, markdown: bool) -> None:
         write_atomic(run_dir / "report.md", text.encode())
         log.info(text)
     log.info(f"wrote {run_dir / 'report.html'}")
+
+
+def figure(picture: Picture) -> str:
+    """Return a picture and its caption as HTML."""
+    return f"<figure>{picture.svg}<figcaption>{html.escape(picture.caption)}</figcaption></figure>"
+
+
+def describe_machine(facts: dict[str, Any]) -> str:
+    """Return where and when the first results were measured."""
+    names = ("time", "machine", "processors", "python", "torch", "backend", "threads")
+    return ", ".join(f"{name} {facts[name]}" for name in names if name in facts)

@@ -35,28 +35,42 @@ class Table:
         """Return the table for the console."""
         rows = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        lines.insert(1, "-" * max(map(len, lines)))
-        return "\n".join([self.title, *lines, *([self.note] if self.note else [])]) + "\n"
+        lines = []
+        for row in rows:
+            cells = map(str.ljust, row, widths)
+            lines.append("  ".join(cells).rstrip())
+        rule = "-" * max(map(len, lines))
+        lines = [self.title, lines[0], rule, *lines[1:]]
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines) + "\n"
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
-        rows = [self.header, ["---"] * len(self.header), *self.rows]
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        return "\n".join([f"**{self.title}**", "", *lines, "", *([self.note, ""] if self.note else [])])
+        lines = [f"**{self.title}**", ""]
+        for row in [self.header, ["---"] * len(self.header), *self.rows]:
+            cells = [cell.replace("|", "\\|") for cell in row]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+        if self.note:
+            lines += [self.note, ""]
+        return "\n".join(lines)
 
     def html(self) -> str:
         """Return the table as HTML, folded if it is long."""
 
         def line(row: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+            cells = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            return f"<tr>{cells}</tr>"
 
-        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        head = line(self.header, "th")
         body = "".join(line(row, "td") for row in self.rows)
-        table = f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
+        table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
         if self.long:
             table = f"<details><summary>{len(self.rows)} rows</summary>{table}</details>"
-        return f"<h3>{html.escape(self.title)}</h3>{note}{table}"
+        if self.note:
+            table = f"<p>{html.escape(self.note)}</p>{table}"
+        return f"<h3>{html.escape(self.title)}</h3>{table}"
 
 
 @dataclass(frozen=True)
@@ -97,8 +111,14 @@ def write_json(run_dir: Path, name: str, value: Any) -> None:
 
 def results(run_dir: Path, command: str) -> list[dict[str, Any]]:
     """Return a command's results: one, or one for each number of ranks, fewest first."""
-    files = sorted(run_dir.glob(f"{command}-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    return [json.loads(path.read_text()) for path in [*files, *run_dir.glob(f"{command}.json")]]
+
+    def ranks(path: Path) -> int:
+        _, _, number = path.stem.rpartition("-")
+        return int(number)
+
+    files = sorted(run_dir.glob(f"{command}-*.json"), key=ranks)
+    files += run_dir.glob(f"{command}.json")
+    return [json.loads(path.read_text()) for path in files]
 
 
 def publish(
@@ -116,7 +136,8 @@ def publish(
     for table in tables:
         if not table.long:
             log.info(table.text())
-    for each in pictures(results(run_dir, name.partition("-")[0])):
+    command, _, _ = name.partition("-")
+    for each in pictures(results(run_dir, command)):
         write_atomic(run_dir / f"{each.name}.svg", each.svg.encode())
 
 
@@ -131,11 +152,21 @@ def size(count: float) -> str:
 
 def ranks_of(count: int) -> str:
     """Return ``1 rank`` or ``2 ranks``."""
-    return "1 rank" if count == 1 else f"{count:,} ranks"
+    if count == 1:
+        return "1 rank"
+    return f"{count:,} ranks"
 
 
 def duration(seconds: float) -> str:
     """Return a time with three digits, in the unit that fits."""
-    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * f >= 1), (1e6, "µs"))
-    value = seconds * factor
-    return f"{value:,.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} {unit}"
+    value = seconds
+    unit = "s"
+    if abs(value) < 1:
+        value = seconds * 1e3
+        unit = "ms"
+    if abs(value) < 1:
+        value = seconds * 1e6
+        unit = "µs"
+    if abs(value) < 1000:
+        return f"{value:,.3g} {unit}"
+    return f"{value:,.0f} {unit}"

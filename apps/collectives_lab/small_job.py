@@ -42,9 +42,13 @@ def rank_main(run_dir: Path, steps: int, dying: int, arguments: Sequence[str] = 
             write_json(run_dir, "died", time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.update(trainer.batch())
-    sha256 = weights_sha256({name: each.cpu().numpy() for name, each in trainer.model.state_dict().items()})
-    result = {"rank": world.rank, "meeting_seconds": rendezvous_seconds, "weights_sha256": sha256}
-    result["arguments"] = list(arguments)
+    arrays = {name: each.cpu().numpy() for name, each in trainer.model.state_dict().items()}
+    result = {
+        "rank": world.rank,
+        "meeting_seconds": rendezvous_seconds,
+        "weights_sha256": weights_sha256(arrays),
+        "arguments": list(arguments),
+    }
     write_json(run_dir, f"rank-{world.rank}", result)
 
 
@@ -59,10 +63,14 @@ def child(rank: int, n: int, port: int, run_dir: Path, steps: int, dying: int) -
 def main() -> None:
     """Run this rank, or start all ranks and wait for them."""
     *arguments, way = sys.argv[1:-4]
-    n, run_dir, steps, dying = int(sys.argv[-4]), Path(sys.argv[-3]), int(sys.argv[-2]), int(sys.argv[-1])
+    n = int(sys.argv[-4])
+    run_dir = Path(sys.argv[-3])
+    steps = int(sys.argv[-2])
+    dying = int(sys.argv[-1])
     if way == "rank":
         write_json(run_dir, f"environ-{os.environ['RANK']}", dict(os.environ))
-        return rank_main(run_dir, steps, dying, arguments)
+        rank_main(run_dir, steps, dying, arguments)
+        return
     job = (n, get_free_port(), run_dir, steps, dying)
     if way == "spawn":  # starts n processes, watches all, and stops the others when one fails
         mp.spawn(child, args=job, nprocs=n)  # type: ignore[attr-defined, no-untyped-call]

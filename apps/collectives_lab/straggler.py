@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,9 +56,13 @@ class Condition:
     def __str__(self) -> str:
         if not self.milliseconds:
             return f"{self.strategy}, nobody sleeps"
-        kind = "" if self.kind == "constant" else f" {self.kind}"
-        where = self.where if self.where == "once" else f"in {self.where}"
-        return f"{self.strategy}, {self.who} sleeps{kind} {self.milliseconds} ms {where}"
+        how_long = f"{self.milliseconds} ms"
+        if self.kind != "constant":
+            how_long = f"{self.kind} {how_long}"
+        where = self.where
+        if where != "once":
+            where = f"in {where}"
+        return f"{self.strategy}, {self.who} sleeps {how_long} {where}"
 
 
 def conditions(options: Options) -> list[Condition]:
@@ -67,38 +72,56 @@ def conditions(options: Options) -> list[Condition]:
     """
     positive = [delay for delay in options.delays if delay]
     usual = min(positive, key=lambda delay: abs(delay - 10), default=0)
-    first, *_ = names = options.strategies
     places = options.where if len(options.where) == 1 else ("aggregation", "backward")
-    made = [Condition(first, where, milliseconds=d) for where in places for d in positive]
-    for strategy in names:
+    found: dict[Condition, None] = {}  # each condition once, in order
+    for strategy in options.strategies:
+        made = []
+        if strategy == options.strategies[0]:
+            for where in places:
+                made += [Condition(strategy, where, milliseconds=delay) for delay in positive]
         made.append(Condition(strategy))
         if usual:
             made += [Condition(strategy, where, milliseconds=usual) for where in PLACES]
-            made += [Condition(strategy, "backward", "random", who, usual) for who in ("one rank", "every rank")]
-    chosen = {c for c in made if not c.milliseconds or (c.where in options.where and c.kind in options.kind)}
-    return sorted(chosen, key=lambda c: (names.index(c.strategy), made.index(c)))
+            for who in ("one rank", "every rank"):
+                made.append(Condition(strategy, "backward", kind="random", who=who, milliseconds=usual))
+        found |= dict.fromkeys(each for each in made if is_chosen(each, options))
+    return list(found)
+
+
+def is_chosen(condition: Condition, options: Options) -> bool:
+    """Return whether --where and --kind select a condition. The one in which nobody sleeps is always measured."""
+    if not condition.milliseconds:
+        return True
+    return condition.where in options.where and condition.kind in options.kind
 
 
 class Delayed(Strategy):
     """Sleep on this rank, as a condition asks, before the strategy ``inner`` averages or during the backward pass."""
 
     def __init__(self, inner: Strategy) -> None:
-        self.inner, self.backward, self.every = inner, inner.backward, inner.every
+        self.inner = inner
+        self.backward = inner.backward
+        self.every = inner.every
         self.begin(Condition("none"), sleeps=False, seed=(0,))
 
     def begin(self, condition: Condition, sleeps: bool, seed: Sequence[int]) -> None:
         """Start a block under a condition. ``sleeps`` is True if this rank sleeps."""
-        self.condition, self.sleeps, self.random = condition, sleeps, np.random.default_rng(seed)
+        self.condition = condition
+        self.sleeps = sleeps
+        self.random = np.random.default_rng(seed)
         self.slept: list[tuple[float, float]] = []  # (begin, end), by time.monotonic()
 
     def sleep(self, where: str) -> None:
         """Sleep if the condition holds here."""
-        if not self.sleeps or self.condition.where != where or not self.condition.milliseconds:
+        is_due = self.sleeps and self.condition.where == where
+        if not is_due or not self.condition.milliseconds:
             return
         seconds = self.condition.milliseconds / 1000
+        if self.condition.kind == "random":
+            seconds = float(self.random.exponential(seconds))
         finish()  # a GPU would otherwise compute while its rank sleeps
         begun = time.monotonic()
-        time.sleep(seconds if self.condition.kind == "constant" else float(self.random.exponential(seconds)))
+        time.sleep(seconds)
         self.slept.append((begun, time.monotonic()))
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -150,21 +173,35 @@ def spans(blocks: Sequence[dict[str, Any]]) -> tuple[NDArray[np.float64], NDArra
 
     A rank waits until the last rank has entered.
     """
-    events = [[event[1:] for event in block["collectives"]] for block in blocks]
-    begin, end = np.moveaxis(np.array(events, dtype=np.float64).reshape(len(blocks), -1, 2), 2, 0)
-    return begin, np.minimum(begin.max(axis=0), end), end
+    events = []
+    for block in blocks:
+        events.append([(begin, end) for _, begin, end in block["collectives"]])
+    times = np.array(events, dtype=np.float64).reshape(len(blocks), -1, 2)
+    begin = times[:, :, 0]
+    end = times[:, :, 1]
+    last_begin = begin.max(axis=0)
+    return begin, np.minimum(last_begin, end), end
 
 
 def analyze(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return where each rank's time in one block went, and which rank entered each collective last."""
     begin, until, end = spans(blocks)
+    waits = (until - begin).sum(axis=1).tolist()
+    insides = (end - begin).sum(axis=1).tolist()
     ranks = []
-    for block, waited, inside in zip(blocks, (until - begin).sum(axis=1).tolist(), (end - begin).sum(axis=1).tolist()):
+    for block, waited, inside in zip(blocks, waits, insides):
         slept = sum(woke - fell_asleep for fell_asleep, woke in block["sleeps"])
         seconds = block["ended"] - block["begun"]
-        parts = (seconds - inside - slept, slept, waited, inside - waited)
-        step_seconds = np.diff([*block["steps"], block["ended"]]).tolist()
-        ranks.append({"seconds": seconds, "step_seconds": step_seconds, **dict(zip(PARTS, parts))})
+        ranks.append(
+            {
+                "seconds": seconds,
+                "step_seconds": np.diff([*block["steps"], block["ended"]]).tolist(),
+                "computed": seconds - inside - slept,
+                "slept": slept,
+                "waited": waited,
+                "communicated": inside - waited,
+            }
+        )
     return {"ranks": ranks, "waited_for": begin.argmax(axis=0).tolist()}
 
 
@@ -175,7 +212,9 @@ def main() -> None:
     if world.node_count != 1:
         raise ConfigError("straggler compares clocks: run it on one machine")
     check_size(options, world.world_size)
-    slow_rank = world.world_size - 1 if options.slow_rank is None else options.slow_rank
+    slow_rank = options.slow_rank
+    if slow_rank is None:
+        slow_rank = world.world_size - 1
     training, _ = load("mnist-5k", Path("data"), device)
     delayed = {name: Delayed(STRATEGIES[name]()) for name in options.strategies}
     trainers = {name: Trainer(strategy, options, training, world) for name, strategy in delayed.items()}
@@ -188,21 +227,26 @@ def main() -> None:
     bar = log.progress((rounds + 1) * len(tried), 0)
     for i in range(-1, rounds):  # one round to warm up
         for index, condition in enumerate(tried):
-            name, slow = condition.strategy, condition.who == "every rank" or world.rank == slow_rank
-            sleeps = slow and (i == 0 if condition.where == "once" else i >= 0)
-            delayed[name].begin(condition, sleeps, [1000 * i + index + 2000, world.rank])
+            name = condition.strategy
+            is_slow = condition.who == "every rank" or world.rank == slow_rank
+            sleeps = is_slow and sleeps_in_round(condition, i)
+            delayed[name].begin(condition, sleeps, seed=[1000 * i + index + 2000, world.rank])
             label = str(condition) if i >= 0 else "warm-up"
-            gathered = gather_json(train_block(trainers[name], delayed[name], label))
+            block = train_block(trainers[name], delayed[name], label)
+            gathered = gather_json(block)
             if i >= 0:
                 measured[index].append(analyze(gathered))
                 timelines.setdefault(str(condition), gathered)  # of the first round
             bar.update()
     bar.close()
+    found = []
+    for condition, blocks in zip(tried, measured):
+        found.append({**asdict(condition), "name": str(condition), "blocks": blocks})
     result: dict[str, Any] = {
         "facts": run_metadata(world, device),
         "slow_rank": slow_rank,
         "block": BLOCK,
-        "conditions": [{**asdict(c), "name": str(c), "blocks": blocks} for c, blocks in zip(tried, measured)],
+        "conditions": found,
         "timelines": timelines,
     }
     if world.rank == 0:
@@ -210,14 +254,24 @@ def main() -> None:
         publish_waits(options, result["facts"])
 
 
+def sleeps_in_round(condition: Condition, i: int) -> bool:
+    """Return whether a condition's ranks sleep in round ``i``; -1 is the warm-up."""
+    if condition.where == "once":
+        return i == 0
+    return i >= 0
+
+
 # --- as tables and pictures ----------------------------------------------------------------------------------------
 
 
 def costs(result: dict[str, Any], condition: dict[str, Any], rank: int) -> tuple[float, float]:
     """Return (slept, cost) in milliseconds per step: one rank's sleep, and its cost to ``rank``."""
-    base = next(c for c in result["conditions"] if c["strategy"] == condition["strategy"] and c["milliseconds"] == 0)
-    average = statistics.mean if condition["where"] == "once" else statistics.median
-    slept = average([max(each["slept"] for each in block["ranks"]) for block in condition["blocks"]])
+    alike = [each for each in result["conditions"] if each["strategy"] == condition["strategy"]]
+    base = next(each for each in alike if each["milliseconds"] == 0)
+    sleeps = [max(rank["slept"] for rank in block["ranks"]) for block in condition["blocks"]]
+    slept = statistics.median(sleeps)
+    if condition["where"] == "once":
+        slept = statistics.mean(sleeps)
     cost = step_seconds(condition, condition, rank) - step_seconds(base, condition, rank)
     return slept * 1000 / result["block"], cost * 1000
 
@@ -231,58 +285,88 @@ def step_seconds(measured: dict[str, Any], like: dict[str, Any], rank: int) -> f
     """
     blocks = [block["ranks"][rank] for block in measured["blocks"]]
     if like["where"] in ("once", "start"):
-        average = statistics.mean if like["where"] == "once" else statistics.median
-        return average([float(block["seconds"]) / len(block["step_seconds"]) for block in blocks])
-    every = int(like["strategy"].partition("local_")[2] or 1)
-    steps = [float(seconds) for block in blocks for seconds in block["step_seconds"]]
-    cycles = [statistics.mean(steps[i : i + every]) for i in range(0, len(steps), every)]
-    return statistics.median(cycles) if like["kind"] == "constant" else statistics.mean(cycles)
+        times = [float(block["seconds"]) / len(block["step_seconds"]) for block in blocks]
+    else:
+        every = int(like["strategy"].partition("local_")[2] or 1)
+        steps: list[float] = []
+        for block in blocks:
+            steps += block["step_seconds"]
+        times = [statistics.mean(steps[i : i + every]) for i in range(0, len(steps), every)]
+    if like["where"] == "once" or like["kind"] == "random":
+        return statistics.mean(times)
+    return statistics.median(times)
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
     """Yield the tables of one number of ranks."""
-    p, per_step = result["facts"]["world_size"], 1000 / result["block"]
+    p = result["facts"]["world_size"]
     shown = range(min(p, SHOWN_RANKS))
-    rows, shares = [], []
+    rows = []
+    times = []
+    shares = []
     for condition in result["conditions"]:
-        blocks = condition["blocks"]
         if condition["milliseconds"]:
-            cost = [costs(result, condition, rank) for rank in shown]
-            rows.append([condition["name"], f"{cost[0][0]:.2f}", *(f"{c:+.2f}" for _, c in cost)])
-        last = [rank for block in blocks for rank in block["waited_for"]]
-        slowest = max(range(p), key=lambda rank: (last.count(rank), rank))
-        for rank in shown:
-            parts = [statistics.median(block["ranks"][rank][part] for block in blocks) * per_step for part in PARTS]
-            whom = f"rank {slowest}: {last.count(slowest)} of {len(last)}" if rank == 0 and last else ""
-            name = condition["name"] if rank == 0 else ""
-            shares.append([name, str(rank), *(f"{part:.2f}" for part in parts), whom])
+            rows.append(_cost_row(result, condition, shown))
+        times.append(_time_row(condition))
+        shares += _share_rows(condition, shown, block_steps=result["block"])
     if rows:
         yield Table(
             f"What a delay costs, {ranks_of(p)}; rank {result['slow_rank']} is the slow one",
             "Milliseconds per step, measured, more than when nobody slept; medians, means if delays are random.",
-            ["condition", "slept", *(f"cost on rank {rank}" for rank in shown)],
-            rows,
+            header=["condition", "slept", *(f"cost on rank {rank}" for rank in shown)],
+            rows=rows,
         )
-    times = []
-    for condition in result["conditions"]:
-        who, where, sleep = condition["who"], condition["where"], f"{condition['kind']} {condition['milliseconds']} ms"
-        seconds = sum(max(rank["seconds"] for rank in block["ranks"]) for block in condition["blocks"])
-        slept = [who, where, sleep] if condition["milliseconds"] else ["nobody", "", ""]
-        times.append([condition["strategy"], *slept, f"{seconds:.2f} s"])
     steps = result["block"] * len(result["conditions"][0]["blocks"])
     yield Table(
         f"Train time of {steps} steps, {ranks_of(p)}",
         f"Of the slowest rank. A sleep in start comes once in {result['block']} steps, a sleep once in all steps.",
-        ["strategy", "who sleeps", "where", "sleep", "train time"],
-        times,
+        header=["strategy", "who sleeps", "where", "sleep", "train time"],
+        rows=times,
     )
     yield Table(
         f"Where the time went, {ranks_of(p)}",
         "Milliseconds per step. Last: the rank that entered most collectives last, so that the others waited for it.",
-        ["condition", "rank", *PARTS, "last"],
-        shares,
+        header=["condition", "rank", *PARTS, "last"],
+        rows=shares,
         long=True,
     )
+
+
+def _cost_row(result: dict[str, Any], condition: dict[str, Any], shown: Sequence[int]) -> list[str]:
+    found = [costs(result, condition, rank) for rank in shown]
+    slept, _ = found[0]
+    cells = [f"{cost:+.2f}" for _, cost in found]
+    return [condition["name"], f"{slept:.2f}", *cells]
+
+
+def _time_row(condition: dict[str, Any]) -> list[str]:
+    seconds = 0.0
+    for block in condition["blocks"]:
+        seconds += max(rank["seconds"] for rank in block["ranks"])
+    slept = ["nobody", "", ""]
+    if condition["milliseconds"]:
+        slept = [condition["who"], condition["where"], f"{condition['kind']} {condition['milliseconds']} ms"]
+    return [condition["strategy"], *slept, f"{seconds:.2f} s"]
+
+
+def _share_rows(condition: dict[str, Any], shown: Sequence[int], block_steps: int) -> list[list[str]]:
+    """Return a row for each of the ranks ``shown``: where its time went. The first names the rank that was last."""
+    blocks = condition["blocks"]
+    last = Counter[int]()
+    for block in blocks:
+        last.update(block["waited_for"])
+    rows = []
+    for rank in shown:
+        cells = []
+        for part in PARTS:
+            seconds = statistics.median(block["ranks"][rank][part] for block in blocks)
+            cells.append(f"{seconds * 1000 / block_steps:.2f}")
+        rows.append(["", str(rank), *cells, ""])
+    rows[0][0] = condition["name"]
+    if last:
+        slowest = max(last, key=lambda rank: (last[rank], rank))
+        rows[0][-1] = f"rank {slowest}: {last[slowest]} of {sum(last.values())}"
+    return rows
 
 
 COLORS = {"compute": "#9ecae1", "sleep": "#31a354", "wait": "#fdae6b", "communicate": "#de2d26"}
@@ -298,13 +382,16 @@ def pictures(results: list[dict[str, Any]]) -> Iterator[Picture]:
 def _timelines(result: dict[str, Any]) -> Picture:
     from matplotlib.patches import Patch
 
-    p, names = result["facts"]["world_size"], _drawn(list(result["timelines"]))
-    figure, panels = new_figure(11, (0.32 * p + 0.75) * len(names), rows=len(names))
+    p = result["facts"]["world_size"]
+    names = _drawn(list(result["timelines"]))
+    height = 0.32 * p + 0.75  # of a panel, in inches
+    figure, panels = new_figure(11, height * len(names), rows=len(names))
     for axes, name in zip(panels, names):
         _draw_timeline(axes, result["timelines"][name])
         axes.set_title(name, fontsize=9, loc="left")
     panels[-1].set_xlabel("ms")
-    figure.legend(handles=[Patch(color=c, label=k) for k, c in COLORS.items()], ncols=4, loc="outside upper right")
+    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
+    figure.legend(handles=handles, ncols=4, loc="outside upper right")
     caption = f"Who waits for whom: the first {DRAWN} steps of a block on {ranks_of(p)}, as every rank noted them."
     return picture(f"straggler-{p}", caption, figure)
 
@@ -312,13 +399,16 @@ def _timelines(result: dict[str, Any]) -> Picture:
 def _costs(result: dict[str, Any]) -> Picture:
     p = result["facts"]["world_size"]
     figure, (axes,) = new_figure(6, 3.6)
+    first = result["conditions"][0]["strategy"]
     for where, marker in (("aggregation", "o"), ("backward", "s")):
-        like = {"strategy": result["conditions"][0]["strategy"], "where": where, "kind": "constant"}
-        chosen = [c for c in result["conditions"] if c["milliseconds"] and like.items() <= c.items()]
+        like = {"strategy": first, "where": where, "kind": "constant"}
+        chosen = [each for each in result["conditions"] if each["milliseconds"] and like.items() <= each.items()]
         for rank in range(min(p, SHOWN_RANKS)):
             points = sorted(costs(result, condition, rank) for condition in chosen)
+            sleeps = [slept for slept, _ in points]
+            prices = [cost for _, cost in points]
             label = f"in {where}, on rank {rank}"
-            axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=4, label=label)
+            axes.plot(sleeps, prices, marker=marker, markersize=4, label=label)
     axes.axline((0, 0), slope=1, color="grey", linewidth=0.8, linestyle=":")
     axes.set(xlabel="slept per step by one rank, ms", ylabel="cost per step, ms")
     axes.legend(fontsize=7)
@@ -330,28 +420,35 @@ def _costs(result: dict[str, Any]) -> Picture:
 def _drawn(names: list[str]) -> list[str]:
     """Return a few timelines that show the most; the numbers of the others are in the tables."""
     wanted = (
-        ("all_reduce", "nobody"),
-        ("all_reduce", "one rank sleeps 10 ms in aggregation"),
-        ("all_reduce", "one rank sleeps 10 ms in backward"),
-        ("overlap", "one rank sleeps 10 ms in backward"),
-        ("all_reduce", "every rank sleeps random"),
-        ("local_4", "every rank sleeps random"),
+        "all_reduce, nobody",
+        "all_reduce, one rank sleeps 10 ms in aggregation",
+        "all_reduce, one rank sleeps 10 ms in backward",
+        "overlap, one rank sleeps 10 ms in backward",
+        "all_reduce, every rank sleeps random",
+        "local_4, every rank sleeps random",
     )
-    found = [name for each in wanted for name in names if name.startswith(f"{each[0]}, {each[1]}")]
+    found = []
+    for begin in wanted:
+        found += [name for name in names if name.startswith(begin)]
     return found or names[: len(wanted)]
 
 
 def _draw_timeline(axes: Any, blocks: list[dict[str, Any]]) -> None:
     origin = min(block["begun"] for block in blocks)
     until = min(block["steps"][DRAWN] for block in blocks)
-    for rank, (block, collectives) in enumerate(zip(blocks, np.stack(spans(blocks), axis=2))):
-        drawn = [("compute", block["begun"], until), *(("sleep", *sleep) for sleep in block["sleeps"])]
-        for begin, waited_until, end in collectives:
-            drawn += [("wait", begin, waited_until), ("communicate", waited_until, end)]
+    collectives = np.stack(spans(blocks), axis=2)  # [ranks, collectives, 3]
+    for rank, block in enumerate(blocks):
+        drawn = [("compute", block["begun"], until)]
+        for begin, end in block["sleeps"]:
+            drawn.append(("sleep", begin, end))
+        for begin, waited_until, end in collectives[rank]:
+            drawn.append(("wait", begin, waited_until))
+            drawn.append(("communicate", waited_until, end))
         for kind, begin, end in drawn:
             if begin < until:
+                left = (begin - origin) * 1000
                 width = (min(end, until) - begin) * 1000
-                axes.broken_barh([((begin - origin) * 1000, width)], (rank - 0.4, 0.8), color=COLORS[kind])
+                axes.broken_barh([(left, width)], (rank - 0.4, 0.8), color=COLORS[kind])
     axes.set_yticks(range(len(blocks)), [f"rank {r}" for r in range(len(blocks))], fontsize=8)
     axes.invert_yaxis()
 

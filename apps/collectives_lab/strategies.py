@@ -53,11 +53,16 @@ def reduce_broadcast(x: Tensor) -> None:
 
 def gather_scatter(x: Tensor) -> None:
     """Collect all vectors on rank 0, which averages them and hands each rank the mean: one rank has all the traffic."""
-    p, is_root = dist.get_world_size(), dist.get_rank() == 0
-    vectors = x.new_empty(p, *x.shape) if is_root else None
+    p = dist.get_world_size()
+    vectors: list[Tensor] | None = None
+    means: list[Tensor] | None = None
+    if dist.get_rank() == 0:
+        whole = x.new_empty(p, *x.shape)
+        vectors = list(whole)
     with collective("gather"):
-        dist.gather(x, None if vectors is None else list(vectors), dst=0)
-    means = None if vectors is None else [vectors.mean(dim=0)] * p
+        dist.gather(x, vectors, dst=0)
+    if dist.get_rank() == 0:
+        means = [whole.mean(dim=0)] * p
     with collective("scatter"):
         dist.scatter(x, means, src=0)
 
@@ -76,17 +81,22 @@ def ring(x: Tensor) -> None:
     Reduce-scatter, then all-gather: in each of 2(p-1) steps, every rank sends one piece. Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009.
     """
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     pieces = [x[slice(*shard(len(x), i, p))] for i in range(p)]
     received = torch.empty_like(pieces[0])  # the longest
     for step in range(p - 1):  # afterwards this rank has the sum of piece rank + 1
+        outgoing = pieces[(rank - step) % p]
         target = pieces[(rank - step - 1) % p]
+        incoming = received[: len(target)]
         with collective("ring (isend and irecv)"):
-            exchange(pieces[(rank - step) % p], received[: len(target)])
-        target += received[: len(target)]
+            exchange(outgoing, incoming)
+        target += incoming
     for step in range(p - 1):
+        outgoing = pieces[(rank + 1 - step) % p]
+        incoming = pieces[(rank - step) % p]
         with collective("ring (isend and irecv)"):
-            exchange(pieces[(rank + 1 - step) % p], pieces[(rank - step) % p])
+            exchange(outgoing, incoming)
     x /= p
 
 
@@ -101,7 +111,8 @@ def exchange(outgoing: Tensor, incoming: Tensor) -> None:
 
 def neighbors() -> tuple[int, int]:
     """Return the ranks that this rank sends to, and receives from, in a ring."""
-    rank, count = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    count = dist.get_world_size()
     return (rank + 1) % count, (rank - 1) % count
 
 
@@ -125,7 +136,19 @@ def gloo_reduce_bytes(n: float, p: int) -> float:
     segment = min(math.ceil(n / (2 * p)), 2**20)
     segments = math.ceil(max(math.ceil(n / segment), 2 * p) / p) * p
     overhang = segments * segment - n  # beyond the end, never sent
-    return p * n - max(0.0, 2 * p * segment - overhang) + max(0.0, n - segments / p * segment)
+    left_out = max(0.0, 2 * p * segment - overhang)
+    to_root = max(0.0, n - segments / p * segment)
+    return p * n - left_out + to_root
+
+
+def gloo_reduce_broadcast_bytes(n: float, p: int) -> float:
+    """Return what all ranks together send in gloo's reduce and broadcast of n bytes."""
+    return gloo_reduce_bytes(n, p) + (p - 1) * n
+
+
+def all_gather_bytes(n: float, p: int) -> float:
+    """Return what all ranks together send in gloo's all_gather of n bytes from each."""
+    return p * (p - 1) * n
 
 
 def _twice_around(n: float, p: int) -> float:
@@ -137,9 +160,9 @@ def _twice_around(n: float, p: int) -> float:
 # links. Source: gloo/allreduce.cc, broadcast.cc, gather.cc, scatter.cc, allgather.cc.
 SCHEMES = {
     "all_reduce": Scheme(all_reduce, _twice_around),
-    "reduce_broadcast": Scheme(reduce_broadcast, lambda n, p: gloo_reduce_bytes(n, p) + (p - 1) * n),
+    "reduce_broadcast": Scheme(reduce_broadcast, gloo_reduce_broadcast_bytes),
     "gather_scatter": Scheme(gather_scatter, _twice_around),
-    "all_gather": Scheme(all_gather, lambda n, p: p * (p - 1) * n),
+    "all_gather": Scheme(all_gather, all_gather_bytes),
     "ring": Scheme(ring, _twice_around),
 }
 
@@ -196,7 +219,8 @@ class Overlap(Strategy):
         super().prepare(model)
         self.buckets: list[list[nn.Parameter]] = [[]]
         for parameter in reversed(self.parameters):
-            if self.buckets[-1] and sum(p.nbytes for p in self.buckets[-1]) + parameter.nbytes > BUCKET_BYTES:
+            used = sum(each.nbytes for each in self.buckets[-1])
+            if used and used + parameter.nbytes > BUCKET_BYTES:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
         self._reset()
@@ -211,8 +235,10 @@ class Overlap(Strategy):
 
     def _send_full_buckets(self, parameter: Tensor) -> None:
         self.ready.add(parameter)
-        while len(self.pending) < len(self.buckets) and self.ready.issuperset(self.buckets[len(self.pending)]):
-            flat = _flatten(_gradients(self.buckets[len(self.pending)]))
+        for bucket in self.buckets[len(self.pending) :]:
+            if not self.ready.issuperset(bucket):
+                return
+            flat = _flatten(_gradients(bucket))
             self.pending.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def after_backward(self) -> None:
@@ -242,7 +268,9 @@ class GradientAverage(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.is_first, self.is_queued = module, True, False
+        self.module = module
+        self.is_first = True
+        self.is_queued = False
         for parameter in module.parameters():
             parameter.register_hook(self._queue)
 
@@ -297,7 +325,8 @@ class LocalSGD(Strategy):
     """
 
     def __init__(self, every: int) -> None:
-        self.every, self.synchronous = every, every == 1
+        self.every = every
+        self.synchronous = every == 1
 
     @torch.no_grad()
     def after_step(self, step: int, is_last: bool) -> None:
@@ -322,7 +351,8 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unflatten(flat: Tensor, into: Sequence[Tensor]) -> None:
-    for piece, target in zip(flat.split([each.numel() for each in into]), into):
+    pieces = flat.split([each.numel() for each in into])
+    for piece, target in zip(pieces, into):
         target.copy_(piece.view_as(target))
 
 

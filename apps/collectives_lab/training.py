@@ -29,25 +29,36 @@ class Trainer:
             split: the training set, on the device that trains.
             world: which part of each global batch is trained on here.
         """
-        self.strategy, self.split, self.seed, self.world_size = strategy, split, options.seed, world.world_size
+        self.strategy = strategy
+        self.split = split
+        self.seed = options.seed
+        self.world_size = world.world_size
         self.dtype = getattr(torch, options.dtype)
         self.model = build_model(options.dropout, self.dtype, options.seed).to(split.images.device)
         self.module = strategy.prepare(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=options.lr, momentum=options.momentum)
-        shard = (world.rank, world.world_size)
-        self.batches = GlobalBatches(len(split.labels), options.global_batch_size, options.seed, *shard)
+        self.batches = GlobalBatches(
+            len(split.labels),
+            options.global_batch_size,
+            options.seed,
+            rank=world.rank,
+            world_size=world.world_size,
+        )
         self.steps = 0  # done
 
     def batch(self) -> Batch:
         """Return this rank's part of the next step's global batch, and seed what the step draws."""
         torch.manual_seed(step_seed(self.seed, self.steps))
-        return *self.split.batch(self.batches.indices(self.steps), self.dtype), self.batches.rows(self.steps)
+        indices = self.batches.indices(self.steps)
+        images, labels = self.split.batch(indices, self.dtype)
+        return images, labels, self.batches.rows(self.steps)
 
     def update(self, batch: Batch, is_last: bool = False) -> Tensor:
         """Take one step; return the summed loss of this rank's part. The strategy's collectives are in here."""
         images, labels, rows = batch
         self.optimizer.zero_grad()
-        loss_sum = F.nll_loss(self.module(images, rows), labels, reduction="sum")
+        scores = self.module(images, rows)
+        loss_sum = F.nll_loss(scores, labels, reduction="sum")
         with collective(self.strategy.backward):
             (loss_sum * (self.world_size / rows.global_size)).backward()
         self.strategy.after_backward()

@@ -9,7 +9,7 @@ clock, which all ranks read. A rank waits in a collective until the last rank ha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,33 @@ def publish_waits(options: Options, facts: dict[str, Any]) -> None:
     if not options.trace or facts["node_count"] != 1:  # several machines have several clocks
         return
     name = f"trace-{options.command}-{facts['world_size']}"
-    ranks = [calls_of(options.run_dir / name / f"rank-{rank}.jsonl") for rank in range(facts["world_size"])]
+    folder = options.run_dir / name
+    ranks = [calls_of(folder / f"rank-{rank}.jsonl") for rank in range(facts["world_size"])]
     found = []
     for condition, collective in ranks[0]:
         if collective == "backward" or condition == "warm-up":  # a backward pass without communication
             continue
-        times = np.array(list(zip(*(rank.get((condition, collective), []) for rank in ranks))))  # [calls, ranks, 2]
-        if len(times) == 0:
-            continue
-        before, after = np.moveaxis(times, 2, 0)
-        waited = np.minimum(before.max(axis=1, keepdims=True), after) - before
-        last = np.bincount(before.argmax(axis=1), minlength=len(ranks))
-        shown = {"condition": condition, "collective": collective}
-        found.append({**shown, "waited": waited.sum(axis=0).tolist(), "last": last.tolist()})
+        of_ranks = [rank.get((condition, collective), []) for rank in ranks]
+        calls = list(zip(*of_ranks))
+        if calls:
+            found.append({"condition": condition, "collective": collective, **measure_waits(calls)})
     result = {"facts": facts, "command": options.command, "collectives": found}
     publish(options.run_dir, name, result, tables(result), pictures)
+
+
+def measure_waits(calls: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[Any]]:
+    """Return the seconds that each rank waited in all calls, and in how many calls it came last.
+
+    Args:
+        calls: (before, after) of each call on each rank.
+    """
+    times = np.array(calls)  # [calls, ranks, 2]
+    before = times[:, :, 0]
+    after = times[:, :, 1]
+    last_before = before.max(axis=1, keepdims=True)
+    waited = np.minimum(last_before, after) - before
+    last = np.bincount(before.argmax(axis=1), minlength=before.shape[1])
+    return {"waited": waited.sum(axis=0).tolist(), "last": last.tolist()}
 
 
 def calls_of(path: Path) -> Calls:
@@ -47,25 +59,30 @@ def calls_of(path: Path) -> Calls:
     calls: Calls = {}
     for line in path.read_text().splitlines():
         call = json.loads(line)
-        calls.setdefault((call.get("condition", ""), call["collective"]), []).append((call["before"], call["after"]))
+        key = (call.get("condition", ""), call["collective"])
+        calls.setdefault(key, []).append((call["before"], call["after"]))
     return calls
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
     """Yield a table for each condition of one command and one number of ranks."""
     n = result["facts"]["world_size"]
-    header = ["collective", "calls", *(f"rank {rank} waited" for rank in range(min(n, SHOWN_RANKS))), "waited for"]
+    waits = [f"rank {rank} waited" for rank in range(min(n, SHOWN_RANKS))]
+    header = ["collective", "calls", *waits, "waited for"]
     note = "All calls together. The last column has the rank that entered most of the calls last."
     by_condition: dict[str, list[list[str]]] = {}
     for each in result["collectives"]:
         slowest = max(range(n), key=lambda rank: each["last"][rank])
         waited = [duration(seconds) for seconds in each["waited"][:SHOWN_RANKS]]
-        whom = f"rank {slowest}: {each['last'][slowest]} of {sum(each['last'])}"
-        row = [each["collective"], str(sum(each["last"])), *waited, whom]
+        calls = sum(each["last"])
+        whom = f"rank {slowest}: {each['last'][slowest]} of {calls}"
+        row = [each["collective"], str(calls), *waited, whom]
         by_condition.setdefault(each.get("condition", ""), []).append(row)
     for condition, rows in by_condition.items():
-        where = f": {condition}" if condition else ""
-        yield Table(f"Who waited for whom in {result['command']}, {ranks_of(n)}{where}", note, header, rows)
+        title = f"Who waited for whom in {result['command']}, {ranks_of(n)}"
+        if condition:
+            title = f"{title}: {condition}"
+        yield Table(title, note, header=header, rows=rows)
 
 
 def pictures(results: list[dict[str, Any]]) -> list[Picture]:

@@ -46,11 +46,13 @@ class Windows(Dataset[Any]):
 
         m may be 0, because every rank must take part in the collectives of a pass.
         """
-        at = self.first + indices[:, None] * self.context + np.arange(self.context)
+        begins = self.first + indices * self.context
+        at = begins[:, None] + np.arange(self.context)  # places of the targets
         there = np.minimum(at, self.stop - 1)
-        tokens = torch.from_numpy(self.text[there - 1].astype(np.int64))
-        targets = torch.from_numpy(np.where(at < self.stop, self.text[there].astype(np.int64), IGNORED))
-        return tokens.to(self.device), targets.to(self.device)
+        tokens = self.text[there - 1].astype(np.int64)
+        targets = self.text[there].astype(np.int64)
+        targets = np.where(at < self.stop, targets, IGNORED)
+        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
 
     __getitems__ = batch  # a DataLoader's name for it
 
@@ -62,9 +64,11 @@ def read(options: Options) -> NDArray[np.uint8]:
         text: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")[: SIZES.get(options.dataset)]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}: name another --data-file") from None
-    if len(text) - len(text) // HELD_OUT <= options.context or len(text) < HELD_OUT:
-        few = f"{path} has {len(text)} bytes: too few for --context {options.context}"
-        raise ConfigError(f"{few}: name another --data-file")
+    trained_on = len(text) - len(text) // HELD_OUT
+    if trained_on <= options.context or len(text) < HELD_OUT:
+        raise ConfigError(
+            f"{path} has {len(text)} bytes: too few for --context {options.context}: name another --data-file"
+        )
     return text
 
 
@@ -73,8 +77,9 @@ def load(options: Options, device: torch.device) -> tuple[Windows, Windows]:
     text = read(options)
     cut = len(text) - len(text) // HELD_OUT
     complete = (cut - 1) // options.context * options.context
-    train_set = Windows(text, 1, 1 + complete, options.context, device)
-    return train_set, Windows(text, cut, len(text), options.context, device)
+    train_set = Windows(text, 1, 1 + complete, context=options.context, device=device)
+    test_set = Windows(text, cut, len(text), context=options.context, device=device)
+    return train_set, test_set
 
 
 def markov_bits(text: NDArray[np.uint8]) -> float | None:
@@ -87,15 +92,25 @@ def markov_bits(text: NDArray[np.uint8]) -> float | None:
     if len(text) > 2**28:
         return None
     cut = len(text) - len(text) // HELD_OUT
-    train, test = text[:cut].astype(np.int64), text[cut - 2 :].astype(np.int64)
+    train = text[:cut].astype(np.int64)
+    test = text[cut - 2 :].astype(np.int64)
     probability = np.full(len(test) - 2, 1 / 256)
     for order in range(3):
-        # The byte and its context as one number: of each training byte, and of each test byte.
-        train_key = sum(train[order - back : len(train) - back] << 8 * back for back in range(order + 1))
-        test_key = sum(test[2 - back : len(test) - back] << 8 * back for back in range(order + 1))
+        train_key = _with_context(train, order, first=order)
+        test_key = _with_context(test, order, first=2)
         counts = np.bincount(train_key, minlength=256 ** (order + 1))
         by_context = counts.reshape(-1, 256)
-        total, kinds = by_context.sum(1)[test_key >> 8], (by_context > 0).sum(1)[test_key >> 8]
+        context = test_key >> 8
+        total = by_context.sum(1)[context]
+        kinds = (by_context > 0).sum(1)[context]
         mixed = (counts[test_key] + kinds * probability) / np.maximum(1, total + kinds)
         probability = np.where(total, mixed, probability)
     return float(-np.log2(probability).mean())
+
+
+def _with_context(text: NDArray[np.int64], order: int, first: int) -> NDArray[np.int64]:
+    """Return each byte from ``first`` on and the ``order`` bytes before it, as one number."""
+    key = np.zeros(len(text) - first, np.int64)
+    for back in range(order + 1):
+        key += text[first - back : len(text) - back] << 8 * back
+    return key

@@ -40,7 +40,8 @@ def release_memory_early() -> None:
 
 def make_mesh(options: Options, device: torch.device) -> DeviceMesh:
     """Return the ranks as a grid (dp, tp); neighbors compute the same samples. Raises ConfigError; see --mesh."""
-    return init_device_mesh(device.type, mesh_of(options, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    sizes = mesh_of(options, dist.get_world_size())
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
 
 
 def time_phases(model: GPT, optimizer: Optimizer, timer: StepTimer) -> None:

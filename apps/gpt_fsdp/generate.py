@@ -58,7 +58,9 @@ def generate(model: GPT, context: int, text: bytes, count: int, temperature: flo
         if temperature == 0:
             written.append(int(scores.argmax()))
         else:
-            written.append(int(torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)))
+            probabilities = (scores / temperature).softmax(-1)
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
+            written.append(int(drawn))
     return bytes(written)
 
 

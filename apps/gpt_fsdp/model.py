@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has too few digits for squares
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+        mean_square = wide.square().mean(-1, keepdim=True)
+        normalized = wide * torch.rsqrt(mean_square + 1e-6)
+        return normalized.to(x.dtype) * self.weight
 
 
 def rotation(length: int, size: int, like: Tensor) -> Tensor:
@@ -40,14 +44,18 @@ def rotation(length: int, size: int, like: Tensor) -> Tensor:
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """
-    speeds = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / size)
-    angles = torch.arange(length, device=like.device, dtype=torch.float64)[:, None] * speeds
+    settings: dict[str, Any] = {"device": like.device, "dtype": torch.float64}
+    pairs = torch.arange(0, size, 2, **settings)
+    speeds = 10_000.0 ** (-pairs / size)
+    positions = torch.arange(length, **settings)
+    angles = positions[:, None] * speeds
     return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate x [m, heads, length, size]; a feature of the first half and one of the second half are a pair."""
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), turn.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = turn.to(x.dtype)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
@@ -57,10 +65,19 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.size = width // heads
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Map features [m, length, width] to [m, heads, length, size]."""
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q = self.split(self.q(x))
+        k = self.split(self.k(x))
+        v = self.split(self.v(x))
         mixed = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -74,11 +91,13 @@ class FeedForward(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         hidden = -(-width * 8 // 3 // 32) * 32
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        gate = F.silu(self.gate(x))
+        return self.down(gate * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -86,8 +105,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, recompute: bool, dropout: float) -> None:
         super().__init__()
-        self.norm1, self.attention = RMSNorm(width), Attention(width, heads)
-        self.norm2, self.feed_forward = RMSNorm(width), FeedForward(width)
+        self.norm1 = RMSNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = RMSNorm(width)
+        self.feed_forward = FeedForward(width)
         self.dropout = nn.Dropout(dropout)
         self.recompute = recompute
 
@@ -97,8 +118,10 @@ class Block(nn.Module):
         return self.compute(x, turn)
 
     def compute(self, x: Tensor, turn: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), turn))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))  # type: ignore[no-any-return]
+        mixed = self.attention(self.norm1(x), turn)
+        x = x + self.dropout(mixed)
+        added = self.feed_forward(self.norm2(x))
+        return x + self.dropout(added)  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -125,13 +148,17 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
     """Return this rank's shard of the model on ``mesh`` (dp, tp), with the initial weights that --seed decides."""
     dropout = options.dropout or 0.0
     with torch.device("meta"):
-        model = GPT(options.layers, options.width, options.heads, options.checkpoint_activations, dropout).to(dtype)
+        model = GPT(
+            options.layers,
+            options.width,
+            options.heads,
+            recompute=options.checkpoint_activations,
+            dropout=dropout,
+        )
+        model.to(dtype)
     if mesh["tp"].size() > 1:
-        wide = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in wide}
-        plan |= {name: RowwiseParallel() for name in ("attention.out", "feed_forward.down")}
         for block in model.blocks:
-            parallelize_module(block, mesh["tp"], plan)
+            parallelize_module(block, mesh["tp"], tensor_parallel_plan())
     policy = MixedPrecisionPolicy()
     if options.autocast == "bfloat16":  # for gathering and computing; FSDP reduces gradients in float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -141,6 +168,16 @@ def build_model(options: Options, dtype: torch.dtype, mesh: DeviceMesh) -> GPT:
     model.to_empty(device=mesh.device_type)
     initialize(model, options.seed, options.layers, mesh)
     return model
+
+
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """Return how tensor parallelism cuts the layers of a block: the first of a pair by rows of its weight."""
+    plan: dict[str, ParallelStyle] = {}
+    for name in ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up"):
+        plan[name] = ColwiseParallel()
+    for name in ("attention.out", "feed_forward.down"):
+        plan[name] = RowwiseParallel()
+    return plan
 
 
 @torch.no_grad()
@@ -155,13 +192,18 @@ def initialize(model: nn.Module, seed: int, layers: int, mesh: DeviceMesh) -> No
         if parameter.ndim == 1:
             local.fill_(1.0)
             continue
-        std = STD / (2 * layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else STD
+        std = STD
+        if name.endswith(("out.weight", "down.weight")):
+            std = STD / (2 * layers) ** 0.5
+        first_row, first_column = offset
         rows = max(1, BLOCK // max(1, local.shape[1]))
         for first in range(0, len(local), rows):
             block = local[first : first + rows]
             row, column = np.indices(block.shape)
-            indices = (offset[0] + first + row) * parameter.shape[1] + offset[1] + column
-            block.copy_(torch.from_numpy(normal(seed, number, indices) * std))
+            row += first_row + first
+            column += first_column
+            values = normal(seed, number, row * parameter.shape[1] + column)
+            block.copy_(torch.from_numpy(values * std))
 
 
 def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -170,7 +212,13 @@ def normal(seed: int, number: int, indices: NDArray[np.int64]) -> NDArray[np.flo
     Source: Box & Muller, Ann. Math. Statist. 29(2), 1958.
     """
     bits = sample_bits(seed, number, indices.reshape(-1))
-    halves = (bits >> np.uint64(32), bits & np.uint64(2**32 - 1))
-    one, two = ((half.astype(np.float64) + 0.5) / 2**32 for half in halves)
-    values: NDArray[np.float64] = np.sqrt(-2 * np.log(one)) * np.cos(2 * np.pi * two)
+    one = _between_0_and_1(bits >> np.uint64(32))
+    two = _between_0_and_1(bits & np.uint64(2**32 - 1))
+    radius = np.sqrt(-2 * np.log(one))
+    values: NDArray[np.float64] = radius * np.cos(2 * np.pi * two)
     return values.reshape(indices.shape)
+
+
+def _between_0_and_1(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Map 32 random bits to a number between 0 and 1."""
+    return (bits.astype(np.float64) + 0.5) / 2**32

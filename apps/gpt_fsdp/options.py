@@ -36,7 +36,8 @@ from samestep.options import (
 
 TEXTS = Path(__file__).resolve().parent / "text"
 SIZES = {"jargon": None, "jargon-64k": 2**16}  # number of bytes from the start of the embedded text; None: all
-BLOCKS, BLOCK = 64, 2**16  # number and size of the blocks of a file that its fingerprint covers
+BLOCKS = 64  # of a file that its fingerprint covers
+BLOCK = 2**16  # bytes
 
 
 def fingerprint(path: Path) -> str:
@@ -141,13 +142,21 @@ def mesh_of(options: Options, ranks: int) -> tuple[int, int]:
 
     Raises ConfigError unless --mesh has ``ranks`` ranks in total, and cuts the heads into equal parts.
     """
-    sizes = (options.mesh or f"{ranks}x1").split("x")
-    dp, tp = (int(size) if size.isdecimal() else 0 for size in (*sizes, "0")[:2])
-    if len(sizes) != 2 or dp * tp != ranks:
+    mesh = options.mesh or f"{ranks}x1"
+    dp, tp = _mesh_sizes(mesh)
+    if dp * tp != ranks:
         raise ConfigError(f"--mesh {options.mesh} is not DPxTP with a product of {ranks}, the number of ranks")
     if options.heads % tp:
         raise ConfigError(f"--mesh {options.mesh} cuts {options.heads} heads into {tp}: choose a divisor of --heads")
     return dp, tp
+
+
+def _mesh_sizes(mesh: str) -> tuple[int, int]:
+    """Return the two numbers of a mesh such as 2x1; (0, 0) for any other text."""
+    first, _, second = mesh.partition("x")
+    if not first.isdecimal() or not second.isdecimal():
+        return 0, 0
+    return int(first), int(second)
 
 
 def check_ranks(options: Options, ranks: int) -> None:
@@ -171,7 +180,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     if options.data_file is not None:
         if options.dataset not in (None, "file"):
             raise ConfigError(f"--data-file and --dataset {options.dataset}: leave one of them out")
-        options.dataset, options.data_file = "file", options.data_file.absolute()
+        options.dataset = "file"
+        options.data_file = options.data_file.absolute()
     options.resolve_dataset = partial(resolve, options.data_file)
     if options.schedule != "constant":
         options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it

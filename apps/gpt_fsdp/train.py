@@ -48,7 +48,8 @@ def build_optimizer(options: Options, model: GPT) -> torch.optim.Optimizer:
     groups: dict[tuple[float, int], list[torch.nn.Parameter]] = {}
     for parameter in model.parameters():
         decay = options.weight_decay if parameter.ndim > 1 else 0.0
-        groups.setdefault((decay, cast(DTensor, parameter).device_mesh.ndim), []).append(parameter)
+        mesh_dimensions = cast(DTensor, parameter).device_mesh.ndim
+        groups.setdefault((decay, mesh_dimensions), []).append(parameter)
     settings = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
     return torch.optim.AdamW(settings, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
@@ -57,8 +58,14 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     """Return the rate of update ``step`` of ``steps``. A function of the step has nothing to save or to forget."""
     if step < options.warmup_steps or options.schedule == "constant":
         return float(options.lr * schedules.warmup(step, options.warmup_steps))
-    done, total = step - options.warmup_steps, max(1, steps - options.warmup_steps)
+    done = step - options.warmup_steps
+    total = max(1, steps - options.warmup_steps)
     return float(options.lr * schedules.cosine(done, total, final=0.1))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def train_step(
@@ -76,10 +83,11 @@ def train_step(
     and micro-batches may differ in size or be empty. Micro-batches add up; each is reduced at once, because a rank
     would hold the whole model's gradients until then.
     """
+    dtype = getattr(torch, options.dtype)
     losses = []
     optimizer.zero_grad()
     for tokens, targets in sampler.micro_batches(windows):
-        loss = loss_of(model, tokens, targets, getattr(torch, options.dtype)) / options.context  # collective
+        loss = loss_of(model, tokens, targets, dtype) / options.context  # collective: FSDP gathers
         timer.mark(COMPUTE)
         sampler.scale(loss).backward()  # collective: FSDP averages the gradients
         losses.append(loss.detach())
@@ -97,13 +105,18 @@ def loss_of(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> 
 
 def clip(model: GPT, mesh: DeviceMesh, most: float) -> None:
     """Scale the gradient down to a norm of ``most``. Each rank adds the squares of the parts that it alone holds."""
-    placed = [weights.place(each.grad, mesh) for each in model.parameters() if isinstance(each.grad, DTensor)]
-    square = torch.zeros((), dtype=torch.float64, device=placed[0][0].device)
-    for local, _, is_copy in placed:
+    square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    parts = []
+    for parameter in model.parameters():
+        if not isinstance(parameter.grad, DTensor):
+            continue
+        local, _, is_copy = weights.place(parameter.grad, mesh)
+        parts.append(local)
         if not is_copy:
             square += torch.linalg.vector_norm(local, dtype=torch.float64).square()
     dist.all_reduce(square)  # collective
-    torch._foreach_mul_([local for local, *_ in placed], min(1.0, most / (square.sqrt().item() + 1e-6)))
+    norm = square.sqrt().item()
+    torch._foreach_mul_(parts, min(1.0, most / (norm + 1e-6)))
 
 
 @torch.no_grad()
@@ -115,7 +128,8 @@ def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: 
     for tokens, targets in loader:
         loss = loss_of(model, tokens, targets, dtype)  # collective: FSDP gathers
         if mesh.get_local_rank("tp") == 0:  # its tensor-parallel peers have the same
-            sums += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+            count = (targets != IGNORED).sum()
+            sums += torch.stack([loss.double(), count.double()])
         run.monitor.beat()
     model.train()
     # Without a backward pass FSDP keeps what it gathered last: a checkpoint would hold all of it.
@@ -128,7 +142,8 @@ def evaluate(run: Run, model: GPT, loader: DataLoader, mesh: DeviceMesh, dtype: 
 
 def train(run: Run, options: Options, device: torch.device) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
-    dtype, mesh = getattr(torch, options.dtype), distributed.make_mesh(options, device)
+    dtype = getattr(torch, options.dtype)
+    mesh = distributed.make_mesh(options, device)
     model = build_model(options, dtype, mesh)
     optimizer = build_optimizer(options, model)
     parts = Parts(
@@ -159,14 +174,16 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     exact(model, sampler)  # dropout by row of the global batch
     distributed.time_phases(model, optimizer, run.timer)
     for windows in run.batches(loader):  # up to --max-steps
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
-        loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer) * counts  # collective
-        actions = run.after_step(loss)  # counts, and beats for the watchdog; no communication
+        set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
+        loss = train_step(options, model, optimizer, sampler, windows, mesh, run.timer)  # collective
+        actions = run.after_step(loss * counts)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            run.log_metrics(evaluate(run, model, eval_loader, mesh, dtype) if actions.evaluate else {})  # collective
+            evaluation: dict[str, float] = {}
+            if actions.evaluate:
+                evaluation = evaluate(run, model, eval_loader, mesh, dtype)  # collective
+            run.log_metrics(evaluation)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: each rank writes its part
 
@@ -176,12 +193,15 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), storage=Shards())
+    app = Path(__file__).resolve().parent.name
+    run = Run(app, options, env.detect(), Watchdog(), storage=Shards())
     device = distributed.choose_device(options.device, run.world)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     train(run, options, device)
     dist.destroy_process_group()
-    fields = {"markov_bits_per_byte": markov_bits(read(options))} if run.world.rank == 0 else {}
+    fields = {}
+    if run.world.rank == 0:
+        fields["markov_bits_per_byte"] = markov_bits(read(options))
     run.report("torch", torch.__version__, distributed.backend(device), device.type, **fields)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from samestep import NonRetryableError
 from samestep.checkpoint import state_dict_diff
-from samestep.sharded.tensors import ShardGroups, StoredGroups, TensorShard
+from samestep.sharded.tensors import ShardGroups, StoredGroups, StoredTensor, TensorShard
 from samestep.torch.sharded_state import part_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,26 +22,33 @@ def groups(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> ShardGro
 def load(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh, stored_groups: StoredGroups) -> None:
     """Load what `groups` returned at any mesh, or weights alone. Raises ValueError if a part does not fit."""
     shards = model_shards(model, mesh)
-    if difference := state_dict_diff(stored_groups["model"], shards):
+    difference = state_dict_diff(stored_groups["model"], shards)
+    if difference:
         raise ValueError(difference)
     for name, parameter in model.named_parameters():
-        local, offset, _ = place(parameter, mesh)
-        local.copy_(torch.from_numpy(stored_groups["model"][name].read(offset, tuple(local.shape))))
+        read_part(stored_groups["model"][name], parameter, mesh)
     parameters = dict(model.named_parameters())
     for full_name, stored in stored_groups.get("optimizer", {}).items():
         name, _, key = full_name.rpartition(".")
         if name not in parameters:
             raise ValueError(f"{full_name} is not part of its optimizer state")
-        parameter, shard = parameters[name], shards[name]
+        parameter = parameters[name]
+        shard = shards[name]
         if not stored.shape:  # Adam counts its steps for each parameter; a fused one does so on the parameter's device
             optimizer.state[parameter][key] = torch.from_numpy(stored.read()).to(parameter.device)
-        elif (stored.shape, stored.dtype) != (shard.shape, shard.dtype):
+        elif stored.shape != shard.shape or stored.dtype != shard.dtype:
             raise ValueError(f"{full_name} is {stored.dtype} {[*stored.shape]}, not {shard.dtype} {[*shard.shape]}")
         else:
             state = torch.empty_like(parameter)
-            local, offset, _ = place(state, mesh)
-            local.copy_(torch.from_numpy(stored.read(offset, tuple(local.shape))))
+            read_part(stored, state, mesh)
             optimizer.state[parameter][key] = state
+
+
+def read_part(stored: StoredTensor, tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Copy this rank's part of a stored array into its part of ``tensor``."""
+    local, offset, _ = place(tensor, mesh)
+    array = stored.read(offset, tuple(local.shape))
+    local.copy_(torch.from_numpy(array))
 
 
 def model_shards(model: nn.Module, mesh: DeviceMesh) -> dict[str, TensorShard]:
@@ -57,17 +64,27 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -
     shards = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
-                state = f"{type(optimizer).__name__}'s {key} of {name}"
-                raise NonRetryableError(f"{state} cannot be kept in a checkpoint: use another optimizer")
+            if not is_stored(value, parameter):
+                raise NonRetryableError(
+                    f"{type(optimizer).__name__}'s {key} of {name} cannot be kept in a checkpoint: use another "
+                    "optimizer"
+                )
             shards[f"{name}.{key}"] = shard_of(value, mesh)
     return shards
+
+
+def is_stored(value: object, parameter: Tensor) -> bool:
+    """Return whether a checkpoint can hold a value of an optimizer: a scalar, or a tensor like its parameter."""
+    if not isinstance(value, Tensor):
+        return False
+    return not value.ndim or value.shape == parameter.shape
 
 
 def shard_of(tensor: Tensor, mesh: DeviceMesh) -> TensorShard:
     """Return this rank's part of ``tensor`` as an array on the CPU."""
     local, offset, is_copy = place(tensor, mesh)
-    return TensorShard(local.detach().cpu().contiguous().numpy(), offset, tuple(tensor.shape), is_copy)
+    array = local.detach().cpu().contiguous().numpy()
+    return TensorShard(array, offset, tuple(tensor.shape), is_copy)
 
 
 def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bool]:
@@ -82,6 +99,8 @@ def place(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, tuple[int, ...], bo
     part = part_of(tensor)
     local = tensor.to_local()
     if tuple(local.shape) != part.shape:
-        expected = f"not {[*part.shape]}, which {tensor.placements} leaves of {[*tensor.shape]}"
-        raise NonRetryableError(f"a shard has the shape {[*local.shape]}, {expected}")
+        raise NonRetryableError(
+            f"a shard has the shape {[*local.shape]}, not {[*part.shape]}, which {tensor.placements} leaves of "
+            f"{[*tensor.shape]}"
+        )
     return local, part.offset, part.is_copy

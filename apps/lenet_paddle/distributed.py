@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import paddle
@@ -26,7 +26,9 @@ SELECTED_GPUS = "FLAGS_selected_gpus"  # Paddle's launchers set it to each rank'
 
 def gpu_count() -> int:
     """Return the number of GPUs that this Paddle can use on this machine."""
-    return paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    if not paddle.is_compiled_with_cuda():
+        return 0
+    return paddle.device.cuda.device_count()  # type: ignore[no-any-return]
 
 
 def choose_device(requested: str, gpus: str | None, world: World) -> str:
@@ -43,25 +45,15 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     Raises:
         ConfigError: "gpu" is requested, and ranks would share GPUs; or Paddle's launcher ignored a list of GPUs.
     """
-    ignored = None if paddle.is_compiled_with_cuda() else launcher_gpus()
-    if ignored:
-        raise ConfigError(
-            f"paddle.distributed.launch ignored {ignored}: this Paddle is the CPU build: "
-            "install paddlepaddle-gpu, or use --nproc_per_node to train on the CPU"
-        )
-    available, ranks = gpu_count(), world.local_world_size
-    if ranks is None:
-        ranks = 1 if world.local_rank is None else world.world_size if requested == "auto" else world.local_rank + 1
+    if not paddle.is_compiled_with_cuda():
+        check_launcher()
+    available = gpu_count()
+    ranks = ranks_on_machine(requested, world)
     if requested == "gpu" and available < ranks:
-        known = world.local_world_size is not None or world.local_rank is None
-        users = f"{ranks} ranks" if known else f"local rank {world.local_rank}"
-        build = "" if paddle.is_compiled_with_cuda() else " (this Paddle is the CPU build)"
-        option = f"--gpus {gpus}" if gpus else "--device gpu"
-        raise ConfigError(
-            f"{option}: this machine has {available} GPUs for {users}{build}: start fewer, or leave the option out"
-        )
+        refuse_gpus(gpus, world, available=available, ranks=ranks)
     if requested == "cpu" or available < ranks:
-        if threads := os.environ.get("OMP_NUM_THREADS"):
+        threads = os.environ.get("OMP_NUM_THREADS")
+        if threads:
             paddle.base.core.set_num_threads(int(threads))  # --threads, which may be set after Paddle's import
         paddle.set_device("cpu")
         return "cpu"
@@ -71,6 +63,38 @@ def choose_device(requested: str, gpus: str | None, world: World) -> str:
     paddle.set_flags({SELECTED_GPUS: number, "FLAGS_cudnn_deterministic": True})
     paddle.set_device(f"gpu:{number}")
     return "gpu"
+
+
+def check_launcher() -> None:
+    """Raise ConfigError if Paddle's launcher was given GPUs for its CPU build."""
+    ignored = launcher_gpus()
+    if ignored:
+        raise ConfigError(
+            f"paddle.distributed.launch ignored {ignored}: this Paddle is the CPU build: "
+            "install paddlepaddle-gpu, or use --nproc_per_node to train on the CPU"
+        )
+
+
+def ranks_on_machine(requested: str, world: World) -> int:
+    """Return how many ranks of this machine need a GPU before this rank may take one."""
+    if world.local_world_size is not None:
+        return world.local_world_size
+    if world.local_rank is None:
+        return 1
+    if requested == "auto":
+        return world.world_size
+    return world.local_rank + 1
+
+
+def refuse_gpus(gpus: str | None, world: World, *, available: int, ranks: int) -> NoReturn:
+    """Raise ConfigError for --device gpu, or --gpus, because this machine has too few."""
+    users = f"{ranks} ranks"
+    if world.local_world_size is None and world.local_rank is not None:
+        users = f"local rank {world.local_rank}"
+    if not paddle.is_compiled_with_cuda():
+        users = f"{users} (this Paddle is the CPU build)"
+    option = f"--gpus {gpus}" if gpus else "--device gpu"
+    raise ConfigError(f"{option}: this machine has {available} GPUs for {users}: start fewer, or leave the option out")
 
 
 def launcher_gpus() -> str | None:
@@ -87,27 +111,37 @@ def launcher_gpus() -> str | None:
 
 def gpu_number(gpus: str | None, world: World) -> str:
     """Return the number by which CUDA knows this rank's GPU: its position among the visible ones."""
-    local_rank, visible = world.local_rank or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    local_rank = world.local_rank or 0
     if gpus:
         own = gpus.split(",")[local_rank]
-        return str([gpu.strip() for gpu in visible.split(",")].index(own)) if visible else own
-    selected = os.environ.get(SELECTED_GPUS) if world.launcher in ("none", "paddle") else None
-    return selected.split(",")[0] if selected else str(local_rank)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if not visible:
+            return own
+        names = [gpu.strip() for gpu in visible.split(",")]
+        return str(names.index(own))
+    selected = os.environ.get(SELECTED_GPUS)
+    if selected and world.launcher in ("none", "paddle"):
+        first, *_ = selected.split(",")
+        return first
+    return str(local_rank)
 
 
 def backend(device: str) -> str:
     """Return the name of the library that carries the gradients."""
-    return "nccl" if device == "gpu" else "gloo"
+    if device == "gpu":
+        return "nccl"
+    return "gloo"
 
 
 def run_metadata(device: str) -> dict[str, Any]:
     """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     return {
         "paddle": paddle.__version__,
         "cuda": paddle.version.cuda(),
         "device": paddle.device.cuda.get_device_name() if device == "gpu" else processor(),
         "backend": backend(device),
-        "threads": int(os.environ.get("OMP_NUM_THREADS", "0")) or len(os.sched_getaffinity(0)),
+        "threads": threads or len(os.sched_getaffinity(0)),
     }
 
 
@@ -133,8 +167,10 @@ def rendezvous(world: World, device: str, timeout: float, api: str) -> None:
                 f"{world.launcher} gives no MASTER_ADDR and MASTER_PORT: set both, the same on every rank"
             )
         endpoint = f"{world.master_addr}:{world.master_port}"
-        os.environ |= {"PADDLE_TRAINER_ID": str(world.rank), "PADDLE_TRAINERS_NUM": str(world.world_size)}
-        os.environ |= {"PADDLE_MASTER": endpoint, "PADDLE_CURRENT_ENDPOINT": endpoint}
+        os.environ["PADDLE_TRAINER_ID"] = str(world.rank)
+        os.environ["PADDLE_TRAINERS_NUM"] = str(world.world_size)
+        os.environ["PADDLE_MASTER"] = endpoint
+        os.environ["PADDLE_CURRENT_ENDPOINT"] = endpoint
     if world.world_size == 1:
         return
     if api == "fleet":
@@ -154,12 +190,14 @@ def fresh_store() -> None:
     """
     dist.init_parallel_env()  # collective
     # init_parallel_env finds rank 0 in the same way: spawn gives no PADDLE_MASTER, and other launchers no endpoints.
-    host = (os.environ.get("PADDLE_MASTER") or dist.ParallelEnv().trainer_endpoints[0]).split(":")[0]
+    endpoint = os.environ.get("PADDLE_MASTER") or dist.ParallelEnv().trainer_endpoints[0]
+    host, *_ = endpoint.split(":")
+    is_rank_0 = dist.get_rank() == 0
     with socket.socket() as probe:
-        probe.bind((host if dist.get_rank() == 0 else "", 0))
+        probe.bind((host if is_rank_0 else "", 0))
         port = paddle.to_tensor([probe.getsockname()[1]])
     dist.broadcast(port, src=0)  # collective
-    store = paddle.base.core.TCPStore(host, port.item(), dist.get_rank() == 0, dist.get_world_size())  # collective
+    store = paddle.base.core.TCPStore(host, port.item(), is_rank_0, dist.get_world_size())  # collective
     dist.collective._set_default_store(store)
 
 
@@ -171,7 +209,9 @@ def broadcast(content: bytes) -> bytes:
     dist.broadcast(length, src=0)  # collective
     if not length.item():
         return b""
-    local = np.frombuffer(content, np.uint8) if dist.get_rank() == 0 else np.empty(length.item(), np.uint8)
+    local = np.empty(length.item(), np.uint8)
+    if dist.get_rank() == 0:
+        local = np.frombuffer(content, np.uint8)
     received = paddle.to_tensor(local)
     dist.broadcast(received, src=0)  # collective
     return bytes(received.numpy())
@@ -182,7 +222,8 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     if dist.get_world_size() == 1:
         return row[None]
     gathered: list[Tensor] = []
-    dist.all_gather(gathered, paddle.to_tensor(np.frombuffer(row.tobytes(), np.uint8)))  # collective
+    content = np.frombuffer(row.tobytes(), np.uint8)
+    dist.all_gather(gathered, paddle.to_tensor(content))  # collective
     return np.stack([tensor.numpy().view(row.dtype) for tensor in gathered])
 
 
@@ -211,13 +252,16 @@ class GradientTree:
 
     def __init__(self, model: nn.Layer, batches: GlobalBatches) -> None:
         self._parameters = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
-        self._batches, self._nodes, self._dtype = batches, list[Node](), self._parameters[0].numpy().dtype
+        self._batches = batches
+        self._nodes: list[Node] = []
+        self._dtype = self._parameters[0].numpy().dtype
 
     def add(self, micro_batch: tuple[int, int], *sums: Tensor) -> None:
         """Take the gradients of one micro-batch out of the parameters, and its ``sums``, which are scalars."""
         k, count = micro_batch
+        gradients = [parameter.grad.numpy().ravel() for parameter in self._parameters]
         scalars = [np.asarray(value.numpy(), self._dtype).reshape(1) for value in sums]
-        row = np.concatenate([*(parameter.grad.numpy().ravel() for parameter in self._parameters), *scalars])
+        row = np.concatenate([*gradients, *scalars])
         for parameter in self._parameters:
             parameter.clear_gradient(False)  # the next gradient is not added to zeros: -0.0 + 0.0 has another sign
         push(self._nodes, count, k, k + 1, row)
@@ -227,20 +271,27 @@ class GradientTree:
 
         Other ranks return zeros, so that the ranks' sums add up, as their shards' do.
         """
-        leaves, world_size = self._batches.num_micro_batches(step), self._batches.world_size
-        layout, nodes = nodes_of_ranks(leaves, world_size), self._nodes
-        shape = max(map(len, layout)), sum(parameter.size for parameter in self._parameters) + count
-        rows = np.zeros(shape, self._dtype)
-        for row, (_, _, value) in zip(rows, nodes):
+        leaves = self._batches.num_micro_batches(step)
+        world_size = self._batches.world_size
+        layout = nodes_of_ranks(leaves, world_size)
+        sizes = [parameter.size for parameter in self._parameters]
+        most_nodes = max(map(len, layout))
+        rows = np.zeros((most_nodes, sum(sizes) + count), self._dtype)
+        for row, (_, _, value) in zip(rows, self._nodes):
             row[:] = value
-        gathered = all_gather(rows.ravel()).reshape(world_size, *rows.shape)  # collective
+        gathered = all_gather(rows.ravel())  # collective
+        by_rank = gathered.reshape(world_size, *rows.shape)
         self._nodes = []
-        values = (row for of_rank, ranges in zip(gathered, layout) for row in of_rank[: len(ranges)])
-        total, sizes = tree_sum(leaves, layout, values), [parameter.size for parameter in self._parameters]
+        values: list[NDArray[Any]] = []  # in the order of leaves
+        for rank, ranges in enumerate(layout):
+            values += list(by_rank[rank, : len(ranges)])
+        total = tree_sum(leaves, layout, values)
         *gradients, scalars = np.split(total, np.cumsum(sizes))
         for parameter, gradient in zip(self._parameters, gradients):
             parameter.grad = paddle.to_tensor(gradient.reshape(parameter.shape))
-        return [paddle.to_tensor(value if self._batches.rank == 0 else np.zeros_like(value)) for value in scalars]
+        if self._batches.rank != 0:
+            scalars = np.zeros_like(scalars)
+        return [paddle.to_tensor(value) for value in scalars]
 
 
 def fix_reduction_order(model: nn.Layer, backward: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import distributed
@@ -40,7 +41,8 @@ class MeanOverGlobalBatch(nn.Layer):  # type: ignore[misc]
             global_size: int64 [].
         """
         loss_sum = F.cross_entropy(scores, labels, reduction="sum", ignore_index=NO_LABEL)
-        self.loss_sum, self.correct = loss_sum.detach(), count_correct(scores, labels)
+        self.loss_sum = loss_sum.detach()
+        self.correct = count_correct(scores, labels)
         if global_size is None:
             return loss_sum
         return loss_sum * (dist.get_world_size() / global_size.astype(scores.dtype))
@@ -50,19 +52,23 @@ class Shards:
     """Yield this rank's shards of the run's steps, as paddle.Model takes them: images, labels, global batch size."""
 
     def __init__(self, run: Run, split: Split, batches: GlobalBatches) -> None:
-        self._run, self._split, self._batches = run, split, batches
+        self._run = run
+        self._split = split
+        self._batches = batches
         self._steps = range(run.first_step, run.last_step)
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        run, batches = self._run, self._batches
+        run = self._run
+        batches = self._batches
         for step in self._steps:
             with run.timer.phase(INPUT):
                 images, labels = self._split.batch(batches.indices(step), run.options.dtype)
                 if not len(labels):  # ranks outnumber the samples
-                    images, labels = paddle.zeros([1, 1, 28, 28], images.dtype), paddle.full([1], NO_LABEL, "int64")
+                    images = paddle.zeros([1, 1, 28, 28], images.dtype)
+                    labels = paddle.full([1], NO_LABEL, "int64")
             paddle.seed(step_seed(batches.seed, step))
             yield images, labels, paddle.to_tensor(batches.size(step))
 
@@ -83,10 +89,13 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
     def __init__(self, run: Run, network: nn.Layer, optimizer: Optimizer, images: Tensor, labels: Tensor) -> None:
         """Make the model of ``run``; ``images`` [m, 1, 28, 28] and ``labels`` int64 [m] are any samples, m > 0."""
         super().__init__(network)
-        self.run, self.loss, self.accuracy = run, MeanOverGlobalBatch(), paddle.metric.Accuracy(topk=(1, 2))
+        self.run = run
+        self.loss = MeanOverGlobalBatch()
+        self.accuracy = paddle.metric.Accuracy(topk=(1, 2))
         self.prepare(optimizer, self.loss, self.accuracy)  # collective: all ranks get rank 0's weights
-        sample = [images], [labels, paddle.to_tensor(1)]
-        distributed.fix_reduction_order(network, lambda: self.train_batch(*sample, update=False))  # collective
+        targets = [labels, paddle.to_tensor(1)]
+        sample_step = partial(self.train_batch, [images], targets, update=False)
+        distributed.fix_reduction_order(network, sample_step)  # collective
         self.accuracy.reset()  # the sample does not count
         distributed.time_gradients(network, run.timer)
 
@@ -114,7 +123,8 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
 
         callback = paddle.callbacks.Callback()
         callback.on_train_batch_end = on_train_batch_end
-        shards, verbose = Shards(run, split, batches), run.options.verbose
+        shards = Shards(run, split, batches)
+        verbose = run.options.verbose
         if len(shards):  # its progress cannot end at 0
             with redirect_stdout(LogLines() if verbose else sys.stdout):
                 self.fit(shards, verbose=verbose, log_freq=run.options.log_every, callbacks=[callback])  # collective
@@ -125,7 +135,9 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         paddle.Model gathers scores and labels of all ranks, and every rank counts. It requires equal shapes, so shorter
         shards are padded with a row that matches no score and does not count.
         """
-        n, rank, world_size = len(test.labels), dist.get_rank(), dist.get_world_size()
+        n = len(test.labels)
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
         first, last = shard(n, rank, world_size)
         rows = first + np.arange(-(-n // world_size))  # as many as the longest shard has
         sums = np.zeros(4)
@@ -133,8 +145,10 @@ class HighLevel(paddle.Model):  # type: ignore[misc]
         def padded() -> Iterator[tuple[Tensor, Tensor]]:
             for chunk in np.split(rows, range(EVAL_BATCH_SIZE, len(rows), EVAL_BATCH_SIZE)):
                 images, labels = test.batch(np.minimum(chunk, last - 1), self.run.options.dtype)
-                sums[3] += (chunk < last).sum()
-                yield images, paddle.where(paddle.to_tensor(chunk < last), labels, paddle.full_like(labels, NO_LABEL))
+                counts = chunk < last
+                sums[3] += counts.sum()
+                no_labels = paddle.full_like(labels, NO_LABEL)
+                yield images, paddle.where(paddle.to_tensor(counts), labels, no_labels)
 
         def on_eval_batch_end(index: int, logs: dict[str, Any] | None = None) -> None:
             sums[0] += self.loss.loss_sum.item()

@@ -140,15 +140,20 @@ def check_gpus(options: Options, ranks: int | None, local_rank: int = 0) -> None
     """
     if not options.gpus:
         return
-    wanted, visible = options.gpus.split(","), visible_gpus()
+    wanted = options.gpus.split(",")
+    visible = visible_gpus()
     if ranks is None and len(wanted) <= local_rank:
         raise ConfigError(f"--gpus {options.gpus} names no GPU for local rank {local_rank}: name one for each rank")
     if ranks is not None and len(wanted) != ranks:
         raise ConfigError(f"--gpus {options.gpus} names {len(wanted)} GPUs for {ranks} ranks: name one for each rank")
-    hidden = "" if visible is None else ",".join(gpu for gpu in wanted if gpu not in visible)
+    if visible is None:
+        return
+    hidden = [gpu for gpu in wanted if gpu not in visible]
     if hidden:
-        variable = f"CUDA_VISIBLE_DEVICES={','.join(visible or [])}"
-        raise ConfigError(f"--gpus {options.gpus}: {variable} hides {hidden}: name GPUs that are in it, or unset it")
+        raise ConfigError(
+            f"--gpus {options.gpus}: CUDA_VISIBLE_DEVICES={','.join(visible)} hides {','.join(hidden)}: name GPUs that "
+            "are in it, or unset it"
+        )
 
 
 def check_ranks(options: Options, ranks: int) -> None:
@@ -187,12 +192,15 @@ def check_installed(options: Options, ranks: int) -> None:
         raise ConfigError(
             f"--gpus {options.gpus}: this Paddle is the CPU build: install paddlepaddle-gpu, or leave the option out"
         )
-    if ranks == 1 or options.launcher == "spawn" or options.gpus or visible_gpus() is not None or not gpu_build:
+    if not gpu_build or not assigns_gpus(options, ranks):
         return
     # In another process, because Paddle takes over SIGTERM when it is imported, and the launch script needs SIGTERM.
     count = [sys.executable, "-c", "import paddle; print(paddle.device.cuda.device_count())"]
-    output = subprocess.run(count, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split()
-    found = int(output[-1]) if output and output[-1].isdecimal() else 0  # if Paddle fails, a rank reports it
+    done = subprocess.run(count, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = 0  # if Paddle fails, a rank reports it
+    words = done.stdout.split()
+    if words and words[-1].isdecimal():
+        found = int(words[-1])
     if 0 < found < ranks:  # without GPUs the launcher assigns none
         raise ConfigError(
             f"this machine has {found} GPUs, and Paddle's launcher gives each of {ranks} ranks one of them: "
@@ -200,7 +208,16 @@ def check_installed(options: Options, ranks: int) -> None:
         )
 
 
+def assigns_gpus(options: Options, ranks: int) -> bool:
+    """Return whether Paddle's launcher gives each rank one of the GPUs that it counts itself."""
+    if ranks == 1 or options.launcher == "spawn":
+        return False
+    return not options.gpus and visible_gpus() is None
+
+
 def visible_gpus() -> list[str] | None:
     """Return the GPUs of CUDA_VISIBLE_DEVICES; None if it is not set, or is "all", by which Paddle means the same."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    return None if text == "all" else [gpu.strip() for gpu in text.split(",") if gpu.strip()]
+    if text == "all":
+        return None
+    return [gpu.strip() for gpu in text.split(",") if gpu.strip()]

@@ -32,7 +32,10 @@ def spawn(main: Callable[[], None], options: Options) -> None:
             pass
     except Exception:  # Paddle raises it for a rank that failed; the rank itself has reported the reason
         codes = {process.exitcode or 0 for process in job.processes}
-        os._exit(2 if 2 in codes else max((code for code in codes if code > 128), default=1))
+        if 2 in codes:
+            os._exit(2)
+        signals = [code for code in codes if code > 128]
+        os._exit(max(signals, default=1))
 
 
 def choose(options: Options) -> tuple[int, dict[str, Any]]:
@@ -44,12 +47,21 @@ def choose(options: Options) -> tuple[int, dict[str, Any]]:
     Raises:
         ConfigError: --gpus names more GPUs than there are. Each rank would report it.
     """
-    available = 0 if options.device == "cpu" else distributed.gpu_count()
-    named = len(options.gpus.split(",")) if options.gpus else 0
+    available = 0
+    if options.device != "cpu":
+        available = distributed.gpu_count()
+    named = 0
+    if options.gpus:
+        named = len(options.gpus.split(","))
     count = options.nprocs or named or available or len(os.sched_getaffinity(0))
     if available < count and options.gpus:
-        problem = f"--gpus {options.gpus}: this machine has {available} GPUs for {count} ranks"
-        raise ConfigError(f"{problem}: start fewer, or leave the option out")
+        raise ConfigError(
+            f"--gpus {options.gpus}: this machine has {available} GPUs for {count} ranks: start fewer, or leave the "
+            "option out"
+        )
     if available < count:  # Paddle would fail; the ranks take the CPU, or refuse --device gpu
         return count, {"backend": "gloo"}
-    return count, {"backend": "nccl", "gpus": options.gpus} if options.gpus else {"backend": "nccl"}
+    settings = {"backend": "nccl"}
+    if options.gpus:
+        settings["gpus"] = options.gpus
+    return count, settings

@@ -71,18 +71,25 @@ def evaluate(model: nn.Layer | HighLevel, test: Split, run: Run) -> dict[str, An
         parts = run.options.virtual_ranks or run.world.world_size
         batches = eval_batches(len(test.labels), EVAL_BATCH_SIZE, parts)
         rows = np.zeros((len(batches), 4))  # a row per batch
-        for k in range(*shard(len(batches), dist.get_rank(), dist.get_world_size())):
+        first, end = shard(len(batches), dist.get_rank(), dist.get_world_size())
+        for k in range(first, end):
             images, labels = test.batch(batches[k], run.options.dtype)
             scores = model(images)
             loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-            rows[k] = loss_sum.item(), *count_correct(scores, labels).tolist(), len(labels)
+            rows[k, 0] = loss_sum.item()
+            rows[k, 1:3] = count_correct(scores, labels).tolist()
+            rows[k, 3] = len(labels)
             run.monitor.beat()
         model.train()
         sums = paddle.to_tensor(rows.ravel())
-    totals = np.reshape(distributed.all_reduce(sums), (-1, 4)).sum(axis=0)  # collective
-    loss_sum, correct, correct_top2, examples = totals.tolist()
-    accuracies = {"test_accuracy": correct / examples, "test_accuracy_top2": correct_top2 / examples}
-    return {"test_loss": loss_sum / examples, **accuracies, "test_examples": int(examples)}
+    totals = distributed.all_reduce(sums)  # collective
+    loss_sum, correct, correct_top2, examples = np.reshape(totals, (-1, 4)).sum(axis=0).tolist()
+    return {
+        "test_loss": loss_sum / examples,
+        "test_accuracy": correct / examples,
+        "test_accuracy_top2": correct_top2 / examples,
+        "test_examples": int(examples),
+    }
 
 
 def train_virtual_ranks(
@@ -99,7 +106,8 @@ def train_virtual_ranks(
     for step in range(run.first_step, run.last_step):
         for micro_batch in batches.micro_batches(step):
             with run.timer.phase(INPUT):
-                images, labels = train_set.batch(batches.indices(step, micro_batch), run.options.dtype)
+                indices = batches.indices(step, micro_batch)
+                images, labels = train_set.batch(indices, run.options.dtype)
             paddle.seed(step_seed(run.options.seed, step))
             scores = model(images)
             loss_sum = F.cross_entropy(scores, labels, reduction="sum")
@@ -114,19 +122,57 @@ def train_virtual_ranks(
         after_step(loss_sum, paddle.stack(correct))  # collective
 
 
+def train_parallel(
+    run: Run,
+    model: nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
+    train_set: Split,
+    batches: GlobalBatches,
+    after_step: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Take the run's steps with DataParallel, or as fleet wraps it."""
+    dtype = run.options.dtype
+    parallel, parallel_optimizer = distributed.distribute(run.options.api, model, optimizer)  # collective
+    sample, label = train_set.batch(np.arange(1), dtype)  # any one
+    with run.monitor.collective("backward"):
+        distributed.fix_reduction_order(model, lambda: F.cross_entropy(parallel(sample), label).backward())
+    distributed.time_gradients(model, run.timer)
+    for step in range(run.first_step, run.last_step):
+        with run.timer.phase(INPUT):
+            images, labels = train_set.batch(batches.indices(step), dtype)
+        paddle.seed(step_seed(run.options.seed, step))  # dropout, if a model has it: the same at any world size
+        scores = parallel(images)
+        loss_sum = F.cross_entropy(scores, labels, reduction="sum")
+        with run.monitor.collective("backward"):  # waits in C++, where no frame of Python shows it
+            # Mean over the global batch: DataParallel divides by world_size, and shards may differ in size.
+            (loss_sum * (batches.world_size / batches.size(step))).backward()  # collective: averages gradients
+        run.timer.mark(COMMUNICATION)
+        parallel_optimizer.step()
+        parallel_optimizer.clear_grad()
+        run.timer.mark(OPTIMIZER)
+        after_step(loss_sum.detach(), count_correct(scores, labels))  # collective
+
+
 def train(run: Run, options: Options, device: str) -> None:
     """Train from the run's first step to its last."""
-    dtype, world_size = options.dtype, dist.get_world_size()
-    model = build_model(dtype, options.seed)
+    model = build_model(options.dtype, options.seed)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
     run.restore(distributed, parts)  # collective: rank 0 reads and broadcasts
     train_set, test_set = load(options.dataset, options.data_dir)
-    cut = dist.get_rank(), world_size, options.virtual_ranks
-    batches = GlobalBatches(len(train_set.labels), options.global_batch_size, options.seed, *cut)
-    run.start(batches, len(test_set.labels), "lenet", device, distributed.run_metadata(device))
-    writes = options.visualdl and run.world.rank == 0 and not options.evaluate_only
-    scalars = Scalars(options.visualdl, options.run_dir) if writes else None
+    batches = GlobalBatches(
+        len(train_set.labels),
+        options.global_batch_size,
+        options.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        virtual_ranks=options.virtual_ranks,
+    )
+    metadata = distributed.run_metadata(device)
+    run.start(batches, len(test_set.labels), "lenet", device, metadata)
+    scalars: Scalars | None = None
+    if writes_scalars(options, run.world):
+        scalars = Scalars(options.visualdl, options.run_dir)
 
     def after_step(loss_sum: Tensor, correct: Tensor) -> None:
         """Log, evaluate and save after an update.
@@ -140,53 +186,46 @@ def train(run: Run, options: Options, device: str) -> None:
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last sync
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            line = run.log_metrics(evaluate(trainee, test_set, run) if actions.evaluate else {})  # collective
+            evaluation: dict[str, Any] = {}
+            if actions.evaluate:
+                evaluation = evaluate(trainee, test_set, run)  # collective
+            line = run.log_metrics(evaluation)
             if scalars:
                 scalars.write(line)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: compare replicas, rank 0 writes
 
-    sample = train_set.batch(np.arange(1), dtype)
     trainee: nn.Layer | HighLevel = model
     if options.api == "highlevel":
-        trainee = HighLevel(run, model, optimizer, *sample)  # collective
+        images, labels = train_set.batch(np.arange(1), options.dtype)  # any sample
+        trainee = HighLevel(run, model, optimizer, images, labels)  # collective
         trainee.train(train_set, batches, after_step)  # collective
-    elif options.virtual_ranks:
-        train_virtual_ranks(run, model, optimizer, train_set, batches, after_step)
     else:
-        parallel, parallel_optimizer = distributed.distribute(options.api, model, optimizer)  # collective
-        with run.monitor.collective("backward"):
-            distributed.fix_reduction_order(model, lambda: F.cross_entropy(parallel(sample[0]), sample[1]).backward())
-        distributed.time_gradients(model, run.timer)
-        for step in range(run.first_step, run.last_step):
-            with run.timer.phase(INPUT):
-                images, labels = train_set.batch(batches.indices(step), dtype)
-            paddle.seed(step_seed(options.seed, step))  # dropout, if a model has it: the same at any world size
-            scores = parallel(images)
-            loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-            with run.monitor.collective("backward"):  # waits in C++, where no frame of Python shows it
-                # Mean over the global batch: DataParallel divides by world_size, and shards may differ in size.
-                (loss_sum * (world_size / batches.size(step))).backward()  # collective: averages gradients
-            run.timer.mark(COMMUNICATION)
-            parallel_optimizer.step()
-            parallel_optimizer.clear_grad()
-            run.timer.mark(OPTIMIZER)
-            after_step(loss_sum.detach(), count_correct(scores, labels))  # collective
+        take_steps = train_virtual_ranks if options.virtual_ranks else train_parallel
+        take_steps(run, model, optimizer, train_set, batches, after_step)
     if scalars:
         scalars.close()
     metrics = run.eval_metrics or evaluate(trainee, test_set, run)  # collective
     run.finish(metrics)  # collective: compare replicas, write the weights
 
 
+def writes_scalars(options: Options, world: env.World) -> bool:
+    """Return whether this rank writes the run's scalars for VisualDL."""
+    if not options.visualdl or options.evaluate_only:
+        return False
+    return world.rank == 0
+
+
 def main() -> None:
     """Run this rank, or start the ranks of ``--launcher spawn``."""
-    options, world = parse(sys.argv[1:]), env.detect()
+    options = parse(sys.argv[1:])
+    world = env.detect()
     if options.launcher == "spawn" and world.launcher == "none":
         spawn(main, options)  # this process is not a rank, so it has no Run
         return
     run = Run(APP, options, world, Watchdog(), datasets.resolve)
     check_gpus(options, world.local_world_size, world.local_rank or 0)
-    if options.visualdl and options.run_dir and world.rank == 0 and not options.evaluate_only:
+    if options.run_dir and writes_scalars(options, world):
         check_folder(options.visualdl, options.run_dir)  # before other ranks wait for this one
     device = distributed.choose_device(options.device, options.gpus, world)
     with run.monitor.collective("rendezvous"):

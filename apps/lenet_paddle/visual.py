@@ -32,8 +32,10 @@ def check_folder(folder: Path, run_dir: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        own = file_name(run_dir) if (run_dir / NOTE).exists() else None
-        others = sorted(path.name for path in folder.glob("*vdlrecords*") if path.name != own)
+        names = {path.name for path in folder.glob("*vdlrecords*")}
+        if (run_dir / NOTE).exists():
+            names.discard(file_name(run_dir))
+        others = sorted(names)
     except OSError as error:
         raise ConfigError(f"cannot write --visualdl {folder}: {error.strerror}") from error
     if others:

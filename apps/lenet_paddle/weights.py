@@ -40,21 +40,28 @@ def optimizer_arrays(model: nn.Layer, optimizer: Optimizer) -> Arrays:
     Raises:
         NonRetryableError: the optimizer keeps more than ACCUMULATORS, such as the state of a schedule.
     """
-    arrays, swapped = {}, transposed(model)
+    swapped = transposed(model)
     # Paddle joins its own name of a parameter, such as linear_0.w_0, and the accumulator's.
-    known = {f"{p.name}_{key}": (name, key, p) for name, p in model.named_parameters() for key in ACCUMULATORS}
+    known = {}
+    for name, parameter in model.named_parameters():
+        for key in ACCUMULATORS:
+            known[f"{parameter.name}_{key}"] = (name, key, parameter)
+    arrays = {}
     for paddle_name, value in optimizer.state_dict().items():
         name, key, parameter = known.get(paddle_name, ("", "", None))
         if parameter is None or shape_mismatch_error(value, key, parameter):
-            kind = type(optimizer).__name__
-            raise NonRetryableError(f"{kind}'s {paddle_name} cannot be kept in a checkpoint: use another optimizer")
-        arrays[f"{name}.{key}"] = canonical(value.numpy(), name in swapped and value.ndim == 2)
+            raise NonRetryableError(
+                f"{type(optimizer).__name__}'s {paddle_name} cannot be kept in a checkpoint: use another optimizer"
+            )
+        is_swapped = name in swapped and value.ndim == 2
+        arrays[f"{name}.{key}"] = canonical(value.numpy(), is_swapped)
     return arrays
 
 
 def load_model(model: nn.Layer, arrays: Arrays) -> None:
     """Load what `model_arrays` returned. Raises ValueError unless names, shapes and dtypes are the model's."""
-    if difference := state_dict_diff(arrays, model_arrays(model)):
+    difference = state_dict_diff(arrays, model_arrays(model))
+    if difference:
         raise ValueError(difference)
     swapped = transposed(model)
     model.set_state_dict({name: canonical(array, name in swapped) for name, array in arrays.items()})
@@ -62,15 +69,19 @@ def load_model(model: nn.Layer, arrays: Arrays) -> None:
 
 def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> None:
     """Load what `optimizer_arrays` returned. Raises ValueError unless each array fits its parameter."""
-    parameters, swapped, state = dict(model.named_parameters()), transposed(model), {}
+    parameters = dict(model.named_parameters())
+    swapped = transposed(model)
+    state = {}
     for full_name, array in arrays.items():
         name, _, key = full_name.rpartition(".")
         parameter = parameters.get(name)
         if parameter is None or key not in ACCUMULATORS:
             raise ValueError(f"{full_name} is not part of its optimizer state")
         place = paddle.CPUPlace() if "_pow_" in key else None  # Adam keeps them there on any device
-        value = paddle.to_tensor(canonical(array, name in swapped and array.ndim == 2), place=place)
-        if difference := shape_mismatch_error(value, key, parameter):
+        is_swapped = name in swapped and array.ndim == 2
+        value = paddle.to_tensor(canonical(array, is_swapped), place=place)
+        difference = shape_mismatch_error(value, key, parameter)
+        if difference:
             raise ValueError(f"{full_name} is {difference}")
         state[f"{parameter.name}_{key}"] = value
     if state:
@@ -79,7 +90,9 @@ def load_optimizer(model: nn.Layer, optimizer: Optimizer, arrays: Arrays) -> Non
 
 def shape_mismatch_error(value: Tensor, key: str, parameter: Tensor) -> str | None:
     """Return why ``value`` cannot be the accumulator ``key`` of ``parameter``, or None if it can."""
-    expected = [1] if "_pow_" in key else list(parameter.shape)  # Adam's powers of beta are scalars
+    expected = list(parameter.shape)
+    if "_pow_" in key:  # Adam's powers of beta are scalars
+        expected = [1]
     if list(value.shape) == expected and value.dtype == parameter.dtype:
         return None
     return f"{value.dtype} {list(value.shape)}, not {parameter.dtype} {expected}".replace("paddle.", "")
@@ -92,4 +105,6 @@ def transposed(model: nn.Layer) -> set[str]:
 
 def canonical(array: NDArray[Any], swap: bool) -> NDArray[Any]:
     """Return a copy of ``array``, with its two axes swapped if ``swap``. This function is its own inverse."""
-    return np.ascontiguousarray(array.T if swap else array)
+    if swap:
+        array = array.T
+    return np.ascontiguousarray(array)

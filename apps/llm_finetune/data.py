@@ -51,10 +51,14 @@ class ByteTokenizer:
         return "".join(message["content"] + self._after(message) for message in messages)
 
     def _after(self, message: dict[str, str]) -> str:
-        return self.end if message["role"] == "assistant" else "\n"
+        if message["role"] == "assistant":
+            return self.end
+        return "\n"
 
     def encode(self, text: str) -> list[int]:
-        return [256] if text == self.end else [*text.encode()]
+        if text == self.end:
+            return [256]
+        return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -186,8 +190,10 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
             raise ConfigError(f"{path}:{line}: {error}") from None
     kept = [sample for sample in samples if len(sample.tokens) <= options.max_length]
     if len(kept) < len(samples):
-        left_out = f"{len(samples) - len(kept)} of {len(samples)} samples have more than {options.max_length} tokens"
-        log.info(f"{left_out} and are left out: raise --max-length and --micro-tokens to keep them")
+        log.info(
+            f"{len(samples) - len(kept)} of {len(samples)} samples have more than {options.max_length} tokens and are "
+            "left out: raise --max-length and --micro-tokens to keep them"
+        )
     if len(kept) < 2:
         longest = max(len(sample.tokens) for sample in samples)
         raise ConfigError(
@@ -197,7 +203,8 @@ def load(options: Options, tokenizer: Tokenizer) -> tuple[Samples, Samples]:
     order = permute(np.arange(len(kept)), len(kept), 0, 0)
     count = max(1, len(kept) // HELD_OUT)
     test_set = Samples([kept[i] for i in order[:count]])
-    return Samples([kept[i] for i in np.sort(order[count:])]), test_set
+    train_set = Samples([kept[i] for i in np.sort(order[count:])])
+    return train_set, test_set
 
 
 def make_sampler(options: Options, train_set: Samples, rank: int, world_size: int) -> GlobalTokenBatchSampler:

@@ -41,7 +41,9 @@ The base model's weights were dequantized from 4-bit numbers (GGUF Q4_1) before 
 
 def base_name(options: Options) -> str:
     """Return the name of the base model for files that others read, without a path of this machine."""
-    return HUB_NAME if options.model == "smollm2-135m" else Path(options.model).name
+    if options.model == "smollm2-135m":
+        return HUB_NAME
+    return Path(options.model).name
 
 
 def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
@@ -50,11 +52,13 @@ def card(options: Options, run_dir: Path, is_adapter: bool) -> str:
         result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     except (OSError, ValueError):
         raise ConfigError(f"{run_dir} has no result.json: finish the run by its command") from None
+    base = base_name(options)
+    title = f"{base}, an adapter" if is_adapter else f"{base}, fine-tuned"
     method = f"LoRA of rank {options.lora}" if options.lora else "all weights"
     values = {name: value for name, value in sorted(vars(options).items()) if name not in ("run_dir", "data_file")}
     return CARD.format(
-        title=f"{base_name(options)}, {'an adapter' if is_adapter else 'fine-tuned'}",
-        base=base_name(options),
+        title=title,
+        base=base,
         method=method,
         steps=result["steps"],
         step_tokens=options.step_tokens,
@@ -78,8 +82,10 @@ def write_adapter(options: Options, run_dir: Path, model: PeftModel, folder: Pat
 
 def write_model(options: Options, model: nn.Module, folder: Path) -> None:
     """Write the whole model, and its tokenizer if it has one."""
-    merged = model.merge_and_unload() if isinstance(model, PeftModel) else causal_model(model)
-    merged.save_pretrained(folder)
+    if isinstance(model, PeftModel):
+        model.merge_and_unload().save_pretrained(folder)
+    else:
+        causal_model(model).save_pretrained(folder)
     source = model_folder(options.model)
     if source is not None:
         AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(folder)

@@ -28,7 +28,8 @@ def read_options(run_dir: Path) -> Options:
     if not is_ours or not vars(options).keys() <= recorded.keys():
         raise ConfigError(f"{run_dir} is a run dir of another app or version: name another")
     vars(options).update(recorded)
-    options.data_file = Path(recorded["data_file"]) if recorded["data_file"] else None
+    if recorded["data_file"]:
+        options.data_file = Path(recorded["data_file"])
     options.requested_model = options.model
     set_model(options)
     if options.model_sha256 != recorded["model_sha256"]:

@@ -64,7 +64,9 @@ class TokenLoss(nn.Module):
 
 def causal_model(model: nn.Module) -> Any:
     """Return the model of transformers inside of peft's, or the model itself."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
 
 
 def load_tokenizer(options: Options) -> Tokenizer:

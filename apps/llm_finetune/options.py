@@ -10,21 +10,31 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep import ConfigError
 from samestep.options import (
-    Options,
+    DATA,
+    MODEL,
+    CommonOptions,
     Parser,
-    add_common,
+    absent_option,
     add_local_rank,
-    add_share_gpu,
-    add_start_method,
-    add_virtual_ranks,
     bounded_float,
     bounded_int,
+    dataset_option,
+    device_option,
+    lr_option,
+    make_parser,
+    option,
+    parse_as,
+    share_gpu_option,
+    start_method_option,
+    threads_option,
+    virtual_ranks_option,
 )
 
 TEXT = Path(__file__).resolve().parent / "text" / "definitions.jsonl"
@@ -35,81 +45,109 @@ BLOCKS = 64  # of a file that a fingerprint covers
 BLOCK = 2**16  # bytes
 
 
-class TokenOptions(Options):
-    """The options of an app whose global batches are measured in tokens.
+fraction = bounded_float(0.0, below=1.0)
+positive = bounded_float(0.0, above=True)
+count = bounded_int(1)
+
+
+@dataclass
+class Options(CommonOptions):
+    """Hold the options of this app, whose global batches are measured in tokens.
 
     Attributes:
+        model_sha256: fingerprint of the model's files, or None for tiny.
         requested_model: --model as given, or None.
     """
 
     RESULT_FIELDS = ("dataset", "epochs", "step_tokens", "seed", "dtype", "model")
     __slots__ = ("requested_model",)
 
+    epochs: int = 1
+    global_batch_size: int = absent_option(0)
+    lr: float = lr_option("0.001 with LoRA, 1e-5 without")
+    device: str = device_option("auto", "cpu", "cuda")
+    dataset: str = dataset_option(*SIZES, "file")
+    straggler: float = 0.0
+    start_method: str | None = start_method_option()
+    virtual_ranks: int | None = virtual_ranks_option()
+    threads: int | None = threads_option()
+    share_gpu: bool = share_gpu_option()
+    model: str = option(
+        None,
+        "smollm2-135m, tiny (random weights, for tests), or a folder in Hugging Face's format "
+        "(default: smollm2-135m; tiny if it cannot be downloaded)",
+        group=MODEL,
+        metavar="MODEL",
+    )
+    model_sha256: str | None = None
+    lora: int = option(8, "rank of LoRA; 0 trains all weights", group=MODEL, type=bounded_int(0), metavar="R")
+    lora_alpha: float = option(None, "LoRA's scale is A / R (default: 2 R)", group=MODEL, type=positive, metavar="A")
+    lora_dropout: float = option(
+        0.0, "dropout probability before LoRA's matrices", group=MODEL, type=fraction, metavar="P"
+    )
+    lora_targets: str = option(
+        ",".join(LINEAR_LAYERS),
+        "names of the layers with LoRA, separated by commas (default: all seven linear layers of a block)",
+        group=MODEL,
+        metavar="NAMES",
+    )
+    step_tokens: int = option(512, "tokens per step, over all ranks", type=count, metavar="T")
+    micro_tokens: int = option(256, "tokens per micro-batch with padding; bounds the memory", type=count, metavar="M")
+    clip_norm: float = option(1.0, "maximum norm of the gradient", type=positive, metavar="C")
+    weight_decay: float = option(0.0, "AdamW's weight decay, except for norms", type=bounded_float(0.0), metavar="W")
+    schedule: str = option("cosine", "schedule of the learning rate over --epochs", choices=("cosine", "constant"))
+    warmup_steps: int = option(2, "steps of linear warm-up before the schedule", type=bounded_int(0), metavar="S")
+    autocast: str = option(
+        "none",
+        "type of the forward pass; bfloat16 is slow on CPUs without AVX512-BF16",
+        choices=("none", "bfloat16"),
+    )
+    dtype: str = option("float32", "type of weights and gradients", choices=("float32", "float64"))
+    data_file: Path | None = option(
+        None,
+        "JSON Lines with prompt and completion, or messages; implies --dataset file (default: none)",
+        group=DATA,
+        may_change=True,
+        type=Path,
+        metavar="FILE",
+    )
+    max_length: int = option(
+        256, "tokens of a sample; longer samples are left out", group=DATA, type=bounded_int(2), metavar="L"
+    )
+
 
 def build_parser(prog: str | None = None, usage: str | None = None) -> Parser:
     """Return the parser of the options."""
-    parser = Parser(
-        prog=prog,
-        usage=usage,
-        description="Fine-tune a language model on prompts and completions with PyTorch DistributedDataParallel: every "
-        "step is the same at any number of ranks, and a killed run resumes.",
+    description = (
+        "Fine-tune a language model on prompts and completions with PyTorch DistributedDataParallel: every "
+        "step is the same at any number of ranks, and a killed run resumes."
     )
-    parser.kind = TokenOptions
-    add_common(
-        parser,
-        epochs=1,
-        global_batch_size=None,
-        lr="0.001 with LoRA, 1e-5 without",
-        datasets=(*SIZES, "file"),
-        devices=("auto", "cpu", "cuda"),
-        resume_mutable=("data_file",),
-    )
-    parser.set_defaults(straggler=0.0)
-    add_start_method(parser)
-    add_virtual_ranks(parser)
-    add_share_gpu(parser.group("Training"))
-    default, count, positive = "(default: %(default)s)", bounded_int(1), bounded_float(0.0, above=True)
-    add = parser.group("Model").add_argument
-    models = "smollm2-135m, tiny (random weights, for tests), or a folder in Hugging Face's format"
-    fallback = "(default: smollm2-135m; tiny if it cannot be downloaded)"
-    add("--model", metavar="MODEL", help=f"{models} {fallback}")
-    add("--lora", type=bounded_int(0), default=8, metavar="R", help=f"rank of LoRA; 0 trains all weights {default}")
-    add("--lora-alpha", type=positive, metavar="A", help="LoRA's scale is A / R (default: 2 R)")
-    dropout = f"dropout probability before LoRA's matrices {default}"
-    add("--lora-dropout", type=bounded_float(0.0, below=1.0), default=0.0, metavar="P", help=dropout)
-    layers = "names of the layers with LoRA, separated by commas (default: all seven linear layers of a block)"
-    add("--lora-targets", default=",".join(LINEAR_LAYERS), metavar="NAMES", help=layers)
-    add = parser.group("Training").add_argument
-    tokens = f"tokens per step, over all ranks {default}"
-    add("--step-tokens", type=count, default=512, metavar="T", help=tokens)
-    tokens = f"tokens per micro-batch with padding; bounds the memory {default}"
-    add("--micro-tokens", type=count, default=256, metavar="M", help=tokens)
-    add("--clip-norm", type=positive, default=1.0, metavar="C", help=f"maximum norm of the gradient {default}")
-    decay = f"AdamW's weight decay, except for norms {default}"
-    add("--weight-decay", type=bounded_float(0.0), default=0.0, metavar="W", help=decay)
-    schedule = f"schedule of the learning rate over --epochs {default}"
-    add("--schedule", choices=("cosine", "constant"), default="cosine", help=schedule)
-    warmup = f"steps of linear warm-up before the schedule {default}"
-    add("--warmup-steps", type=bounded_int(0), default=2, metavar="S", help=warmup)
-    autocast = "type of the forward pass; bfloat16 is slow on CPUs without AVX512-BF16"
-    add("--autocast", choices=("none", "bfloat16"), default="none", help=f"{autocast} {default}")
-    add("--dtype", choices=("float32", "float64"), default="float32", help=f"type of weights and gradients {default}")
-    add = parser.group("Data").add_argument
-    rows = "JSON Lines with prompt and completion, or messages; implies --dataset file (default: none)"
-    add("--data-file", type=Path, metavar="FILE", help=rows)
-    longest = f"tokens of a sample; longer samples are left out {default}"
-    add("--max-length", type=bounded_int(2), default=256, metavar="L", help=longest)
+    parser = make_parser(Options, description, prog=prog, usage=usage)
     add_local_rank(parser)
     return parser
 
 
 def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None) -> Options:
     """Return the options with all defaults filled in. Raises ConfigError for a mistake."""
-    options = build_parser(prog, usage).parse(argv)
+    options = parse_as(Options, build_parser(prog, usage), argv)
+    check(options)
     if options.lr is None:
         options.lr = 1e-3 if options.lora else 1e-5
     if options.lora_alpha is None:
         options.lora_alpha = 2.0 * options.lora
+    if options.data_file is not None:
+        options.dataset = "file"
+        options.data_file = options.data_file.absolute()
+    options.requested_model = options.model
+    set_model(options)
+    options.resolve_dataset = partial(resolve, options.data_file)
+    if options.schedule != "constant":
+        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
+    return options
+
+
+def check(options: Options) -> None:
+    """Raise ConfigError for options that contradict each other."""
     if options.autocast != "none" and options.dtype == "float64":
         raise ConfigError(f"--autocast {options.autocast} is less precise than --dtype float64: leave one of them out")
     if options.micro_tokens < options.max_length:
@@ -121,16 +159,8 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
         raise ConfigError(
             "--straggler: ranks differ in their numbers of micro-batches, so it is off here: leave it out"
         )
-    if options.data_file is not None:
-        if options.dataset not in (None, "file"):
-            raise ConfigError(f"--data-file and --dataset {options.dataset}: leave one of them out")
-        options.dataset, options.data_file = "file", options.data_file.absolute()
-    options.requested_model = options.model
-    set_model(options)
-    options.resolve_dataset = partial(resolve, options.data_file)
-    if options.schedule != "constant":
-        options.resume_pinned = ("epochs",)  # the schedule's horizon; --max-steps only stops before it
-    return options
+    if options.data_file is not None and options.dataset not in (None, "file"):
+        raise ConfigError(f"--data-file and --dataset {options.dataset}: leave one of them out")
 
 
 # --- the data ------------------------------------------------------------------------------------------------------
@@ -168,7 +198,9 @@ def model_folder(model: str) -> Path | None:
     """Return the folder of a model, or None for tiny."""
     if model == "tiny":
         return None
-    return cache_folder() if model in MODELS else Path(model)
+    if model in MODELS:
+        return cache_folder()
+    return Path(model)
 
 
 def set_model(options: Options) -> None:
@@ -183,7 +215,9 @@ def set_model(options: Options) -> None:
         options.model = os.path.abspath(options.model)
     folder = model_folder(options.model)
     is_missing = options.model == "smollm2-135m" and not is_cached()
-    options.model_sha256 = None if folder is None or is_missing else fingerprint(folder)
+    options.model_sha256 = None
+    if folder and not is_missing:
+        options.model_sha256 = fingerprint(folder)
 
 
 def fingerprint(folder: Path) -> str:
@@ -197,9 +231,10 @@ def fingerprint(folder: Path) -> str:
         raise ConfigError(f"--model {folder} has no config.json: choose from {choices}, or name a model's folder")
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {folder} has no *.safetensors: convert its weights, as pickle is never loaded")
+    paths = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]
     digest = hashlib.sha256()
     try:
-        for path in sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]):
+        for path in sorted(paths):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
@@ -228,7 +263,8 @@ def check_installed(options: Options, ranks: int) -> None:
     if done.returncode == 0:
         set_model(options)
         return
-    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+    lines = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()]
+    reason = lines[-1].removeprefix("error: ")
     if options.requested_model:
         raise ConfigError(f"--model smollm2-135m cannot be had: {reason}: choose --model tiny, or name a folder")
     log.warning(

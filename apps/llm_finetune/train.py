@@ -50,8 +50,12 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr)
+    groups = [
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=options.lr)
 
 
 def learning_rate(options: Options, step: int, steps: int) -> float:
@@ -63,14 +67,20 @@ def learning_rate(options: Options, step: int, steps: int) -> float:
     return float(options.lr * schedules.cosine(done, total, final=FINAL_RATE))
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def compute_gradients(
     model: DistributedDataParallel, sampler: GlobalTokenBatchSampler, tokens: Tensor, labels: Tensor
 ) -> Tensor:
     """Add up the gradients of this rank's micro-batches; return their summed loss."""
-    losses = []
-    last = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
-    for number, (micro_tokens, micro_labels) in enumerate(sampler.micro_batches((tokens, labels)), start=1):
-        with nullcontext() if number == last else model.no_sync():  # the gradients are reduced once
+    losses: list[Tensor] = []
+    count = max(1, len(sampler.batches.micro_batches(sampler.step - 1)))
+    for micro_tokens, micro_labels in sampler.micro_batches((tokens, labels)):
+        is_last = len(losses) == count - 1
+        with nullcontext() if is_last else model.no_sync():  # the gradients are reduced once
             loss_sum = model(micro_tokens, micro_labels)
             # The mean over the targets of the global batch, although ranks and micro-batches differ in targets.
             sampler.scale(loss_sum).backward()  # collective: DDP averages the gradients
@@ -102,7 +112,8 @@ def evaluate(run: Run, model: TokenLoss, test_set: Samples, micro_tokens: int) -
     device = next(model.parameters()).device
     parts = cut_by_tokens(test_set.lengths, np.arange(len(test_set)), micro_tokens)
     sums = torch.zeros(len(parts), dtype=torch.float64, device=device)  # one for each micro-batch: no sum over ranks
-    for k in range(*shard(len(parts), run.world.rank, run.world.world_size)):
+    first, end = shard(len(parts), run.world.rank, run.world.world_size)
+    for k in range(first, end):
         tokens, labels = test_set.__getitems__(parts[k])
         sums[k] = model(tokens.to(device), labels.to(device))
         run.monitor.beat()
@@ -128,10 +139,9 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
     run.start(sampler.batches, len(test_set), describe(options, model), device.type, metadata)
 
     loss_model = TokenLoss(model, options.autocast == "bfloat16")
+    device_ids = [device] if device.type == "cuda" else None
     # All ranks have read the same weights, and DDP would broadcast all of them, also those that are not trained.
-    ddp = DistributedDataParallel(
-        loss_model, [device] if device.type == "cuda" else None, init_sync=False
-    )  # collective
+    ddp = DistributedDataParallel(loss_model, device_ids, init_sync=False)  # collective
     reduction.register_ordered_hook(ddp, timer=run.timer)
     trained = nn.ParameterList(weights.trained_parameters(model).values())
     reduction.time_phases(trained, optimizer, run.timer)
@@ -143,24 +153,31 @@ def train(run: Run, options: Options, device: torch.device) -> TokenBatches:
         log.info(f"held-out loss {before['test_loss']:.4f} before training")
 
     for tokens, labels in run.batches(loader):  # up to --max-steps
-        tokens, labels = tokens.to(device), labels.to(device)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, run.step, options.epochs * len(sampler))
+        tokens = tokens.to(device)
+        labels = labels.to(device)
+        set_learning_rate(optimizer, learning_rate(options, run.step, options.epochs * len(sampler)))
         loss_sum = train_step(options, ddp, optimizer, sampler, tokens, labels, compute)  # collective
         actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            due = actions.evaluate
-            run.log_metrics(evaluate(run, loss_model, test_set, options.micro_tokens) if due else {})  # collective
+            evaluation: dict[str, float] = {}
+            if actions.evaluate:
+                evaluation = evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
+            run.log_metrics(evaluation)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: compare replicas, and rank 0 writes
 
     metrics = run.eval_metrics or evaluate(run, loss_model, test_set, options.micro_tokens)  # collective
     run.finish(metrics)  # collective: compare replicas, and rank 0 writes
-    if run.world.rank == 0 and not is_tiny(options) and not options.quiet:
+    if run.world.rank == 0 and shows_samples(options):
         show_samples(model, tokenizer)
     return sampler.batches
+
+
+def shows_samples(options: Options) -> bool:
+    """Return whether a run ends with texts: they mean something, and the user wants to see more than the result."""
+    return not is_tiny(options) and not options.quiet
 
 
 def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
@@ -174,13 +191,15 @@ def show_samples(model: nn.Module, tokenizer: Tokenizer) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog())
+    app = Path(__file__).resolve().parent.name
+    run = Run(app, options, env.detect(), Watchdog())
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective
     batches = train(run, options, device)
     dist.destroy_process_group()
-    tokens = {"train_tokens": batches.num_tokens, "train_targets": batches.num_losses_before(batches.steps_per_epoch)}
+    targets = batches.num_losses_before(batches.steps_per_epoch)
+    tokens = {"train_tokens": batches.num_tokens, "train_targets": targets}
     run.report("torch", torch.__version__, distributed.backend(device), device.type, **tokens)
 
 

@@ -35,10 +35,13 @@ def mnist(split: Split) -> Dataset[tuple[Tensor, int]]:
     transform = transforms.Compose([*to_tensor, transforms.Normalize((MEAN,), (STD,))])
     found: Dataset[tuple[Tensor, int]] = datasets.MNIST.__new__(datasets.MNIST)
     datasets.VisionDataset.__init__(found, transform=transform)
-    found.data, found.targets = split.images.squeeze(1).cpu(), split.labels.cpu()  # type: ignore[attr-defined]
+    found.data = split.images.squeeze(1).cpu()  # type: ignore[attr-defined]
+    found.targets = split.labels.cpu()  # type: ignore[attr-defined]
     return found
 
 
 def choose_input(source: str, split: Split) -> Dataset[tuple[Tensor, Tensor]] | Dataset[tuple[Tensor, int]]:
     """Return the dataset of --input ``source``: the split itself, or torchvision's MNIST."""
-    return mnist(split) if source == "torchvision" else split
+    if source == "torchvision":
+        return mnist(split)
+    return split

@@ -22,32 +22,43 @@ def serve(nproc: int, address: str, port: int, key: bytes, program: Sequence[str
     Raises RetryableError if it is gone, so that the launch scripts of all machines start the job again. If all ranks
     have left because of a signal, this process ends by the same signal.
     """
-    connection, starter = _connect(address, port, key), Starter(program, f"{address} {port} {key.hex()}")
+    connection = _connect(address, port, key)
+    starter = Starter(program, f"{address} {port} {key.hex()}")
     processes: dict[int, Process] = {}
     try:
         _send(connection, kind="agent", ranks=nproc)
         while True:
-            message = json.loads(connection.recv_bytes()) if connection.poll(0.1) else {}
-            if message.get("kind") == "start":
+            message: dict[str, Any] = {}
+            if connection.poll(0.1):
+                message = json.loads(connection.recv_bytes())
+            kind = message.get("kind")
+            if kind == "end":
+                return
+            if kind == "start":
                 values = {name: message[name] for name in ("rank", "name", "ranks")}
                 processes[message["rank"]] = starter.start(**values)
-            elif message.get("kind") == "kill" and message["rank"] in processes:
+            if kind == "kill" and message["rank"] in processes:
                 processes[message["rank"]].kill()
-            elif message.get("kind") == "end":
-                return
-            for rank, process in [*processes.items()]:
-                if (code := process.poll()) is not None:
-                    _send(connection, kind="exit", rank=rank, code=code)
-                    del processes[rank]
-                    if not processes and code - 128 in stop.STOP_SIGNALS:
-                        signal.signal(code - 128, signal.SIG_DFL)
-                        os.kill(os.getpid(), code - 128)
+            _report_ended(processes, connection)
     except (EOFError, OSError) as error:
         raise RetryableError(f"the launcher at {address}:{port} is gone") from error
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+def _report_ended(processes: dict[int, Process], connection: Connection) -> None:
+    """Send the launcher the exit codes of ranks that have ended, and remove them from ``processes``."""
+    for rank, process in [*processes.items()]:
+        code = process.poll()
+        if code is None:
+            continue
+        _send(connection, kind="exit", rank=rank, code=code)
+        del processes[rank]
+        if not processes and code - 128 in stop.STOP_SIGNALS:
+            signal.signal(code - 128, signal.SIG_DFL)
+            os.kill(os.getpid(), code - 128)
 
 
 def _connect(address: str, port: int, key: bytes) -> Connection:

@@ -37,8 +37,10 @@ class StoreServer:
         """Answer the requests of one member. Raises EOFError or OSError when its connection ends."""
         while True:
             request = json.loads(connection.recv_bytes())
-            answer = self._set(**request) if "value" in request else self._get(**request)
-            connection.send_bytes(json.dumps(answer).encode())
+            if "value" in request:
+                connection.send_bytes(json.dumps(self._set(**request)).encode())
+            else:
+                connection.send_bytes(json.dumps(self._get(**request)).encode())
 
     def _set(self, key: str, value: str) -> bool:
         with self._changed:
@@ -50,7 +52,9 @@ class StoreServer:
         """Return the values of ``keys``; None if one of them is still missing after ``seconds``."""
         with self._changed:
             is_complete = self._changed.wait_for(lambda: self._values.keys() >= {*keys}, seconds)
-            return [self._values[key] for key in keys] if is_complete else None
+            if not is_complete:
+                return None
+            return [self._values[key] for key in keys]
 
 
 class LauncherStore(Store):
@@ -62,12 +66,15 @@ class LauncherStore(Store):
     def __init__(self, connection: Connection, timeout: float) -> None:
         """Take an authenticated connection to a `StoreServer`, and the seconds in which a key must be set."""
         super().__init__()
-        self._connection, self._timeout = connection, timeout
+        self._connection = connection
+        self._timeout = timeout
         self._asking = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
-        content = value.encode() if isinstance(value, str) else value
+        content = value
+        if isinstance(content, str):
+            content = content.encode()
         self._ask(key=key, value=content.hex())
 
     def get(self, key: str) -> bytes:
@@ -81,7 +88,10 @@ class LauncherStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. Raises RuntimeError if they are not in time."""
-        self._wait(keys, timeout.total_seconds() if timeout else self._timeout)
+        seconds = self._timeout
+        if timeout:
+            seconds = timeout.total_seconds()
+        self._wait(keys, seconds)
 
     def clone(self) -> LauncherStore:
         """Return this store, which one thread at a time uses."""
@@ -122,7 +132,8 @@ def prove_key(key: bytes, group: str) -> None:
     Raises:
         StrangerFound: the process at the other end of a connection has not proven the key.
     """
-    rank, peers = dist.get_rank(), range(dist.get_world_size())
+    rank = dist.get_rank()
+    peers = range(dist.get_world_size())
     mine = b"".join(sign(key, group, str(rank), str(peer)) for peer in peers)
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).view(-1, PROOF_BYTES)
     received = torch.empty_like(sent)

@@ -17,17 +17,19 @@ from pathlib import Path
 
 def main(arguments: list[str]) -> int:
     """Ask for the ranks, and return the exit code."""
-    if not 1 <= len(arguments) <= 2 or not arguments[-1:] or (arguments[1:] and not arguments[1].isdigit()):
+    if len(arguments) == 1:
+        arguments = [*arguments, "1"]
+    if len(arguments) != 2 or not arguments[1].isdigit():
         print(__doc__, file=sys.stderr)
         return 2
-    path, number = Path(arguments[0], "log", "members"), int(arguments[1]) if arguments[1:] else 1
+    run_dir, number = arguments
     try:
-        host, port, key = path.read_text().split()
+        host, port, key = Path(run_dir, "log", "members").read_text().split()
         connection = Client((host, int(port)), authkey=bytes.fromhex(key))
     except (OSError, ValueError, EOFError, AuthenticationError) as error:
-        print(f"error: no job runs in {arguments[0]}: {error}", file=sys.stderr)
+        print(f"error: no job runs in {run_dir}: {error}", file=sys.stderr)
         return 2
-    for _ in range(number):
+    for _ in range(int(number)):
         connection.send_bytes(json.dumps({"kind": "join"}).encode())
         answer = json.loads(connection.recv_bytes())
         if "refusal" in answer:

@@ -22,7 +22,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -36,7 +37,7 @@ from samestep import ConfigError, NonRetryableError, checkpoint, log, stop
 from samestep.env import World
 from samestep.options import Options
 from samestep.recovery.watchdog import Watchdog
-from samestep.run import Groups, Run
+from samestep.run import Groups, Parts, Run
 from samestep.torch import distributed, virtual_ranks
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -88,11 +89,14 @@ class Launcher:
     def __init__(self, rank: int, metadata: dict[str, Any]) -> None:
         """Connect. Raises ConfigError if the launcher refuses this rank, because its ``metadata`` differs."""
         host, port, key = os.environ["SAMESTEP_MEMBERS"].split()
-        self._place, self.key = (host, int(port)), bytes.fromhex(key)
+        self._place = (host, int(port))
+        self.key = bytes.fromhex(key)
         self._connection = self._connect()
-        self.rank, self.left_group, self.stop_signal = rank, "", 0
-        self.void: set[str] = set()  # nonces of requests for a group that no longer hold
+        self.rank = rank
         self.name = os.environ["SAMESTEP_NAME"]
+        self.left_group = ""
+        self.stop_signal = 0
+        self.void: set[str] = set()  # nonces of requests for a group that no longer hold
         self.send(kind="hello", rank=rank, name=self.name, metadata=metadata)
         welcome = self._receive()
         if "refusal" in welcome:
@@ -132,9 +136,11 @@ class Launcher:
         """Send a message and the digest of ``groups``, then the arrays if the launcher lacks them."""
         self.send(**message, digest=digest(groups))
         is_wanted = self._answer("wanted")
+        if not is_wanted:
+            return
         with self._connected():
-            for group in groups if is_wanted else ():
-                self._connection.send_bytes(checkpoint.serialize(groups[group]))
+            for arrays in groups.values():
+                self._connection.send_bytes(checkpoint.serialize(arrays))
 
     def request_group(self, failed_step: int | None, state: dict[str, Any]) -> None:
         """Record with the launcher that this rank asks for a group, and the state that it has."""
@@ -156,9 +162,11 @@ class Launcher:
 
     def _answer(self, name: str) -> Any:
         """Return the launcher's answer of this name, and take the requests that arrive before it."""
-        while name not in (message := self._receive()):
+        while True:
+            message = self._receive()
+            if name in message:
+                return message[name]
             self._take(message)
-        return message[name]
 
     def _receive(self) -> dict[str, Any]:
         with self._connected():
@@ -177,47 +185,98 @@ class Launcher:
             raise ConnectionError("the launcher of this rank is gone") from error
 
 
+@dataclass
+class Progress:
+    """How far a rank has come. A member that is behind copies it with the weights.
+
+    Attributes:
+        step: number of updates done.
+        loss: summed loss of the last step.
+        running_loss: summed losses of all steps since the last log line.
+        evaluation_due: an evaluation follows the last update.
+    """
+
+    step: int
+    loss: float = 0.0
+    running_loss: float = 0.0
+    evaluation_due: bool = False
+
+    def number(self) -> int:
+        """Return a number that counts updates and their evaluations."""
+        return 2 * self.step - self.evaluation_due
+
+
+class Lighthouse:
+    """Announce this rank to torchft's lighthouse, and ask which names it proposes as members."""
+
+    def __init__(self, launcher: Launcher, run: Run) -> None:
+        """Take the connection to the launcher, which knows the lighthouse, and the run, whose watchdog is asked."""
+        self._name = launcher.name
+        self._run = run
+        connect_time = timedelta(seconds=10)
+        self._client = LighthouseClient(launcher.lighthouse, connect_time)
+        heartbeats = LighthouseClient(launcher.lighthouse, connect_time)
+        heartbeats.heartbeat(self._name)  # a first group waits for the ranks that have sent one
+        threading.Thread(target=self._send_heartbeats, args=[heartbeats], daemon=True).start()
+
+    def _send_heartbeats(self, client: LighthouseClient) -> None:
+        """Tell the lighthouse that this rank lives, unless it hangs: the others must not wait for it then."""
+        limit = give_up_after(self._run.options.timeout)
+        while True:
+            if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
+                with contextlib.suppress(Exception):  # the launcher is gone, and the lighthouse with it
+                    client.heartbeat(self._name)
+            time.sleep(HEARTBEAT_SECONDS)
+
+    def proposed_names(self) -> list[str]:
+        """Return the names that the lighthouse proposes; [] if it does not answer in time."""
+        try:
+            quorum = self._client.quorum(replica_id=self._name, timeout=timedelta(seconds=QUORUM_SECONDS))
+        except Exception:  # besides a timeout, a stranger's message that torchft cannot read
+            time.sleep(HEARTBEAT_SECONDS)
+            return []
+        return [each.replica_id for each in quorum.participants]
+
+
 class Members:
     """Count this rank's steps among the members of its group.
 
     Attributes:
         rank, world_size: this rank's index in the group, and the number of members.
         regroup_due: the group changes before the next step.
-        evaluation_due: an evaluation follows the last update.
         checks: [CHECKS], of the last sub-shard, and after the reduction the sums over all sub-shards.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        run: Run,
-        arrays: Callable[[], Groups],
-        load: Callable[[Groups], None],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, launcher: Launcher, run: Run, parts: Parts, device: torch.device) -> None:
         """Announce this rank to the lighthouse.
 
         Args:
             launcher: the connection to the launcher.
             run: counts the updates of this process, and has the options.
-            arrays: returns the arrays of model and optimizer.
-            load: loads such arrays.
+            parts: returns and loads the arrays of model and optimizer.
             device: has the model.
         """
-        self.launcher, self.rank, self.world_size, self.regroup_due = launcher, 0, 1, True
-        self._run, self._arrays, self._load = run, arrays, load
-        self._step, self.evaluation_due = run.first_step, run.first_step == run.last_step
-        self._loss = self._running_loss = 0.0  # of the last step, and of all steps since the last log line
+        self.launcher = launcher
+        self.rank = 0
+        self.world_size = 1
+        self.regroup_due = True
         self.checks = torch.zeros(CHECKS, dtype=getattr(torch, run.options.dtype), device=device)
-        self._group, self._failures = "", 0
+        self._run = run
+        self._parts = parts
+        self._progress = Progress(run.first_step, evaluation_due=run.first_step == run.last_step)
+        self._group = ""
+        self._failures = 0
         self._failed_step: int | None = None
         self._store = launcher.open_store()
         gc.collect()
         gc.freeze()  # nothing that lives by now is searched again when garbage is collected
-        self._client, heartbeats = (LighthouseClient(launcher.lighthouse, timedelta(seconds=10)) for _ in range(2))
-        heartbeats.heartbeat(launcher.name)  # a first group waits for the ranks that have sent one
-        threading.Thread(target=self._send_heartbeats, args=(heartbeats,), daemon=True).start()
+        self._lighthouse = Lighthouse(launcher, run)
         launcher.wait_to_begin()
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation follows the last update."""
+        return self._progress.evaluation_due
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -227,17 +286,20 @@ class Members:
         A rank that is asked to stop completes an evaluation that is due, offers the launcher its state, and leaves.
         Raises Stopped.
         """
-        while self._step < self._run.last_step or self.evaluation_due:
-            if number := self._stop_signal():
+        while self._progress.step < self._run.last_step or self.evaluation_due:
+            number = self._stop_signal()
+            if number:
                 self._send_record({}, save=True, signal_number=number)
-                raise stop.Stopped(number, f"left after {self._step} updates", is_final=False)
-            yield self._step
+                raise stop.Stopped(number, f"left after {self._progress.step} updates", is_final=False)
+            yield self._progress.step
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _stop_signal(self) -> int:
         """Return the signal that asks this rank to leave, or 0, also while an evaluation is due."""
-        return 0 if self.evaluation_due else self._run.stop_request.number or self.launcher.stop_signal
+        if self.evaluation_due:
+            return 0
+        return self._run.stop_request.number or self.launcher.stop_signal
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -245,11 +307,14 @@ class Members:
         try:
             yield
         except Failed as failure:
-            log.info(f"step {self._step} is taken again: {failure}")
-            self.regroup_due, self._failed_step, self._failures = True, self._step, self._failures + 1
+            log.info(f"step {self._progress.step} is taken again: {failure}")
+            self.regroup_due = True
+            self._failed_step = self._progress.step
+            self._failures += 1
             if self._failures > MAX_FAILURES:
-                text = f"rank {self.launcher.rank} has failed {self._failures} times in a row: {failure}"
-                raise NonRetryableError(text) from failure
+                raise NonRetryableError(
+                    f"rank {self.launcher.rank} has failed {self._failures} times in a row: {failure}"
+                ) from failure
 
     def note(self, step: int, loss: Tensor) -> None:
         """Set what the next sub-shard adds to the sum; ``loss`` is its summed loss."""
@@ -260,42 +325,50 @@ class Members:
     def check(self, step: int, sub_shards: int) -> None:
         """Raise Failed unless the sum counts each sub-shard of this step once."""
         count, steps, asks, loss = self.checks.tolist()
-        if (count, steps) != (sub_shards, sub_shards * (step % STEPS)):
+        if count != sub_shards or steps != sub_shards * (step % STEPS):
             raise Failed(f"the sum does not count each of {sub_shards} sub-shards once")
-        self.regroup_due, self._loss = asks > 0, loss
+        self.regroup_due = asks > 0
+        self._progress.loss = loss
 
     def after_step(self, step: int) -> None:
         """Count the update ``step``, and tell the launcher."""
-        self._step, self._running_loss, self._failures = step + 1, self._running_loss + self._loss, 0
+        progress = self._progress
+        progress.step = step + 1
+        progress.running_loss += progress.loss
+        self._failures = 0
         self._run.count_step(step)
         if self.rank == 0:
-            self.launcher.send(kind="update", step=self._step)
+            self.launcher.send(kind="update", step=progress.step)
         self.launcher.poll()
         actions = self._run.actions(step)
-        self.evaluation_due = actions.evaluate or self._step == self._run.last_step
+        progress.evaluation_due = actions.evaluate or progress.step == self._run.last_step
         if actions.log and not self.evaluation_due:
             self.record({})
 
     def record(self, evaluation: dict[str, float]) -> None:
         """Send the launcher the numbers of a log line, and offer it a checkpoint. Each member does, so none is lost."""
-        self.evaluation_due = False
-        actions = self._run.actions(self._step - 1)
+        self._progress.evaluation_due = False
+        actions = self._run.actions(self._progress.step - 1)
         self._send_record(evaluation, evaluates=actions.evaluate, save=actions.save)
-        self._running_loss = 0.0
+        self._progress.running_loss = 0.0
 
     def _send_record(
         self, evaluation: dict[str, float], evaluates: bool = False, save: bool = False, signal_number: int = 0
     ) -> None:
-        message: dict[str, Any] = {
-            "step": self._step,
-            "loss": self._loss,
-            "running_loss": self._running_loss,
+        is_last_step = self._progress.step == self._run.last_step
+        is_final = is_last_step and not signal_number
+        message = {
+            "step": self._progress.step,
+            "loss": self._progress.loss,
+            "running_loss": self._progress.running_loss,
             "save": save,
+            "evaluation": evaluation,
+            "evaluates": evaluates,
+            "stop": signal_number,
+            "final": is_final,
         }
-        message |= {"evaluation": evaluation, "evaluates": evaluates, "stop": signal_number}
-        message["final"] = self._step == self._run.last_step and not signal_number
-        if save or message["final"]:
-            self.launcher.offer(self._arrays(), kind="record", **message)
+        if save or is_final:
+            self.launcher.offer(self._parts.groups(), kind="record", **message)
         else:
             self.launcher.send(kind="record", **message)
 
@@ -318,54 +391,37 @@ class Members:
 
     # --- the group -----------------------------------------------------------------------------------------------
 
-    def _send_heartbeats(self, client: LighthouseClient) -> None:
-        """Tell the lighthouse that this rank lives, unless it hangs: the others must not wait for it then."""
-        limit = give_up_after(self._run.options.timeout)
-        while True:
-            if time.monotonic() - self._run.monitor.last_progress < limit:  # type: ignore[attr-defined]
-                with contextlib.suppress(Exception):  # the launcher is gone, and the lighthouse with it
-                    client.heartbeat(self.launcher.name)
-            time.sleep(HEARTBEAT_SECONDS)
-
     def regroup(self) -> None:
         """Agree on the members, connect to them, and copy the state of the member that is ahead.
 
         Raises Failed if a member is lost meanwhile.
         """
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            # The group closes its connections once nothing refers to it, so that other members notice. The traceback of
-            # a failed collective does, in a cycle.
-            gc.collect()  # without what __init__ has frozen, in milliseconds: heartbeats must not wait for it
+        _leave_group()
         self.regroup_due = True
-        groups = self._arrays()
-        mine = {"progress": _progress(self._step, self.evaluation_due), "digest": digest(groups)}
-        mine |= {"name": self.launcher.name, "rank": self.launcher.rank, "nonce": secrets.token_hex(16)}
+        groups = self._parts.groups()
+        mine = {
+            "progress": self._progress.number(),
+            "digest": digest(groups),
+            "name": self.launcher.name,
+            "rank": self.launcher.rank,
+            "nonce": secrets.token_hex(16),
+        }
         self.launcher.request_group(self._failed_step, mine)
         self._failed_step = None
-        members = self._quorum()
-        held = Counter(map(_state, members))
-        # Among the members that are ahead, rank 0 is the oldest of those with the most frequent state.
-        members.sort(key=lambda each: (-each["progress"], -held[_state(each)], each["name"]))
-        self.world_size, self.rank = len(members), members.index(mine)
+        members = _in_order(self._quorum())
+        self.world_size = len(members)
+        self.rank = members.index(mine)
         self._group = group_name(self.launcher.key, [each["nonce"] for each in members])
-        store = PrefixStore(self._group, self._store)
         with _collective():
-            store.set(f"ready/{self.rank}", "")
-            self._wait_for(members, store)
-            connect = timedelta(seconds=CONNECT_SECONDS)
-            # torch counts groups, also failed ones, and its keys in the store have the count: members must agree on it.
-            dist.distributed_c10d._world.group_count = 0
-            place = self.world_size, self.rank, store
-            dist.init_process_group("gloo", None, connect, *place)  # collective
+            self._connect(members)
             prove_key(self.launcher.key, self._group)  # collective
-            if len(held) > 1:
+            if len({_state(each) for each in members}) > 1:
                 self._copy_state(groups, mine, members[0])
             limit = timedelta(seconds=give_up_after(self._run.options.timeout))
             dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
         self.regroup_due = False
         ranks = [each["rank"] for each in members]
-        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._step)
+        self.launcher.send(kind="members", group=self._group, ranks=ranks, step=self._progress.step)
 
     def _quorum(self) -> list[dict[str, Any]]:
         """Return the state of each member of the new group, this rank included."""
@@ -374,22 +430,30 @@ class Members:
             self.launcher.poll()
             if self._stop_signal():
                 raise Failed("this rank leaves")
-            members = self.launcher.confirm(self._proposed_names())
+            names = self._lighthouse.proposed_names()
+            members = self.launcher.confirm(names)
             if len(members) >= self._run.options.min_ranks:
                 return members
 
-    def _proposed_names(self) -> list[str]:
-        """Return the names that the lighthouse proposes; [] if it does not answer in time."""
-        try:
-            quorum = self._client.quorum(replica_id=self.launcher.name, timeout=timedelta(seconds=QUORUM_SECONDS))
-        except Exception:  # besides a timeout, a stranger's message that torchft cannot read
-            time.sleep(HEARTBEAT_SECONDS)
-            return []
-        return [each.replica_id for each in quorum.participants]
+    def _connect(self, members: list[dict[str, Any]]) -> None:
+        """Connect to the other members by gloo."""
+        store = PrefixStore(self._group, self._store)
+        store.set(f"ready/{self.rank}", "")
+        self._wait_for(members, store)
+        # torch counts groups, also failed ones, and its keys in the store have the count: members must agree on it.
+        dist.distributed_c10d._world.group_count = 0
+        dist.init_process_group(  # collective
+            "gloo",
+            timeout=timedelta(seconds=CONNECT_SECONDS),
+            world_size=self.world_size,
+            rank=self.rank,
+            store=store,
+        )
 
     def _wait_for(self, members: list[dict[str, Any]], store: PrefixStore) -> None:
         """Wait until all members have joined the new group. Raises Failed as soon as one of them no longer can."""
-        keys, deadline = [f"ready/{rank}" for rank in range(self.world_size)], time.monotonic() + READY_SECONDS
+        keys = [f"ready/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + READY_SECONDS
         while not store.check(keys):
             self.launcher.poll()
             lost = [each["rank"] for each in members if each["nonce"] in self.launcher.void]
@@ -401,14 +465,17 @@ class Members:
 
     def _copy_state(self, groups: Groups, mine: dict[str, Any], ahead: dict[str, Any]) -> None:
         """Copy the state of rank 0 to the members that differ."""
-        numbers = {"step": self._step, "loss": self._loss, "running_loss": self._running_loss}
-        header = json.dumps({**numbers, "evaluation_due": self.evaluation_due, "groups": [*groups]}).encode()
-        values = json.loads(distributed.broadcast(header))  # collective
-        if _progress(values["step"], values["evaluation_due"]) != ahead["progress"]:
+        header = {**asdict(self._progress), "groups": [*groups]}
+        values = json.loads(distributed.broadcast(json.dumps(header).encode()))  # collective
+        names = values.pop("groups")
+        progress = Progress(**values)
+        if progress.number() != ahead["progress"]:
             raise Failed("the state that arrives is not the one that the launcher has recorded")
         contents = {}
-        for group in values["groups"]:
-            content = checkpoint.serialize(groups[group]) if self.rank == 0 else b""
+        for group in names:
+            content = b""
+            if self.rank == 0:
+                content = checkpoint.serialize(groups[group])
             contents[group] = distributed.broadcast(content)  # collective
         if _state(mine) == _state(ahead):
             return
@@ -417,9 +484,28 @@ class Members:
         arrays = {group: safetensors.numpy.load(content) for group, content in contents.items()}
         if digest(arrays) != ahead["digest"]:
             raise Failed("the state that arrived is not the one that the launcher has recorded")
-        self._load(arrays)
-        self._step, self._loss, self._running_loss = (values[name] for name in numbers)
-        self.evaluation_due = values["evaluation_due"]
+        self._parts.load(arrays)
+        self._progress = progress
+
+
+def _leave_group() -> None:
+    """Close the connections of torch's default group, if there is one."""
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # The group closes its connections once nothing refers to it, so that other members notice. The traceback of a
+    # failed collective does, in a cycle.
+    gc.collect()  # without what `Members` has frozen, in milliseconds: heartbeats must not wait for it
+
+
+def _in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the members by rank. Of those ahead, rank 0 is the oldest that has the most frequent state."""
+    held = Counter(map(_state, members))
+
+    def place(member: dict[str, Any]) -> tuple[int, int, str]:
+        return -member["progress"], -held[_state(member)], member["name"]
+
+    return sorted(members, key=place)
 
 
 @contextlib.contextmanager
@@ -431,14 +517,9 @@ def _collective() -> Iterator[None]:
         raise Failed(log.first_line(str(error))) from error
 
 
-def _progress(step: int, evaluation_due: bool) -> int:
-    """Return a number that counts updates and their evaluations."""
-    return 2 * step - evaluation_due
-
-
 def _state(member: dict[str, Any]) -> tuple[int, str]:
     """Return what members compare: their progress, and the digest of their arrays."""
-    return member["progress"], member["digest"]
+    return (member["progress"], member["digest"])
 
 
 def give_up_after(timeout: float) -> float:
@@ -448,5 +529,8 @@ def give_up_after(timeout: float) -> float:
 
 def digest(groups: Groups) -> str:
     """Return a SHA-256 of all arrays of ``groups``."""
-    arrays = {f"{group} {name}": array for group, values in groups.items() for name, array in values.items()}
+    arrays = {}
+    for group, values in groups.items():
+        for name, array in values.items():
+            arrays[f"{group} {name}"] = array
     return checkpoint.weights_sha256(arrays)

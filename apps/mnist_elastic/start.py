@@ -34,9 +34,12 @@ class Starter:
 
     def __init__(self, program: Sequence[str], place: str) -> None:
         """Take train.py with its arguments, and the launcher's address and key for SAMESTEP_MEMBERS."""
-        self._program, self._place = program, place
+        self._program = program
+        self._place = place
+        self._forker: Forker | None = None
         descriptor = os.environ.pop("SAMESTEP_FORKER", "")
-        self._forker = Forker(int(descriptor)) if descriptor else None
+        if descriptor:
+            self._forker = Forker(int(descriptor))
 
     def start(self, **values: Any) -> Process:
         """Start a rank; ``values`` are its rank, its name and the number of ranks."""
@@ -106,7 +109,8 @@ class ForkedRank:
 
     def __init__(self, forker: Forker, number: int) -> None:
         """Take the process that has forked it, and its number there."""
-        self._forker, self._number = forker, number
+        self._forker = forker
+        self._number = number
 
     def poll(self) -> int | None:
         """Return the exit code, or minus a signal; None while the rank runs."""

@@ -48,7 +48,8 @@ def evaluate(run: Run, model: nn.Module, test_set: Split, dtype: torch.dtype, me
     blocks = run.options.virtual_ranks or 1
     batches = eval_batches(len(test_set.labels), EVAL_BATCH_SIZE, blocks)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=test_set.labels.device)  # a row per batch
-    for k in range(*shard(len(batches), members.rank, members.world_size)):
+    first, end = shard(len(batches), members.rank, members.world_size)
+    for k in range(first, end):
         images, labels = test_set.batch(batches[k], dtype)
         scores = model(images)
         sums[k, 0] = F.nll_loss(scores, labels, reduction="sum")
@@ -72,29 +73,39 @@ def train(run: Run, options: Options, device: torch.device, launcher: Launcher) 
     batches = GlobalBatches(
         len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
     )
-    run.start(batches, len(test_set.labels), options.model, device.type, run_metadata(device, model))
+    metadata = run_metadata(device, model)
+    run.start(batches, len(test_set.labels), options.model, device.type, metadata)
 
     rows = FixedRows(options.virtual_ranks)
     exact(model, rows)
-    members = Members(launcher, run, parts.groups, parts.load, device)
+    members = Members(launcher, run, parts, device)
     for step in members.steps():  # the same step again, if a member was lost
         with members.attempt():
             if members.regroup_due:
                 members.regroup()  # collective: may copy another member's state, and so its step
                 batches = replace(batches, rank=members.rank, world_size=members.world_size)
-                tree = GradientTree(model, batches, [members.checks], members.all_to_all, members.all_gather)
+                tree = GradientTree(
+                    model,
+                    batches,
+                    [members.checks],
+                    all_to_all=members.all_to_all,
+                    all_gather=members.all_gather,
+                )
                 continue
             if members.evaluation_due:
-                members.record(evaluate(run, model, test_set, dtype, members))  # collective
+                evaluation = evaluate(run, model, test_set, dtype, members)  # collective
+                members.record(evaluation)
                 continue
             optimizer.zero_grad()
             for micro_batch in batches.micro_batches(step):  # this rank's sub-shards
-                images, labels = train_set.batch(batches.indices(step, micro_batch), dtype)
+                indices = batches.indices(step, micro_batch)
+                images, labels = train_set.batch(indices, dtype)
                 # Masks of dropout belong to rows of the global batch: their key is the same on each rank.
                 torch.manual_seed(step_seed(options.seed, step))
                 first, size = batches.rows(step, micro_batch)
                 rows.set(step, first, len(images), size)
-                loss = F.nll_loss(model(images), labels, reduction="sum")
+                scores = model(images)
+                loss = F.nll_loss(scores, labels, reduction="sum")
                 members.note(step, loss)
                 (loss / size).backward()
                 tree.add(micro_batch, loss)
@@ -108,13 +119,15 @@ def main() -> None:
     options = parse(sys.argv[1:])
     if "SAMESTEP_MEMBERS" not in os.environ:
         raise ConfigError("a rank needs its launcher: bash scripts/run_mnist_elastic.sh N")
-    rank, world_size = int(os.environ["SAMESTEP_RANK"]), int(os.environ["SAMESTEP_RANKS"])
+    rank = int(os.environ["SAMESTEP_RANK"])
+    world_size = int(os.environ["SAMESTEP_RANKS"])
     # The launcher is rank 0, which writes the files of the run.
     world = World(rank, world_size, rank, world_size, 0, 1, launcher="torchft")
     run = Run(Path(__file__).resolve().parent.name, options, world, MemberWatchdog())
     device = choose_device(options, world)
     distributed.set_threads(options.threads)
-    train(run, options, device, Launcher(rank, run_metadata(device)))
+    launcher = Launcher(rank, run_metadata(device))
+    train(run, options, device, launcher)
     run.monitor.stop()
 
 

@@ -43,7 +43,8 @@ CHANGES = [  # file, text that it has exactly once, replacement
     ("horovod/runner/mpi_run.py", "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
 ]
 # Locks with hashes, beside this file: an MPI with a compiler wrapper, and tools that only the build uses.
-MPI_LOCK, TOOLS_LOCK = (Path(__file__).with_name(name) for name in ("mpi.txt", "build.txt"))
+MPI_LOCK = Path(__file__).with_name("mpi.txt")
+TOOLS_LOCK = Path(__file__).with_name("build.txt")
 NEEDED = ["cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "torch"]  # requirements.in installs them
 DEFAULTS = "WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET WITH_GLOO WITHOUT_MPI".split()  # HOROVOD_..., each set to 1
 BIN = Path(sys.prefix) / "bin"  # the environment's
@@ -65,14 +66,11 @@ def main() -> None:
         packages = "apps/mnist_horovod/requirements.in"
         fail(f"{sys.executable} lacks {missing.name}: run {sys.executable} -m pip install -r {packages} first")
     flags = build_flags()
-    mpi = find_mpi() if flags.get("HOROVOD_WITH_MPI") == "1" else None
-    # Everything that decides the wheel's content.
-    tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
-    made_of: list[object] = [VERSION, SHA256, CHANGES, tools, versions["torch"], sys.implementation.cache_tag, flags]
-    made_of += [mpi_version(mpi), None if mpi == BIN else str(mpi)] if mpi else []
-    made_of += [platform.system(), platform.machine(), *platform.libc_ver()]
-    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
-    if not options.rebuild and INSTALLED.exists() and INSTALLED.read_text() == key and is_installed():
+    mpi = None
+    if flags.get("HOROVOD_WITH_MPI") == "1":
+        mpi = find_mpi()
+    key = build_key(versions["torch"], flags, mpi)
+    if not options.rebuild and is_installed(key):
         return
 
     folder = CACHE / f"horovod-{VERSION}-{key}"
@@ -89,12 +87,24 @@ def main() -> None:
     INSTALLED.write_text(key)
 
 
+def build_key(torch_version: str, flags: dict[str, str], mpi: Path | None) -> str:
+    """Return a digest of everything that decides the wheel's content."""
+    tools = re.findall(r"^\S+==\S+", TOOLS_LOCK.with_suffix(".in").read_text(), re.MULTILINE)
+    made_of: list[object] = [VERSION, SHA256, CHANGES, tools, torch_version, sys.implementation.cache_tag, flags]
+    if mpi:
+        made_of += [mpi_version(mpi), None if mpi == BIN else str(mpi)]
+    made_of += [platform.system(), platform.machine(), *platform.libc_ver()]
+    text = json.dumps(made_of, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def build_flags() -> dict[str, str]:
     """Return the HOROVOD_* variables of the build: the caller's, and the defaults that do not contradict them."""
     flags = {name: value for name, value in os.environ.items() if re.match("HOROVOD_(WITH|GPU|CUDA|NCCL)", name)}
     for default in DEFAULTS:
         verb, _, part = default.partition("_")
-        if f"HOROVOD_{'WITH' if verb == 'WITHOUT' else 'WITHOUT'}_{part}" not in flags:
+        opposite = "WITH" if verb == "WITHOUT" else "WITHOUT"
+        if f"HOROVOD_{opposite}_{part}" not in flags:
             flags.setdefault(f"HOROVOD_{default}", "1")
     return flags
 
@@ -104,7 +114,8 @@ def find_mpi() -> Path:
 
     The environment's own MPI comes first, because its bin is first on PATH when horovodrun starts.
     """
-    found = shutil.which("mpicxx", path=os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)]))
+    path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+    found = shutil.which("mpicxx", path=path)
     if found:
         return Path(found).parent
     print_stderr("found no MPI compiler (mpicxx): installing Open MPI into this environment")
@@ -126,15 +137,24 @@ def check_gpu_build(flags: dict[str, str]) -> None:
     requested = any(value for name, value in flags.items() if re.match("HOROVOD_GPU_[A-Z]+$", name))
     if not requested or flags.get("HOROVOD_GPU", "CUDA") != "CUDA":
         return
-    # Horovod's CMake looks for nvcc in these folders.
-    home = flags.get("HOROVOD_CUDA_HOME")
-    homes = [home] if home else [os.environ.get("CUDA_PATH") or "/usr/local/cuda", "/usr/local/cuda"]
-    if not any(Path(each, "bin", "nvcc").exists() for each in homes) and (home or not shutil.which("nvcc")):
+    if not finds_nvcc(flags.get("HOROVOD_CUDA_HOME")):
         fail("building Horovod for GPUs needs nvcc: install CUDA's toolkit, or set HOROVOD_CUDA_HOME to its folder")
     code = "import sys, torch; sys.exit(torch.version.cuda is None)"
     if subprocess.run([sys.executable, "-c", code], check=False).returncode != 0:
-        remedy = "set SAMESTEP_LOCK=cuda, or unset HOROVOD_GPU_OPERATIONS"
-        fail(f"building Horovod for GPUs needs a torch that has CUDA, and this torch has none: {remedy}")
+        fail(
+            "building Horovod for GPUs needs a torch that has CUDA, and this torch has none: set SAMESTEP_LOCK=cuda, "
+            "or unset HOROVOD_GPU_OPERATIONS"
+        )
+
+
+def finds_nvcc(home: str | None) -> bool:
+    """Return whether Horovod's CMake will find nvcc: in HOROVOD_CUDA_HOME alone, if it is set."""
+    if home:
+        return Path(home, "bin", "nvcc").exists()
+    for each in (os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if each and Path(each, "bin", "nvcc").exists():
+            return True
+    return shutil.which("nvcc") is not None
 
 
 def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | None) -> None:
@@ -152,27 +172,8 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
         run([*PIP, "install", "--quiet", "--target", str(tools), *LOCKED, str(TOOLS_LOCK)], "fetch the build tools")
         shutil.unpack_archive(download(work, tools), work, filter="data")
         source = work / f"horovod-{VERSION}"
-        for file, old, new in CHANGES:
-            text = (source / file).read_text()
-            if text.count(old) != 1:
-                fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: CHANGES is for {VERSION}")
-            (source / file).write_text(text.replace(old, new))
-            print_stderr(f"changed {file}: {old} to {new}")
-        environ = {
-            **os.environ,
-            **flags,
-            "HOROVOD_CMAKE": str(tools / "bin" / "cmake"),
-            "PYTHONPATH": str(tools),
-            "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
-        }
-        if flags.get("HOROVOD_CUDA_HOME"):  # torch, which finds CUDA's libraries for the build, reads this name
-            environ.setdefault("CUDA_HOME", flags["HOROVOD_CUDA_HOME"])
-        if mpi:
-            environ["PATH"] = os.pathsep.join([str(mpi), os.environ.get("PATH", os.defpath)])
-        if mpi == BIN:
-            # Other environments use the wheel too: the library, in lib/python3.*/site-packages/horovod/torch, must find
-            # the MPI of its own environment.
-            environ["LDFLAGS"] = " ".join(filter(None, [os.environ.get("LDFLAGS"), "'-Wl,-rpath,$ORIGIN/../../../..'"]))
+        patch(source)
+        environ = build_environ(flags, tools, mpi)
         # Without isolation, because the build must see the PyTorch that the wheel is for.
         command = [*PIP, "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out")]
         if run_showing_progress([*command, str(source)], environ, log) != 0:
@@ -181,6 +182,37 @@ def build(folder: Path, flags: dict[str, str], torch_version: str, mpi: Path | N
         shutil.rmtree(made, ignore_errors=True)
         shutil.copytree(work / "out", made)
         made.rename(folder)
+
+
+def patch(source: Path) -> None:
+    """Make CHANGES to Horovod's source."""
+    for file, old, new in CHANGES:
+        text = (source / file).read_text()
+        if text.count(old) != 1:
+            fail(f"Horovod's {file} has {old!r} {text.count(old)} times, not once: CHANGES is for {VERSION}")
+        (source / file).write_text(text.replace(old, new))
+        print_stderr(f"changed {file}: {old} to {new}")
+
+
+def build_environ(flags: dict[str, str], tools: Path, mpi: Path | None) -> dict[str, str]:
+    """Return the environment of the build, with the folders of the build tools and of the MPI."""
+    environ = {
+        **os.environ,
+        **flags,
+        "HOROVOD_CMAKE": str(tools / "bin" / "cmake"),
+        "PYTHONPATH": str(tools),
+        "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{processors()}",
+    }
+    if flags.get("HOROVOD_CUDA_HOME"):  # torch, which finds CUDA's libraries for the build, reads this name
+        environ.setdefault("CUDA_HOME", flags["HOROVOD_CUDA_HOME"])
+    if mpi:
+        environ["PATH"] = os.pathsep.join([str(mpi), os.environ.get("PATH", os.defpath)])
+    if mpi == BIN:
+        # Other environments use the wheel too: the library, in lib/python3.*/site-packages/horovod/torch, must find the
+        # MPI of its own environment.
+        own = os.environ.get("LDFLAGS", "")
+        environ["LDFLAGS"] = f"{own} '-Wl,-rpath,$ORIGIN/../../../..'".lstrip()
+    return environ
 
 
 def download(work: Path, tools: Path) -> Path:
@@ -217,8 +249,10 @@ def run_showing_progress(command: list[str], environ: dict[str, str], log: Path)
 
 def first_error(log: Path) -> str:
     """Return the first line of the log that reports an error."""
-    lines = log.read_text(errors="replace").splitlines()
-    return next((line.strip() for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), "no reason given")
+    for line in log.read_text(errors="replace").splitlines():
+        if re.search(r"\berror\b", line, re.IGNORECASE):
+            return line.strip()
+    return "no reason given"
 
 
 def run(command: list[str], what: str, environ: dict[str, str] | None = None) -> None:
@@ -227,7 +261,10 @@ def run(command: list[str], what: str, environ: dict[str, str] | None = None) ->
         fail(f"could not {what}: `{' '.join(command)}` failed: see its output above")
 
 
-def is_installed() -> bool:
+def is_installed(key: str) -> bool:
+    """Return whether the environment has the Horovod of this key."""
+    if not INSTALLED.exists() or INSTALLED.read_text() != key:
+        return False
     try:
         return version("horovod") == VERSION
     except PackageNotFoundError:
@@ -236,7 +273,9 @@ def is_installed() -> bool:
 
 def processors() -> int:
     """Return the number of compilers to run: one per available processor, if memory suffices (1.2 GB each)."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(count, int(memory / 1.2e9)))
 

@@ -25,8 +25,9 @@ def choose_device(requested: str, world: World) -> torch.device:
 
     Raises ConfigError if "cuda" is requested and impossible. Rank 0 warns if GPUs cannot be used with "auto".
     """
-    gpus, ranks = torch.cuda.device_count(), world.local_world_size or 1
-    if requested == "cpu" or gpus < ranks or hvd.cuda_built():
+    gpus = torch.cuda.device_count()
+    has_gpus = gpus >= (world.local_world_size or 1)
+    if requested == "cpu" or not has_gpus or hvd.cuda_built():
         return torch_distributed.choose_device(requested, world)
     build = "HOROVOD_GPU_OPERATIONS=NCCL bash scripts/run_mnist_horovod.sh, where nvcc is, builds one with it"
     if requested == "cuda":
@@ -63,13 +64,17 @@ def rendezvous(world: World, device: torch.device, timeout: float, transport: st
     if transport == "mpi" and not hvd.mpi_built():
         raise ConfigError(NO_MPI)
     # A Horovod with both would use MPI, for its control messages and for the tensors.
-    os.environ |= {"HOROVOD_CONTROLLER": transport, "HOROVOD_CPU_OPERATIONS": transport}
+    os.environ["HOROVOD_CONTROLLER"] = transport
+    os.environ["HOROVOD_CPU_OPERATIONS"] = transport
     # Otherwise Horovod's thread keeps a processor busy while Open MPI waits in it.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     hvd.init()  # collective
-    if (size := hvd.size()) != world.world_size:
+    size = hvd.size()
+    if size != world.world_size:
         hvd.shutdown()
-        start = "horovodrun --gloo" if transport == "gloo" else "horovodrun --mpi, or the mpirun of its own MPI"
+        start = "horovodrun --gloo"
+        if transport == "mpi":
+            start = "horovodrun --mpi, or the mpirun of its own MPI"
         raise ConfigError(
             f"{world.launcher} started {world.world_size} ranks, but Horovod found {size}: "
             f"with --transport {transport} it is started by {start}"
@@ -89,7 +94,8 @@ def broadcast(content: bytes) -> bytes:
 
 def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     """Return every rank's ``row`` [k] on every rank: [world_size, k] in the order of ranks, bit for bit."""
-    rows: NDArray[Any] = hvd.allgather(torch.from_numpy(row.copy()).unsqueeze(0)).numpy()  # collective
+    own = torch.from_numpy(row.copy()).unsqueeze(0)
+    rows: NDArray[Any] = hvd.allgather(own).numpy()  # collective
     return rows
 
 

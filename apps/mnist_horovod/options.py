@@ -6,7 +6,6 @@ The launch script imports this module on the system's Python, so it uses the sta
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shutil
@@ -94,24 +93,40 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     options = parse_as(Options, build_parser(prog, usage), argv)
     if vars(options).pop("local_rank", None) is not None:
         raise ConfigError("--local-rank is torch.distributed.launch's, which does not start Horovod: use horovodrun")
-    by_slurm = os.environ.get("HOROVOD_HOSTS") == "slurm"
-    if by_slurm and not os.environ.get("SLURM_JOB_ID"):
-        script = "deploy/slurm/mnist_horovod.sbatch"
-        raise ConfigError(f"HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch {script}")
-    check_hosts({**os.environ, "HOROVOD_HOSTS": ""} if by_slurm else os.environ)
     options.lr = options.lr or LEARNING_RATES[options.optimizer]
     if not options.transport:
         # For ranks only: the launch script, which sets a usage, may run in a job of mpirun.
-        launcher = env.find_launcher(os.environ)
-        by_mpirun = usage is None and launcher is not None and launcher.kind == "mpi"
-        options.transport = "mpi" if by_mpirun else "gloo"
-    if by_slurm and options.transport != "mpi":
+        is_rank_of_mpirun = usage is None and has_mpi_launcher(os.environ)
+        options.transport = "mpi" if is_rank_of_mpirun else "gloo"
+    if os.environ.get("HOROVOD_HOSTS") == "slurm":
+        check_slurm(options, os.environ)
+    else:
+        check_hosts(os.environ)
+    check_virtual_ranks(options)
+    return options
+
+
+def has_mpi_launcher(environ: Mapping[str, str]) -> bool:
+    """Return whether an MPI has started this process."""
+    launcher = env.find_launcher(environ)
+    return launcher is not None and launcher.kind == "mpi"
+
+
+def check_slurm(options: Options, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if HOROVOD_HOSTS=slurm cannot start the ranks."""
+    if not environ.get("SLURM_JOB_ID"):
+        raise ConfigError("HOROVOD_HOSTS=slurm, but this is no Slurm job: sbatch deploy/slurm/mnist_horovod.sbatch")
+    check_hosts({**environ, "HOROVOD_HOSTS": ""})
+    if options.transport != "mpi":
         raise ConfigError("HOROVOD_HOSTS=slurm: mpirun starts the ranks of a Slurm job: add --transport mpi")
+
+
+def check_virtual_ranks(options: Options) -> None:
+    """Raise ConfigError for options that contradict --virtual-ranks."""
     if options.virtual_ranks and options.compression != "none":
         raise ConfigError("--compression changes the values that ranks exchange: leave it or --virtual-ranks out")
     if options.virtual_ranks and options.gradients != "group":
         raise ConfigError("--gradients optimizer sums whole shards: leave it or --virtual-ranks out")
-    return options
 
 
 def setup_environment(options: Options) -> dict[str, str]:
@@ -143,13 +158,18 @@ def check_name(environ: Mapping[str, str]) -> None:
 
     Horovod's gloo listens at the address of the host's name, whatever interface horovodrun found.
     """
+    if "," not in environ.get("HOROVOD_HOSTS", ""):
+        return
     name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        if "," in environ.get("HOROVOD_HOSTS", "") and (address := socket.gethostbyname(name)).startswith("127."):
-            raise ConfigError(
-                f"this host's name, {name}, resolves to {address}, which the other hosts of HOROVOD_HOSTS cannot "
-                "reach: give each host an address in /etc/hosts that the others reach, or use --transport mpi"
-            )
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return
+    if address.startswith("127."):
+        raise ConfigError(
+            f"this host's name, {name}, resolves to {address}, which the other hosts of HOROVOD_HOSTS cannot "
+            "reach: give each host an address in /etc/hosts that the others reach, or use --transport mpi"
+        )
 
 
 def check_hosts(environ: Mapping[str, str]) -> None:
@@ -158,9 +178,10 @@ def check_hosts(environ: Mapping[str, str]) -> None:
     horovodrun starts the ranks of all machines from one of them.
     """
     hosts = environ.get("HOROVOD_HOSTS", "")
-    # A name or an IPv4 address, and a positive number.
-    if hosts and not all(re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII) for host in hosts.split(",")):
-        raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
+    for host in hosts.split(","):
+        # A name or an IPv4 address, and a positive number.
+        if hosts and not re.fullmatch(r"[\w.-]+:[1-9]\d{0,4}", host, re.ASCII):
+            raise ConfigError(f"HOROVOD_HOSTS={hosts!a} is not a list of host:ranks such as server1:4,server2:4")
     name, count = env.machine_count(environ)
     launcher = env.find_launcher(environ)
     is_rank = launcher is not None and launcher.name == "horovodrun"

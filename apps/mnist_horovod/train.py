@@ -49,7 +49,8 @@ def train_step(
 ) -> Tensor:
     """Update once with this rank's shard of a global batch; return the shard's summed loss."""
     optimizer.zero_grad()
-    loss_sum = F.nll_loss(model(images), labels, reduction="sum")
+    scores = model(images)
+    loss_sum = F.nll_loss(scores, labels, reduction="sum")
     # The mean over the global batch, although shards may differ in size or be empty.
     sampler.scale(loss_sum, grad_scale=1).backward()
     distributed.all_reduce_gradients(model, options)  # collective: Horovod adds the gradients
@@ -85,7 +86,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
     # The same global batches at any number of ranks. Each rank evaluates some blocks of the test set.
     train_set, test_set = load(options.dataset, options.data_dir, device, dtype)
-    rank, world_size = run.world.rank, run.world.world_size
+    rank = run.world.rank
+    world_size = run.world.world_size
     sampler = GlobalBatchSampler(
         len(train_set), options.global_batch_size, rank, world_size, options.seed, virtual_ranks=options.virtual_ranks
     )
@@ -93,7 +95,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     blocks = options.virtual_ranks or world_size
     eval_sampler = EvalSampler(len(test_set), EVAL_BATCH_SIZE, blocks=blocks, rank=rank, world_size=world_size)
     eval_loader = DataLoader(test_set, batch_sampler=eval_sampler, seeded=False)
-    run.start(sampler.batches, len(test_set), options.model, device.type, distributed.run_metadata(device, model))
+    metadata = distributed.run_metadata(device, model)
+    run.start(sampler.batches, len(test_set), options.model, device.type, metadata)
 
     # Dropout and sums over ranks that do not depend on their number, or on the moment of a restart.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # collective
@@ -103,13 +106,17 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     update = VirtualRanks(model, sampler).train_step if options.virtual_ranks else partial(train_step, options)
 
     for images, labels in run.batches(loader):  # up to --max-steps
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device)
+        labels = labels.to(device)
         loss_sum = update(model, optimizer, sampler, images, labels)  # collective
         actions = run.after_step(loss_sum)  # counts, and beats for the watchdog; no communication
         if actions.sync:  # a log line, an evaluation, a checkpoint, or too long since the last one
             actions = run.sync()  # collective: losses, stop requests, phase times
         if actions.log:
-            run.log_metrics(evaluate(run, model, eval_loader, eval_sampler) if actions.evaluate else {})  # collective
+            evaluation: dict[str, float] = {}
+            if actions.evaluate:
+                evaluation = evaluate(run, model, eval_loader, eval_sampler)  # collective
+            run.log_metrics(evaluation)
         if actions.save:  # also if a rank was asked to stop: then this raises Stopped
             run.save()  # collective: compare replicas; rank 0 writes
     metrics = run.eval_metrics or evaluate(run, model, eval_loader, eval_sampler)  # collective
@@ -118,7 +125,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
+    app = Path(__file__).resolve().parent.name
+    run = Run(app, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout, options.transport)  # collective

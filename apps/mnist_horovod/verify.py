@@ -52,8 +52,8 @@ def main() -> None:
             raise ConfigError(f"N={options.n} is not a number of ranks: bash scripts/verify_horovod.sh 2")
         check_hosts(os.environ)
         if options.rank:
-            # One write, so that the lines of several ranks do not mix.
-            sys.stdout.write(REPORT + json.dumps(check_rank(options.transport, options.device)) + "\n")
+            report = json.dumps(check_rank(options.transport, options.device))
+            sys.stdout.write(f"{REPORT}{report}\n")  # one write, so that the lines of several ranks do not mix
             sys.stdout.flush()
             hvd.shutdown()
             return
@@ -64,77 +64,121 @@ def main() -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     rows = [*check_build(options.transport), *check_ranks(options)]
     width = max(len(name) for name, _, _ in rows)
+    failed = False
     for name, result, good in rows:
-        print(f"{'ok    ' if good else 'FAILED'}  {name:{width}}  {result}")
-    sys.exit(0 if all(good for _, _, good in rows) else 1)
+        verdict = "ok    " if good else "FAILED"
+        print(f"{verdict}  {name:{width}}  {result}")
+        failed = failed or not good
+    sys.exit(int(failed))
 
 
 def check_build(transport: str) -> list[Row]:
     """Return the checks of Horovod itself, which need no ranks."""
-    parts = {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built(), "CUDA": hvd.cuda_built()}
+    parts = {
+        "gloo": hvd.gloo_built(),
+        "MPI": hvd.mpi_built(),
+        "NCCL": hvd.nccl_built(),
+        "CUDA": hvd.cuda_built(),
+    }
     built = ", ".join(name for name, is_built in parts.items() if is_built)
+    has_transport = parts["gloo"] if transport == "gloo" else parts["MPI"]
     rows = [
         ("Horovod", f"{horovod.__version__} for torch {torch.__version__}", True),
-        ("built with", built or "nothing", bool(parts["gloo" if transport == "gloo" else "MPI"])),
+        ("built with", built or "nothing", bool(has_transport)),
     ]
     if parts["MPI"]:
-        rows.append(("MPI", *mpi_version()))
-    if gpus := torch.cuda.device_count():
-        rows.append(("GPUs", f"{gpus}; gradients go by {'NCCL' if parts['NCCL'] else 'the CPU'}", True))
+        version, works = mpi_version()
+        rows.append(("MPI", version, works))
+    gpus = torch.cuda.device_count()
+    if gpus:
+        carrier = "NCCL" if parts["NCCL"] else "the CPU"
+        rows.append(("GPUs", f"{gpus}; gradients go by {carrier}", True))
     return rows
 
 
 def mpi_version() -> tuple[str, bool]:
     """Return the first two lines of ``mpirun --version``, and whether it works."""
     try:
-        text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as problem:
         return f"mpirun --version: {problem}", False
-    return " ".join(" ".join(text.splitlines()[:2]).split()) or "mpirun --version prints nothing", bool(text)
+    lines = done.stdout.splitlines()
+    words = " ".join(lines[:2]).split()
+    if not words:
+        return "mpirun --version prints nothing", bool(done.stdout)
+    return " ".join(words), True
 
 
 def check_ranks(options: Options) -> list[Row]:
     """Return the checks that need ranks: horovodrun starts this file on each of them."""
-    n, transport = int(options.n), options.transport
-    hosts = ["-H", os.environ["HOROVOD_HOSTS"]] if os.environ.get("HOROVOD_HOSTS") else []
-    command = [sys.executable, "-m", "horovod.runner.launch", f"--{transport}", "-np", str(n), *hosts]
+    n = int(options.n)
+    command = [sys.executable, "-m", "horovod.runner.launch", f"--{options.transport}", "-np", str(n)]
+    hosts = os.environ.get("HOROVOD_HOSTS")
+    if hosts:
+        command += ["-H", hosts]
     command += ["--disable-cache", sys.executable, os.path.abspath(__file__), "--rank"]
-    command += [f"--transport={transport}", f"--device={options.device}"]
+    command += [f"--transport={options.transport}", f"--device={options.device}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return [(f"{n} ranks start", f"still running after {TIMEOUT} s", False)]
-    ranks = [json.loads(line.partition(REPORT)[2]) for line in done.stdout.splitlines() if REPORT in line]
+    ranks = []
+    for line in done.stdout.splitlines():
+        _, found, report = line.partition(REPORT)
+        if found:
+            ranks.append(json.loads(report))
     if done.returncode != 0 or len(ranks) != n:
         print(done.stdout + done.stderr, file=sys.stderr)
         return [(f"{n} ranks start", f"{len(ranks)} of them succeeded; their output is above", False)]
     ranks.sort(key=lambda rank: int(rank["rank"]))
-    numbers, sizes, total = [rank["rank"] for rank in ranks], {rank["size"] for rank in ranks}, n * (n + 1) / 2
-    backends = {f"{rank['backend']} on {rank['device']}" for rank in ranks}
-    images = f"{ranks[0]['samples']} images of {DATASET} in total"
-    batches = [(f"batch of rank {rank['rank']}", shown(rank["batch"]), True) for rank in ranks]
+    return [*place_rows(ranks, options.transport), *step_rows(ranks), *batch_rows(ranks)]
+
+
+def place_rows(ranks: list[dict[str, Any]], transport: str) -> list[Row]:
+    """Return the checks of the ranks' numbers, and of one all-reduce."""
+    n = len(ranks)
+    backends = {rank["backend"] for rank in ranks}
+    carriers = sorted({f"{rank['backend']} on {rank['device']}" for rank in ranks})
+    numbers = [rank["rank"] for rank in ranks]
+    sizes = {rank["size"] for rank in ranks}
+    total = n * (n + 1) / 2
+    sums = {rank["sum"] for rank in ranks}
     return [
-        ("gradients go by", ", ".join(sorted(backends)), all(rank["backend"] in (transport, "nccl") for rank in ranks)),
+        ("gradients go by", ", ".join(carriers), backends <= {transport, "nccl"}),
         ("hvd.rank()", ", ".join(map(str, numbers)), numbers == list(range(n))),
         ("hvd.size()", ", ".join(map(str, sorted(sizes))), sizes == {n}),
-        (
-            "all-reduce of 1 to N",
-            f"{ranks[0]['sum']:g}, expected {total:g}",
-            all(rank["sum"] == total for rank in ranks),
-        ),
-        ("weights differ before the broadcast", "", n == 1 or any(rank["differed"] for rank in ranks)),
-        ("weights are equal after the broadcast", "", all(rank["equal_after_broadcast"] for rank in ranks)),
-        ("a training step changes the weights", "", all(rank["changed"] for rank in ranks)),
-        ("weights are equal after a training step", "", all(rank["equal_after_step"] for rank in ranks)),
-        ("the optimizer's state is equal after it", "", all(rank["equal_state"] for rank in ranks)),
-        *batches,
-        ("batches are distinct", images, all(rank["distinct"] for rank in ranks)),
+        ("all-reduce of 1 to N", f"{ranks[0]['sum']:g}, expected {total:g}", sums == {total}),
     ]
+
+
+def step_rows(ranks: list[dict[str, Any]]) -> list[Row]:
+    """Return the checks of the weights, before and after a broadcast and a step."""
+    differed = len(ranks) == 1 or any(rank["differed"] for rank in ranks)
+    rows = [("weights differ before the broadcast", "", differed)]
+    for name, title in (
+        ("equal_after_broadcast", "weights are equal after the broadcast"),
+        ("changed", "a training step changes the weights"),
+        ("equal_after_step", "weights are equal after a training step"),
+        ("equal_state", "the optimizer's state is equal after it"),
+    ):
+        rows.append((title, "", all(rank[name] for rank in ranks)))
+    return rows
+
+
+def batch_rows(ranks: list[dict[str, Any]]) -> list[Row]:
+    """Return the batches of the ranks, and whether they are distinct."""
+    rows = [(f"batch of rank {rank['rank']}", shown(rank["batch"]), True) for rank in ranks]
+    images = f"{ranks[0]['samples']} images of {DATASET} in total"
+    rows.append(("batches are distinct", images, all(rank["distinct"] for rank in ranks)))
+    return rows
 
 
 def shown(batch: list[int]) -> str:
     """Return "16 images: 4, 31, 7, ..."."""
-    return f"{len(batch)} images: {', '.join(map(str, batch[:3]))}{', ...' if len(batch) > 3 else ''}"
+    first = list(map(str, batch[:3]))
+    if len(batch) > 3:
+        first.append("...")
+    return f"{len(batch)} images: {', '.join(first)}"
 
 
 def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
@@ -143,22 +187,26 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
     Watchdog().start(world, Options(timeout=TIMEOUT))  # ends this rank with its launcher
     device = distributed.choose_device(requested_device, world)
     distributed.rendezvous(world, device, TIMEOUT, transport)
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     total = hvd.allreduce(torch.tensor([rank + 1.0], device=device), op=hvd.Sum)
     model = build_model("net", 0.0, torch.float32, seed=rank).to(device)
     differed = not are_equal(model.parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    before, equal_after_broadcast = parameters_to_vector(model.parameters()).detach(), are_equal(model.parameters())
+    before = parameters_to_vector(model.parameters()).detach()
+    equal_after_broadcast = are_equal(model.parameters())
 
     train_set, _ = load(DATASET, Path("data"), device, torch.float32)
-    batches = GlobalBatches(len(train_set.labels), 16 * size + 1, 1, rank, size)
+    batches = GlobalBatches(len(train_set.labels), 16 * size + 1, seed=1, rank=rank, world_size=size)
     indices = batches.indices(0)
     gathered = hvd.allgather(torch.from_numpy(indices)).numpy()  # shards may differ in size
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images, labels = train_set.batch(indices)
-    (F.nll_loss(model(images), labels, reduction="sum") / batches.size(0)).backward()
+    loss_sum = F.nll_loss(model(images), labels, reduction="sum")
+    (loss_sum / batches.size(0)).backward()
     distributed.all_reduce_gradients(model, Options(gradients="group", compression="none"))
     optimizer.step()
+    after = parameters_to_vector(model.parameters())
     return {
         "rank": rank,
         "size": size,
@@ -167,7 +215,7 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
         "sum": total.item(),
         "differed": differed,
         "equal_after_broadcast": equal_after_broadcast,
-        "changed": not torch.equal(parameters_to_vector(model.parameters()), before),
+        "changed": not torch.equal(after, before),
         "equal_after_step": are_equal(model.parameters()),
         "equal_state": are_equal(state["momentum_buffer"] for state in optimizer.state.values()),
         "batch": indices.tolist(),
@@ -178,7 +226,8 @@ def check_rank(transport: str, requested_device: str) -> dict[str, Any]:
 
 def are_equal(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all ranks have the same bits in their ``tensors``."""
-    gathered = hvd.allgather(parameters_to_vector(tensors).detach().unsqueeze(0))
+    own = parameters_to_vector(tensors).detach()
+    gathered = hvd.allgather(own.unsqueeze(0))
     return all(torch.equal(other, gathered[0]) for other in gathered)
 
 

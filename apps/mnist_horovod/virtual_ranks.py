@@ -13,7 +13,7 @@ class VirtualRanks:
     """Cut a global batch into sub-shards, which are the same ones at any number of ranks, and add them in one tree."""
 
     def __init__(self, model: nn.Module, sampler: GlobalBatchSampler) -> None:
-        collectives = distributed.all_to_all, distributed.all_gather_tensor
+        collectives = (distributed.all_to_all, distributed.all_gather_tensor)
         tree = reduction.gradient_tree(model, sampler.batches, (), *collectives)
         assert tree is not None
         self.tree = tree

@@ -18,14 +18,18 @@ class RunCallback(pl.Callback):
     """Do what a training loop does around the step itself: report to the Run, and act on its answer."""
 
     def __init__(self, run: Run, data: Data) -> None:
-        self.run, self.data = run, data
+        self.run = run
+        self.data = data
         self.actions = StepActions(sync=False, log=False, evaluate=False, save=False)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let Lightning count from the start of training, as after loading a checkpoint of its own."""
-        fit, first = trainer.fit_loop, self.run.first_step
+        fit = trainer.fit_loop
+        first = self.run.first_step
+        epoch = first // len(self.data.sampler)
         current: Any = fit.epoch_progress.current
-        current.processed = current.completed = first // len(self.data.sampler)  # current_epoch
+        current.processed = epoch
+        current.completed = epoch  # current_epoch
         # global_step, without and with --virtual-ranks
         fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = first
         fit.epoch_loop.manual_optimization.optim_step_progress.total.completed = first
@@ -65,7 +69,8 @@ class RunCallback(pl.Callback):
 
     def log_step(self, trainer: pl.Trainer, module: Any, evaluation: dict[str, Any]) -> None:
         """Log the last step, also to Lightning's loggers, and save a checkpoint if that follows."""
-        self.log_line(trainer, self.run.log_metrics(evaluation))
+        line = self.run.log_metrics(evaluation)
+        self.log_line(trainer, line)
         if self.actions.save:
             self.run.save()  # collective: compare replicas
 

@@ -83,7 +83,8 @@ class Digits(pl.LightningModule):
         if self.tree:
             return {"loss_sum": self.update_by_tree(self.tree, batch)}
         images, labels = batch
-        loss_sum = F.nll_loss(self(images), labels, reduction="sum")
+        scores = self(images)
+        loss_sum = F.nll_loss(scores, labels, reduction="sum")
         # collective: DDP averages the gradients in backward()
         return {"loss": self.sampler.scale(loss_sum), "loss_sum": loss_sum.detach()}
 
@@ -114,24 +115,35 @@ class Digits(pl.LightningModule):
         """Compute loss and accuracy over the whole test set. Exactly one rank counts each example, once."""
         dist.all_reduce(self.sums)  # collective
         loss_sum, correct, examples = self.sums.sum(dim=0).tolist()
-        self.eval_metrics = {"test_loss": loss_sum / examples, "test_accuracy": correct / examples}
-        self.eval_metrics["test_examples"] = int(examples)
+        self.eval_metrics = {
+            "test_loss": loss_sum / examples,
+            "test_accuracy": correct / examples,
+            "test_examples": int(examples),
+        }
 
 
 def build_trainer(run: Run, options: Options, device: torch.device, epochs: int, callback: pl.Callback) -> pl.Trainer:
     """Return a Trainer without the parts that samestep replaces: its checkpoints are pickles, and its sampler pads."""
-    folder, loggers = options.run_dir / "log", list[Logger]()
+    folder = options.run_dir / "log"
+    loggers: list[Logger] = []
     if options.logger == "csv":
         loggers = [CSVLogger(folder, name="lightning")]
     elif options.logger == "tensorboard":
         loggers = [TensorBoardLogger(folder, name="lightning")]
-    ranks = run.world.local_world_size or (run.world.local_rank or 0) + 1
-    shared = [device] * ranks if options.share_gpu else None  # without it, the Trainer takes a GPU for each rank
+    ranks = run.world.local_world_size
+    if not ranks:  # the launcher does not say
+        ranks = (run.world.local_rank or 0) + 1
+    devices = ranks
+    shared: list[torch.device] | None = None  # the Trainer takes a GPU for each rank
+    if options.share_gpu:
+        devices = 1
+        shared = [device] * ranks
+    strategy = DDPStrategy(parallel_devices=shared, cluster_environment=SamestepEnvironment(run.world))
     return pl.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1 if shared else ranks,
+        devices=devices,
         num_nodes=run.world.node_count or 1,
-        strategy=DDPStrategy(parallel_devices=shared, cluster_environment=SamestepEnvironment(run.world)),
+        strategy=strategy,
         max_epochs=epochs,
         reload_dataloaders_every_n_epochs=1,
         logger=loggers or False,
@@ -149,7 +161,9 @@ def build_trainer(run: Run, options: Options, device: torch.device, epochs: int,
 
 def train(run: Run, options: Options, device: torch.device) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
-    dtype, rank, world_size = getattr(torch, options.dtype), run.world.rank, run.world.world_size
+    dtype = getattr(torch, options.dtype)
+    rank = run.world.rank
+    world_size = run.world.world_size
     model = build_model(options.model, options.dropout, dtype, options.seed).to(device)
     optimizer = build_optimizer(options, model)
     parts = Parts(load=partial(weights.load, model, optimizer), groups=partial(weights.groups, model, optimizer))
@@ -169,7 +183,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
     module = Digits(model, optimizer, sampler, eval_sampler, tree)
     data = Data(run, sampler, eval_sampler, train_set, test_set)
     epochs = -(-run.last_step // len(sampler))  # the last of them may be cut
-    trainer = build_trainer(run, options, device, epochs, RunCallback(run, data))
+    callback = RunCallback(run, data)
+    trainer = build_trainer(run, options, device, epochs, callback)
     if run.first_step < run.last_step:
         trainer.fit(module, datamodule=data)  # collective: DDP is built, and all that callback.py marks
     else:
@@ -179,7 +194,8 @@ def train(run: Run, options: Options, device: torch.device) -> None:
 
 def main() -> None:
     options = parse(sys.argv[1:])
-    run = Run(Path(__file__).resolve().parent.name, options, env.detect(), Watchdog(), datasets.resolve)
+    app = Path(__file__).resolve().parent.name
+    run = Run(app, options, env.detect(), Watchdog(), datasets.resolve)
     device = distributed.choose_device(options.device, run.world)
     distributed.set_threads(options.threads)
     distributed.rendezvous(run.world, device, options.timeout)  # collective

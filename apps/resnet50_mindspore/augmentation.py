@@ -13,7 +13,9 @@ import numpy as np
 from data import augment, load
 from PIL import Image, ImageDraw
 
-SCALE, EDGE, HEAD = 3, 4, 16  # of each image, between images, and above them, in pixels
+SCALE = 3
+EDGE = 4  # pixels between images
+HEAD = 16  # pixels above them
 
 
 def main() -> None:
@@ -23,17 +25,23 @@ def main() -> None:
     options = parser.parse_args()
     training, _ = load(options.dataset, options.data_dir)
     indices = np.arange(6)
-    columns = [training.images[indices]]
-    columns += [augment(training.images[indices], indices, 1, epoch) for epoch in range(5)]
+    images = training.images[indices]
+    columns = {"as it is": images}
+    for epoch in range(5):
+        columns[f"epoch {epoch + 1}"] = augment(images, indices, seed=1, epoch=epoch)
 
-    side = SCALE * training.images.shape[1] + EDGE
-    picture = Image.new("RGB", (len(columns) * side + EDGE, len(indices) * side + EDGE + HEAD), "white")
+    size = SCALE * images.shape[1]
+    side = size + EDGE
+    width = len(columns) * side + EDGE
+    height = len(indices) * side + EDGE + HEAD
+    picture = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(picture)
-    for i, column in enumerate(columns):
-        draw.text((i * side + EDGE, 2), f"epoch {i}" if i else "as it is", fill="black")
+    for i, (title, column) in enumerate(columns.items()):
+        left = i * side + EDGE
+        draw.text((left, 2), title, fill="black")
         for j, image in enumerate(column):
-            large = Image.fromarray(image).resize((side - EDGE, side - EDGE), Image.Resampling.NEAREST)
-            picture.paste(large, (i * side + EDGE, j * side + EDGE + HEAD))
+            large = Image.fromarray(image).resize((size, size), Image.Resampling.NEAREST)
+            picture.paste(large, (left, j * side + EDGE + HEAD))
     picture.save(Path(__file__).with_suffix(".png"))
 
 

@@ -77,9 +77,13 @@ def gather(part: NDArray[Any], matrix: Sequence[int], tensor_map: Sequence[int])
     """
     parts = all_gather(part.ravel())  # collective
     cuts = [1 if axis == -1 else matrix[-1 - axis] for axis in tensor_map]
-    array = np.empty([count * size for count, size in zip(cuts, part.shape)], part.dtype)
+    shape = [count * size for count, size in zip(cuts, part.shape)]
+    array = np.empty(shape, part.dtype)
     for rank, values in enumerate(parts):
         place = np.unravel_index(rank, matrix)
-        corner = [0 if axis == -1 else place[-1 - axis] * size for axis, size in zip(tensor_map, part.shape)]
-        array[tuple(slice(start, start + size) for start, size in zip(corner, part.shape))] = values.reshape(part.shape)
+        region = []
+        for axis, size in zip(tensor_map, part.shape):
+            start = 0 if axis == -1 else place[-1 - axis] * size
+            region.append(slice(start, start + size))
+        array[tuple(region)] = values.reshape(part.shape)
     return array

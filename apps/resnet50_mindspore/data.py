@@ -47,8 +47,11 @@ class Split:
 
         def make(step: int) -> Batch:
             own = batches.indices(step)
-            repeated = own if len(own) else replace(batches, rank=0, world_size=1).indices(step)
-            indices = np.concatenate([own, np.resize(repeated, rows - len(own))])
+            repeated = own
+            if not len(own):
+                repeated = replace(batches, rank=0, world_size=1).indices(step)
+            fill = np.resize(repeated, rows - len(own))
+            indices = np.concatenate([own, fill])
             weights = np.zeros(rows, np.float32)
             weights[: len(own)] = rows * batches.world_size / batches.size(step)
             images = augment(self.images[indices], indices, batches.seed, batches.epoch(step))
@@ -114,23 +117,27 @@ def augment(images: NDArray[np.uint8], indices: NDArray[np.int64], seed: int, ep
     """
     z = sample_bits(seed, epoch, indices)
     choices = np.uint64(2 * PADDING + 1)
-    top, left = (z % choices).astype(np.int64), ((z >> np.uint64(20)) % choices).astype(np.int64)
+    top = (z % choices).astype(np.int64)
+    left = ((z >> np.uint64(20)) % choices).astype(np.int64)
     flipped = (z >> np.uint64(40)) % np.uint64(2) == 1
 
     side = np.arange(images.shape[1])
     padded = np.pad(images, ((0, 0), (PADDING, PADDING), (PADDING, PADDING), (0, 0)))
     rows = top[:, None] + side
     columns = left[:, None] + np.where(flipped[:, None], side[::-1], side)
-    cropped: NDArray[np.uint8] = padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    numbers = np.arange(len(images))
+    cropped: NDArray[np.uint8] = padded[numbers[:, None, None], rows[:, :, None], columns[:, None, :]]
     return cropped
 
 
 def _pipeline(source: Source, image_size: int) -> ds.Dataset:
     """Return the batches of ``source`` after MindSpore's compiled transforms of the images."""
-    transforms = [vision.Resize((image_size, image_size))] if image_size != 32 else []
-    transforms += [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
+    transforms = [vision.Rescale(1 / 255, 0.0), vision.Normalize(MEAN, STD), vision.HWC2CHW()]
+    if image_size != 32:
+        transforms.insert(0, vision.Resize((image_size, image_size)))
     dataset = ds.GeneratorDataset(source, ["image", "label", "weight"], num_parallel_workers=1, shuffle=False)
-    return dataset.map(transforms, "image", num_parallel_workers=1).batch(source.rows, num_parallel_workers=1)
+    dataset = dataset.map(transforms, "image", num_parallel_workers=1)
+    return dataset.batch(source.rows, num_parallel_workers=1)
 
 
 def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) -> Iterator[Tensor]:
@@ -163,5 +170,6 @@ def train_loops(run: Run, train_step: nn.Cell, shards: ds.Dataset, sinks: bool) 
 def load(name: str, data_dir: Path) -> tuple[Split, Split]:
     """Return the training set and the test set. Raises ConfigError if a file is missing or damaged."""
     found = datasets.load(name, data_dir)
-    train_labels, test_labels = found.train_labels.astype(np.int32), found.test_labels.astype(np.int32)
-    return Split(found.train_images, train_labels), Split(found.test_images, test_labels)
+    train_set = Split(found.train_images, found.train_labels.astype(np.int32))
+    test_set = Split(found.test_images, found.test_labels.astype(np.int32))
+    return train_set, test_set

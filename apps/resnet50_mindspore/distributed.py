@@ -47,13 +47,19 @@ def _threads() -> int:
 
 def backend(device: str) -> str:
     """Return the name of the library that carries the gradients."""
-    return "hccl" if device == "ascend" else "mccl"
+    if device == "ascend":
+        return "hccl"
+    return "mccl"
 
 
 def run_metadata(device: str) -> dict[str, Any]:
     """Return what decides a run's numbers beside its options, for the header of metrics.jsonl."""
-    name = device if device == "ascend" else processor()
-    return {"mindspore": ms.__version__, "device": name, "backend": backend(device), "threads": _threads()}
+    return {
+        "mindspore": ms.__version__,
+        "device": device if device == "ascend" else processor(),
+        "backend": backend(device),
+        "threads": _threads(),
+    }
 
 
 def rendezvous(world: World, options: Options) -> None:
@@ -65,7 +71,8 @@ def rendezvous(world: World, options: Options) -> None:
     if world.launcher == "none":
         return
     started = f"{world.launcher} started {world.world_size} ranks"
-    if world.launcher != "msrun" and (world.launcher, options.device) != ("rank table", "ascend"):
+    joins_by_table = world.launcher == "rank table" and options.device == "ascend"
+    if world.launcher != "msrun" and not joins_by_table:
         raise ConfigError(
             f"{started}, which MindSpore cannot join on {options.device}: use msrun, or the launch script"
         )
@@ -94,18 +101,30 @@ def serve(options: Options) -> NoReturn:
             log.error(f"MindSpore's scheduler: {problem}")
             os._exit(1)
         os._exit(0)
-    this = psutil.Process()
-    msrun, command, seen = this.parent(), this.cmdline(), False
-    with contextlib.suppress(psutil.NoSuchProcess):  # msrun is gone
-        while msrun and msrun.is_running() and os.waitpid(scheduler, os.WNOHANG) == (0, 0):
-            time.sleep(0.2)
-            workers = [child for child in msrun.children() if child.pid != this.pid and _command(child) == command]
-            if seen and not workers:
-                break
-            seen = seen or bool(workers)
+    seen = _wait_for_workers(scheduler)
     with contextlib.suppress(ProcessLookupError):
         os.kill(scheduler, signal.SIGKILL)
     os._exit(0 if seen else 1)  # msrun knows how the workers ended
+
+
+def _wait_for_workers(scheduler: int) -> bool:
+    """Wait until msrun's workers on this machine, msrun or the process ``scheduler`` have ended.
+
+    Returns whether there were workers.
+    """
+    this = psutil.Process()
+    command = this.cmdline()
+    msrun = this.parent()
+    seen = False
+    with contextlib.suppress(psutil.NoSuchProcess):  # msrun is gone
+        while msrun and msrun.is_running() and os.waitpid(scheduler, os.WNOHANG) == (0, 0):
+            time.sleep(0.2)
+            others = [child for child in msrun.children() if child.pid != this.pid]
+            has_workers = any(_command(child) == command for child in others)
+            if seen and not has_workers:
+                break
+            seen = seen or has_workers
+    return seen
 
 
 def _set_timeouts(options: Options) -> None:
@@ -136,11 +155,12 @@ def broadcast(content: bytes) -> bytes:
     if _is_alone():
         return content
     with monitor.collective("broadcast"):
-        length = int(ops.Broadcast(0)((Tensor([len(content)], ms.int32),))[0].asnumpy()[0])  # collective
+        (lengths,) = ops.Broadcast(0)((Tensor([len(content)], ms.int32),))  # collective
+        length = int(lengths.asnumpy()[0])
         if length == 0:
             return b""
         words = np.frombuffer(content[:length].ljust(-(-length // 4) * 4, b"\0"), np.int32)
-        received = ops.Broadcast(0)((Tensor(words),))[0]  # collective
+        (received,) = ops.Broadcast(0)((Tensor(words),))  # collective
         return bytes(received.asnumpy().tobytes()[:length])
 
 
@@ -157,7 +177,8 @@ def all_gather(row: NDArray[Any]) -> NDArray[Any]:
     if _is_alone():
         return row.reshape(1, -1)
     with monitor.collective("all_gather"):
-        gathered = ops.AllGather()(Tensor(np.ascontiguousarray(row).view(np.int32)))  # collective
+        words = np.ascontiguousarray(row).view(np.int32)
+        gathered = ops.AllGather()(Tensor(words))  # collective
         rows: NDArray[Any] = gathered.asnumpy().view(row.dtype).reshape(get_group_size(), -1)
     return rows
 
@@ -172,4 +193,6 @@ def summarize_error(message: str) -> str:
     MindSpore's messages begin with rules, and with titles that end with ":".
     """
     lines = [line.strip() for line in message.splitlines() if any(map(str.isalnum, line))]
-    return next((line for line in lines if not line.endswith(":")), lines[0] if lines else "")
+    causes = [line for line in lines if not line.endswith(":")]
+    first, *_ = [*causes, *lines, ""]
+    return first

@@ -27,14 +27,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from make_rank_table import Device
-from options import TABLE_VARIABLES, build_parser, table_variable
+from options import TABLE_VARIABLES, Options, build_parser, table_variable
 from placement import Placement, find_placement
 from samestep import ConfigError, env
+from samestep.options import parse_as
 from samestep.root import Root
 from samestep.untrusted import write_json
 
 STOP_SECONDS = 10.0  # from TERM to KILL
 POLL_SECONDS = 0.1  # between checks whether a rank has ended
+
+Rank = tuple[Device, "subprocess.Popen[bytes]"]
 
 
 def environment(placement: Placement, device: Device, folder: Path, more: Mapping[str, str]) -> dict[str, str]:
@@ -44,11 +47,16 @@ def environment(placement: Placement, device: Device, folder: Path, more: Mappin
     environ = {name: value for name, value in os.environ.items() if name not in placed}
     environ |= {name: str(placement.table) for name in TABLE_VARIABLES if name in environ}
     if environ.get("PYTHONPATH"):  # the rank runs in another folder
-        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, environ["PYTHONPATH"].split(os.pathsep)))
-    environ |= {"RANK_TABLE_FILE": str(placement.table), "ASCEND_WORK_PATH": str(folder)}
-    numbers = {"RANK_ID": device.rank, "RANK_SIZE": placement.world_size, "DEVICE_ID": device.device_id}
-    rank = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(device.rank)} if more else {}
-    return environ | {name: str(number) for name, number in numbers.items()} | {**more, **rank}
+        folders = environ["PYTHONPATH"].split(os.pathsep)
+        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
+    environ["RANK_TABLE_FILE"] = str(placement.table)
+    environ["ASCEND_WORK_PATH"] = str(folder)
+    environ["RANK_ID"] = str(device.rank)
+    environ["RANK_SIZE"] = str(placement.world_size)
+    environ["DEVICE_ID"] = str(device.device_id)
+    if more:
+        environ |= {**more, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(device.rank)}
+    return environ
 
 
 def rehearsal(placement: Placement) -> dict[str, str]:
@@ -57,8 +65,10 @@ def rehearsal(placement: Placement) -> dict[str, str]:
     Raises:
         ConfigError: the table has several servers, and nobody said where the scheduler listens.
     """
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if placement.node_count > 1 and not (address and port):
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    has_place = address and port
+    if placement.node_count > 1 and not has_place:
         raise ConfigError("a rehearsal on several servers needs MASTER_ADDR and MASTER_PORT: set both to the first's")
     if not port:
         with socket.socket() as probe:
@@ -80,8 +90,9 @@ def start(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> s
     try:
         root = Root(folder.parent)
         root.make_folder(folder.name)
+        lines = [os.fsencode(f"{name}={environ[name]}\n") for name in sorted(environ)]
         with root.create(f"{folder.name}/env.log", mode=0o600) as file:  # an environment may hold secrets
-            file.write(b"".join(os.fsencode(f"{name}={environ[name]}\n") for name in sorted(environ)))
+            file.write(b"".join(lines))
         # After the output of an earlier start.
         log = os.fdopen(root.open(f"{folder.name}/train.log", os.O_WRONLY | os.O_APPEND), "ab")
     except OSError as problem:
@@ -99,7 +110,7 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mappi
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores HUP
             signal.signal(number, lambda number, frame: stopped.append(number))
-    running: list[tuple[Device, subprocess.Popen[bytes]]] = []
+    running: list[Rank] = []
     scheduler: list[subprocess.Popen[bytes]] = []  # it ends by itself after the last rank
     try:
         if more and placement.node_rank == 0:
@@ -108,22 +119,36 @@ def run(placement: Placement, command: Sequence[str], run_dir: Path, more: Mappi
             scheduler.append(start(command, {**environ, "MS_ROLE": "MS_SCHED"}, folder))
         for device in placement.devices:
             folder = placement.folder(run_dir, device)
-            running.append((device, start(command, environment(placement, device, folder, more), folder)))
+            environ = environment(placement, device, folder, more)
+            running.append((device, start(command, environ, folder)))
         while running and not stopped:
             time.sleep(POLL_SECONDS)
-            for device, process in [each for each in running if each[1].poll() is not None]:
+            for device, process in _ended(running):
                 running.remove((device, process))
                 _signal(process, signal.SIGKILL)  # what it left behind
-                if code := process.returncode:
-                    code = code if code > 0 else 128 - code
+                if process.returncode:
                     log = placement.folder(run_dir, device) / "train.log"
-                    failed = f"rank {device.rank} (device {device.device_id})"
-                    print(f"{failed} ended with code {code}: see {log}", file=sys.stderr)
-                    return code
+                    return _report(device, process.returncode, log)
     finally:
         _end([process for _, process in running])
         _end(scheduler)
-    return 128 + stopped[0] if stopped else 0
+    if stopped:
+        return 128 + stopped[0]
+    return 0
+
+
+def _ended(ranks: Sequence[Rank]) -> list[Rank]:
+    """Return the ranks that have ended."""
+    return [(device, process) for device, process in ranks if process.poll() is not None]
+
+
+def _report(device: Device, returncode: int, log: Path) -> int:
+    """Print which rank has failed, and return its exit code."""
+    code = returncode
+    if code < 0:
+        code = 128 - code
+    print(f"rank {device.rank} (device {device.device_id}) ended with code {code}: see {log}", file=sys.stderr)
+    return code
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -145,31 +170,42 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def absolute_paths(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the run dir, and the options with absolute paths, because ranks run in other folders."""
-    options = build_parser().parse(arguments)
+    options = parse_as(Options, build_parser(), arguments)
     paths = {name: value.absolute() for name, value in vars(options).items() if isinstance(value, Path)}
     if "run_dir" not in paths:
         raise ConfigError("--run-dir is missing: name the folder of the run")
     # The last value of an option that is given twice counts.
-    return paths["run_dir"], [*arguments, *(f"--{name.replace('_', '-')}={path}" for name, path in paths.items())]
+    absolute = [f"--{name.replace('_', '-')}={path}" for name, path in paths.items()]
+    return paths["run_dir"], [*arguments, *absolute]
 
 
 def main(argv: Sequence[str]) -> int:
     """Start the ranks; return the exit code."""
     try:
-        if len(argv) < 2 or not (argv[0].isdecimal() and argv[0].isascii()):
+        if len(argv) < 2 or not is_number(argv[0]):
             raise ConfigError("call: each_device.py N TRAIN.PY --run-dir=DIR [options], with RANK_TABLE_FILE set")
-        if not (variable := table_variable(os.environ)):
+        variable = table_variable(os.environ)
+        if not variable:
             raise ConfigError("RANK_TABLE_FILE is not set: name a rank table, or start the ranks with msrun")
         placement = find_placement(variable, os.environ, int(argv[0]))
         run_dir, arguments = absolute_paths(argv[2:])
-        more = rehearsal(placement) if build_parser().parse(arguments).device == "cpu" else {}
-        return run(placement, [sys.executable, os.path.abspath(argv[1]), *arguments], run_dir, more)
+        more: dict[str, str] = {}
+        if parse_as(Options, build_parser(), arguments).device == "cpu":
+            more = rehearsal(placement)
+        command = [sys.executable, os.path.abspath(argv[1]), *arguments]
+        return run(placement, command, run_dir, more)
     except ConfigError as problem:
         print(f"error: {problem}", file=sys.stderr)
         if "SAMESTEP_LAUNCHER" in os.environ:  # the launch script must not try again: no rank was started
             with contextlib.suppress(OSError, ConfigError):
-                write_json(absolute_paths(argv[2:])[0] / "log", "no-restart", {"code": 2}, writer=0)
+                run_dir, _ = absolute_paths(argv[2:])
+                write_json(run_dir / "log", "no-restart", {"code": 2}, writer=0)
         return 2
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number in ASCII digits."""
+    return text.isdecimal() and text.isascii()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ class RunCallback(Callback):  # type: ignore[misc]
     """Call ``after_update`` for each update of `Model`. A loop of updates on the device returns only its last loss."""
 
     def __init__(self, run: Run, after_update: AfterUpdate, loop: int) -> None:
-        self.run, self.after_update, self.step, self.loop = run, after_update, run.first_step, loop
+        self.run = run
+        self.after_update = after_update
+        self.step = run.first_step
+        self.loop = loop
         self.current = contextlib.ExitStack()  # Model now fetches a batch, or takes a step
 
     def on_train_begin(self, run_context: Any) -> None:
@@ -39,8 +42,10 @@ class RunCallback(Callback):  # type: ignore[misc]
         loss = arguments.net_outputs
         if self.step == self.run.first_step:
             record_layouts(arguments.train_network)
-        cuts = self.run.options.parallel != "data"
-        with stand_alone() if cuts else contextlib.nullcontext():  # what follows is whole on each rank
+        mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.run.options.parallel != "data":
+            mode = stand_alone()
+        with mode:  # what follows is whole on each rank
             for _ in range(self.loop):
                 self.after_update(self.step, loss)
                 self.step += 1
@@ -67,7 +72,9 @@ def fit(
     """
     if run.world.world_size > 1 and run.options.parallel == "data":  # Model then averages the gradients over ranks
         ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
-    model, options, loop = Model(forward, optimizer=optimizer), run.options, run.options.sink_size if sinks else 1
+    model = Model(forward, optimizer=optimizer)
+    options = run.options
+    loop = options.sink_size if sinks else 1
     callbacks = [RunCallback(run, after_update, loop)]
     if not options.quiet and options.log_every:
         callbacks.append(LossMonitor(options.log_every))

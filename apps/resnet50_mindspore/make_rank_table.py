@@ -115,7 +115,8 @@ def check(table: Table, product: Product | None = None) -> list[str]:
     _check_ranks(table)
     if product is None:
         return warnings
-    _require(table.form == "1.0" or product.halves, f"{product.title} takes form 1.0 alone: convert: merge --form 1.0")
+    if table.form != "1.0" and not product.halves:
+        raise RankTableError(f"{product.title} takes form 1.0 alone: convert: merge --form 1.0")
     return warnings + _check_layout(table, product)
 
 
@@ -133,34 +134,50 @@ def _check_layout(table: Table, product: Product) -> list[str]:
     - device_id is at most 7 on the 910, at most 15 on A2, A3 and 300I Duo (topoinfo_ranktableConcise.cc).
     """
     servers = table.servers()
-    allowed, whose = (product.each, "each of several servers") if len(servers) > 1 else (product.alone, "one server")
+    allowed = product.alone
+    whose = "one server"
+    remedy = "list others, or name another --product"
+    if len(servers) > 1:
+        allowed = product.each
+        whose = "each of several servers"
+        if product is PRODUCTS["training"]:
+            remedy = f"{remedy}, such as training-cann7, which takes 1, 2, 4 or 8"
+    on = f"on {product.title}"
     for name, devices in servers.items():
         ids = sorted(device.device_id for device in devices)
-        here = f"server {_q(name)} lists {len(ids)} device{'s'[: len(ids) > 1]} ({_join(ids)})"
-        on, remedy = f"on {product.title}", "list others, or name another --product"
-        if product is PRODUCTS["training"] and len(servers) > 1:
-            remedy += ", such as training-cann7, which takes 1, 2, 4 or 8"
-        _require(ids[-1] < product.devices, f"{here}: {on} device_id is from 0 to {product.devices - 1}; {remedy}")
-        _require(len(ids) in allowed, f"{here}: {on} {whose} takes {_join(allowed)}; {remedy}")
-        split = product.halves and len(ids) in (2, 4) and ids[0] < 4 <= ids[-1]
-        _require(not split, f"{here}: {on} 2 or 4 lie within 0-3 or within 4-7, a network each; {remedy}")
+        listed = f"{len(ids)} device" if len(ids) == 1 else f"{len(ids)} devices"
+        here = f"server {_q(name)} lists {listed} ({_join(ids)})"
+        if ids[-1] >= product.devices:
+            raise RankTableError(f"{here}: {on} device_id is from 0 to {product.devices - 1}; {remedy}")
+        if len(ids) not in allowed:
+            raise RankTableError(f"{here}: {on} {whose} takes {_join(allowed)}; {remedy}")
+        if product.halves and _is_split(ids):
+            raise RankTableError(f"{here}: {on} 2 or 4 lie within 0-3 or within 4-7, a network each; {remedy}")
     counts = [len(devices) for devices in servers.values()]
     if len(set(counts)) == 1 or not product.equal:
         return []
     unequal = f"servers list {_join(counts)} devices: on {product.title} list as many on each"
-    _require(product.equal == "should", unequal)
+    if product.equal != "should":
+        raise RankTableError(unequal)
     return [f"{unequal}, or it is slower"]
+
+
+def _is_split(ids: Sequence[int]) -> bool:
+    """Return whether 2 or 4 devices, in ascending order, lie in both halves of a server."""
+    return len(ids) in (2, 4) and ids[0] < 4 <= ids[-1]
 
 
 def _check_servers(table: Table) -> list[str]:
     warnings = []
     for name in table.servers():
-        _require(name.strip() and len(name) <= 64, f"server_id {_q(name)} has not 1 to 64 characters: give an address")
-        if re.fullmatch("[0-9.]+", name):
-            _require(_is_address(name), f"server_id {_q(name)} is not an IP address: correct it")
+        if not name.strip() or len(name) > 64:
+            raise RankTableError(f"server_id {_q(name)} has not 1 to 64 characters: give an address")
+        if re.fullmatch("[0-9.]+", name) and not _is_address(name):
+            raise RankTableError(f"server_id {_q(name)} is not an IP address: correct it")
         if is_placeholder(name):
             # HCCL compares server_ids and never connects to them, so on one server any string does.
-            _require(len(table.servers()) == 1, f"server_id {_q(name)} is a placeholder: write its real address")
+            if len(table.servers()) != 1:
+                raise RankTableError(f"server_id {_q(name)} is a placeholder: write its real address")
             warnings.append(f"server_id {_q(name)} is a placeholder: write its real address before a merge")
     keys = [(device.device_id, device.server_id) for device in table.devices]
     _unique(keys, lambda key: f"device {key[0]} of server {_q(key[1])} is listed twice: list it once, with one rank_id")
@@ -168,15 +185,21 @@ def _check_servers(table: Table) -> list[str]:
 
 
 def _check_addresses(table: Table) -> None:
-    if table.form == "1.0" and len(table.servers()) == 1 and not any(device.device_ip for device in table.devices):
+    has_addresses = any(device.device_ip for device in table.devices)
+    if table.form == "1.0" and len(table.servers()) == 1 and not has_addresses:
         return  # a server alone communicates over its own links: its table may leave the addresses out
     found: dict[Any, Device] = {}
     for device in table.devices:
         ip = device.device_ip
-        _require(ip, f"{device} has no device_ip: add it, hccn_tool -i {device.device_id} -ip -g tells it there")
-        _require(_is_address(ip), f"{device} has device_ip {_q(ip)}, which is no IP address: correct it")
+        if not ip:
+            raise RankTableError(
+                f"{device} has no device_ip: add it, hccn_tool -i {device.device_id} -ip -g tells it there"
+            )
+        if not _is_address(ip):
+            raise RankTableError(f"{device} has device_ip {_q(ip)}, which is no IP address: correct it")
         first = found.setdefault(ipaddress.ip_address(ip), device)
-        _require(first is device, f"device_ip {_q(ip)} is given to {first} and to {device}: correct one of them")
+        if first is not device:
+            raise RankTableError(f"device_ip {_q(ip)} is given to {first} and to {device}: correct one of them")
 
 
 def _check_ranks(table: Table) -> None:
@@ -184,11 +207,12 @@ def _check_ranks(table: Table) -> None:
     ranks = [device.rank for device in table.devices]
     _unique(ranks, lambda rank: f"rank_id '{rank}' is given to two devices: {remedy}")
     missing = min(set(range(len(ranks) + 1)) - set(ranks))
-    _require(missing == len(ranks), f"rank_id '{missing}' is missing, but there is '{max(ranks)}': {remedy}")
+    if missing != len(ranks):
+        raise RankTableError(f"rank_id '{missing}' is missing, but there is '{max(ranks)}': {remedy}")
     for name, devices in table.servers().items():
         own = sorted(device.rank for device in devices)
-        follow = own[-1] - own[0] < len(own)
-        _require(follow, f"server {_q(name)} has ranks {_join(own)}, among them another's: let them follow")
+        if own[-1] - own[0] >= len(own):
+            raise RankTableError(f"server {_q(name)} has ranks {_join(own)}, among them another's: let them follow")
 
 
 def is_placeholder(server_id: str) -> bool:
@@ -207,7 +231,8 @@ def read(path: Path, product: Product | None = None) -> Table:
     try:
         table = parse(load_json(path))
         _check_ranks(table)
-        warn(f"{path}: {each}" for each in (check(table, product) if product else ()))
+        if product:
+            warn(f"{path}: {each}" for each in check(table, product))
     except RankTableError as error:
         raise RankTableError(f"{path}: {error}") from None
     return table
@@ -223,21 +248,31 @@ def load_json(path: Path) -> dict[str, Any]:
         _fail(f"{error.strerror}: name a rank table that can be read")
     try:
         document: dict[str, Any] = json.loads(text, object_pairs_hook=_once_each)
-        _require(isinstance(document, dict), "not a rank table: write it with make")
+        if not isinstance(document, dict):
+            raise RankTableError("not a rank table: write it with make")
         _only_strings(document, "")
     except json.JSONDecodeError as error:
-        at, reason = error.pos, f"{error.msg}: correct it there"
-        comma = max(0, text.rfind(",", 0, at + 1))
-        if trailing := re.compile(r",\s*([]}])").match(text, comma):
-            at, reason = comma, f"a trailing comma before {trailing[1]!r}: delete the comma"
-        elif text[at : at + 1] in ("/", "#"):
-            reason = "a comment: delete it, JSON has none"
-        elif at >= len(text.rstrip()):
-            reason = "the file ends too early: make it again, or copy it whole"
-        _fail(f"line {text.count(chr(10), 0, at) + 1} column {at - text.rfind(chr(10), 0, at)}: {reason}")
+        at, reason = _json_mistake(text, error)
+        line = text.count("\n", 0, at) + 1
+        column = at - text.rfind("\n", 0, at)
+        _fail(f"line {line} column {column}: {reason}")
     except (ValueError, RecursionError):  # a number of 5,000 digits; lists in lists, a thousand deep
         _fail("not a rank table: write it with make")
     return document
+
+
+def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
+    """Return the place of a mistake, and what it is with the remedy."""
+    at = error.pos
+    comma = max(0, text.rfind(",", 0, at + 1))
+    trailing = re.compile(r",\s*([]}])").match(text, comma)
+    if trailing:
+        return comma, f"a trailing comma before {trailing[1]!r}: delete the comma"
+    if text[at : at + 1] in ("/", "#"):
+        return at, "a comment: delete it, JSON has none"
+    if at >= len(text.rstrip()):
+        return at, "the file ends too early: make it again, or copy it whole"
+    return at, f"{error.msg}: correct it there"
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,11 +283,15 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse(document: dict[str, Any]) -> Table:
     """Return the table in decoded JSON after a check of its structure, counts and status; `check` has the rules."""
     grouped = "version" not in document and "server_list" not in document  # as HCCL tells them apart
-    _require(not grouped or "group_list" in document, "neither server_list nor group_list: write the table with make")
+    if grouped and "group_list" not in document:
+        raise RankTableError("neither server_list nor group_list: write the table with make")
     status = Node(document).text("status")
     # HCCL reads the file again each second for 30 minutes, then gives up.
-    _require(status == "completed", f'status is {_q(status)}, so HCCL waits: write "completed" once the table is whole')
-    return (_parse_groups if grouped else _parse_servers)(Node(document))
+    if status != "completed":
+        raise RankTableError(f'status is {_q(status)}, so HCCL waits: write "completed" once the table is whole')
+    if grouped:
+        return _parse_groups(Node(document))
+    return _parse_servers(Node(document))
 
 
 @dataclass(frozen=True)
@@ -264,10 +303,14 @@ class Node:
 
     def get(self, key: str, kind: type) -> Any:
         """Return the value at ``key``, a string or a list."""
-        _require(isinstance(self.value, dict), f"{self.where.rstrip('.')} is not an object: write one with {key} in it")
-        _require(key in self.value, f"{self.where}{key} is missing: add it")
-        name, value = "list" if kind is list else "string", self.value[key]
-        _require(isinstance(value, kind), f"{self.where}{key} is not a {name}: write one")
+        if not isinstance(self.value, dict):
+            raise RankTableError(f"{self.where.rstrip('.')} is not an object: write one with {key} in it")
+        if key not in self.value:
+            raise RankTableError(f"{self.where}{key} is missing: add it")
+        value = self.value[key]
+        if not isinstance(value, kind):
+            name = "list" if kind is list else "string"
+            raise RankTableError(f"{self.where}{key} is not a {name}: write one")
         return value
 
     def text(self, key: str) -> str:
@@ -277,20 +320,23 @@ class Node:
     def nodes(self, key: str) -> list[Node]:
         """Return the items of the list at ``key``, which must not be empty."""
         values = self.get(key, list)
-        _require(values, f"{self.where}{key} is empty: list one or more there")
+        if not values:
+            raise RankTableError(f"{self.where}{key} is empty: list one or more there")
         return [Node(value, f"{self.where}{key}[{i}].") for i, value in enumerate(values)]
 
     def number(self, key: str) -> int:
         """Return the number in the string at ``key``."""
         text = self.text(key)
         number = re.fullmatch("0|[1-9][0-9]{0,5}", text)
-        _require(number, f'{self.where}{key} is {_q(text)}: write a whole number in quotes, such as "0"')
+        if not number:
+            raise RankTableError(f'{self.where}{key} is {_q(text)}: write a whole number in quotes, such as "0"')
         return int(text)
 
     def check_count(self, key: str, count: int, things: str) -> None:
         """Check that the number at ``key`` is the count of the things that are listed."""
-        given, listed = self.text(key), f"but {count} {things} are listed"
-        _require(given == str(count), f'{self.where}{key} is {_q(given)}, {listed}: write "{count}"')
+        given = self.text(key)
+        if given != str(count):
+            raise RankTableError(f'{self.where}{key} is {_q(given)}, but {count} {things} are listed: write "{count}"')
 
     def without(self, *keys: str) -> dict[str, Any]:
         """Return the fields beside ``keys``."""
@@ -299,13 +345,18 @@ class Node:
 
 def _parse_servers(document: Node) -> Table:
     version = document.text("version")
-    unknown = "the SuperPoD form of Atlas A3, not known here" if version == "1.2" else "not known"
-    _require(version == "1.0", f'version {_q(version)} is {unknown}: write "1.0"')
-    devices, extra = [], {}
+    if version == "1.2":
+        raise RankTableError(f'version {_q(version)} is the SuperPoD form of Atlas A3, not known here: write "1.0"')
+    if version != "1.0":
+        raise RankTableError(f'version {_q(version)} is not known: write "1.0"')
+    devices = []
+    extra = {}
     for server in document.nodes("server_list"):
         name = server.text("server_id")
-        _require(name not in extra, f"server_id {_q(name)} is listed twice: give each server once, by its own address")
-        devices += [_device(node, name, node.number("rank_id")) for node in server.nodes("device")]
+        if name in extra:
+            raise RankTableError(f"server_id {_q(name)} is listed twice: give each server once, by its own address")
+        for node in server.nodes("device"):
+            devices.append(_device(node, name, node.number("rank_id")))
         extra[name] = server.without("server_id", "device")
     document.check_count("server_count", len(extra), "servers")
     return Table("1.0", devices, server_extra=extra)
@@ -315,7 +366,8 @@ def _parse_groups(document: Node) -> Table:
     # HCCL tells its two group forms apart by deploy_mode: without it, it expects pod_name in place of rank_id.
     header = {key: document.text(key) for key in ("board_id", "chip_info", "deploy_mode")}
     location = document.text("para_plane_nic_location")
-    _require(location == "device", f'para_plane_nic_location is {_q(location)}: write "device", HCCL takes no other')
+    if location != "device":
+        raise RankTableError(f'para_plane_nic_location is {_q(location)}: write "device", HCCL takes no other')
     document.check_count("para_plane_nic_num", len(document.nodes("para_plane_nic_name")), "names")
     groups = document.nodes("group_list")
     document.check_count("group_count", len(groups), "groups")
@@ -326,7 +378,8 @@ def _parse_groups(document: Node) -> Table:
         instances = group.nodes("instance_list")
         for instance in instances:
             nodes = instance.nodes("devices")
-            _require(len(nodes) == 1, f"{instance.where}devices lists {len(nodes)}: give each an instance of its own")
+            if len(nodes) != 1:
+                raise RankTableError(f"{instance.where}devices lists {len(nodes)}: give each an instance of its own")
             devices.append(_device(nodes[0], instance.text("server_id"), instance.number("rank_id")))
         servers = {device.server_id for device in devices[-len(instances) :]}
         group.check_count("device_num", len(instances), "devices")
@@ -336,17 +389,24 @@ def _parse_groups(document: Node) -> Table:
 
 
 def _device(node: Node, server_id: str, rank: int) -> Device:
-    device_id, extra = node.number("device_id"), node.without("device_id", "device_ip", "rank_id")
-    return Device(server_id, device_id, node.text("device_ip") if "device_ip" in node.value else "", rank, extra)
+    device_id = node.number("device_id")
+    extra = node.without("device_id", "device_ip", "rank_id")
+    device_ip = ""
+    if "device_ip" in node.value:
+        device_ip = node.text("device_ip")
+    return Device(server_id, device_id, device_ip, rank=rank, extra=extra)
 
 
 def _only_strings(node: Any, where: str) -> None:
-    if isinstance(node, (dict, list)):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            _only_strings(value, f"{where}[{key}]" if isinstance(node, list) else f"{where}.{key}".lstrip("."))
-    else:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            _only_strings(value, f"{where}.{key}".lstrip("."))
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            _only_strings(value, f"{where}[{i}]")
+    elif not isinstance(node, str):
         shown = json.dumps(node)[:60]
-        _require(isinstance(node, str), f'{where} is {shown}, but HCCL reads strings alone: write "{shown}", in quotes')
+        raise RankTableError(f'{where} is {shown}, but HCCL reads strings alone: write "{shown}", in quotes')
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -358,8 +418,10 @@ def as_servers(table: Table) -> dict[str, Any]:
     for name, devices in table.servers().items():
         listed = []
         for device in devices:
-            ip = {"device_ip": device.device_ip} if device.device_ip else {}
-            listed.append({"device_id": str(device.device_id), **ip, "rank_id": str(device.rank), **device.extra})
+            entry = {"device_id": str(device.device_id)}
+            if device.device_ip:
+                entry["device_ip"] = device.device_ip
+            listed.append({**entry, "rank_id": str(device.rank), **device.extra})
         # host_nic_ip is what hccl_tools.py writes; HCCL does not read it.
         extra = {"host_nic_ip": "reserve", **table.server_extra.get(name, {})}
         servers.append({"server_id": name, "device": listed, **extra})
@@ -368,32 +430,49 @@ def as_servers(table: Table) -> dict[str, Any]:
 
 def as_groups(table: Table) -> dict[str, Any]:
     """Return the table in the group form. Raises RankTableError if it has fields that this form lacks."""
-    extras = [device.extra for device in table.devices] + list(table.server_extra.values())
-    lost = sorted({key for extra in extras for key in extra} - {"host_nic_ip"})
-    _require(not lost, f"the group form has no place for {', '.join(lost)}: keep --form 1.0, or delete it")
+    extra: set[str] = set()
+    for fields in [*(device.extra for device in table.devices), *table.server_extra.values()]:
+        extra.update(fields)
+    lost = sorted(extra - {"host_nic_ip"})
+    if lost:
+        raise RankTableError(f"the group form has no place for {', '.join(lost)}: keep --form 1.0, or delete it")
     instances = []
     for device in table.devices:
         listed = [{"device_id": str(device.device_id), "device_ip": device.device_ip}]
         instances.append({"devices": listed, "rank_id": str(device.rank), "server_id": device.server_id})
-    count, servers = str(len(instances)), str(len(table.servers()))
-    group = {"device_num": count, "server_num": servers, "group_name": "", "instance_count": count}
+    group = {
+        "device_num": str(len(instances)),
+        "server_num": str(len(table.servers())),
+        "group_name": "",
+        "instance_count": str(len(instances)),
+        "instance_list": instances,
+    }
     # One server's names are enough, because HCCL looks up each name on every server.
-    nics = [f"eth{nic}" for nic in sorted({device.device_id for device in table.devices})]
-    plane = {"para_plane_nic_location": "device", "para_plane_nic_name": nics, "para_plane_nic_num": str(len(nics))}
-    groups = {"group_count": "1", "group_list": [{**group, "instance_list": instances}]}
-    return {**table.header, **groups, **plane, "status": "completed"}
+    device_ids = {device.device_id for device in table.devices}
+    nics = [f"eth{nic}" for nic in sorted(device_ids)]
+    return {
+        **table.header,
+        "group_count": "1",
+        "group_list": [group],
+        "para_plane_nic_location": "device",
+        "para_plane_nic_name": nics,
+        "para_plane_nic_num": str(len(nics)),
+        "status": "completed",
+    }
 
 
 def finish(table: Table, product: Product, out: Path | None) -> None:
     """Write the table atomically, with numbered ranks and checked like any other; print it if ``out`` is None."""
-    table = replace(table, devices=[replace(device, rank=rank) for rank, device in enumerate(table.devices)])
+    devices = [replace(device, rank=rank) for rank, device in enumerate(table.devices)]
+    table = replace(table, devices=devices)
     document = as_groups(table) if table.form == "group" else as_servers(table)
     warn(check(parse(document), product))
     text = json.dumps(document, indent=4) + "\n"
     if out is None:
         print(text, end="")
         return
-    _require(out.suffix == ".json", f"--out {out}: HCCL reads rank tables only from files named *.json: rename it")
+    if out.suffix != ".json":
+        raise RankTableError(f"--out {out}: HCCL reads rank tables only from files named *.json: rename it")
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temporary.write_text(text, "utf-8")
@@ -411,13 +490,22 @@ def finish(table: Table, product: Product, out: Path | None) -> None:
 
 def parse_devices(text: str) -> list[int]:
     """Return the device ids in "0,1,2,3", "0-3", "[0,4)" with or without blanks, or in a mixture such as "0-3,6"."""
-    half_open = r"\[([0-9]{1,3}),([0-9]{1,3})\)"
-    closed = re.sub(half_open, lambda match: f"{match[1]}-{int(match[2]) - 1}", "".join(text.split()))
+
+    def close(half_open: re.Match[str]) -> str:
+        return f"{half_open[1]}-{int(half_open[2]) - 1}"
+
+    without_blanks = "".join(text.split())
+    closed = re.sub(r"\[([0-9]{1,3}),([0-9]{1,3})\)", close, without_blanks)
     ids: list[int] = []
     for part in closed.split(","):
         match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
-        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-        _require(span, f'--devices {_q(text)} is not a list of devices: write "0,1,2,3", "0-3" or "[0,4)"')
+        span = range(0)
+        if match:
+            first = int(match[1])
+            last = int(match[2] or first)
+            span = range(first, last + 1)
+        if not span:
+            raise RankTableError(f'--devices {_q(text)} is not a list of devices: write "0,1,2,3", "0-3" or "[0,4)"')
         ids += span
     _unique(ids, lambda device: f"--devices {_q(text)} names device {device} twice: name each once")
     return ids
@@ -435,10 +523,11 @@ def read_hccn_conf(path: Path) -> dict[int, str]:
         match = re.fullmatch(r"address_([0-9]{1,3})\s*=\s*(\S+)", setting)
         if match and _is_address(match[2]):
             device = int(match[1])
-            _require(device not in found, f"{path} line {number}: address_{device} is given again: delete one of them")
+            if device in found:
+                raise RankTableError(f"{path} line {number}: address_{device} is given again: delete one of them")
             found[device] = match[2]
         elif setting.startswith("address_"):
-            _fail(f"{path} line {number}: {_q(setting)} is not address_N=ADDRESS: correct it")
+            raise RankTableError(f"{path} line {number}: {_q(setting)} is not address_N=ADDRESS: correct it")
     return found
 
 
@@ -447,7 +536,8 @@ def ask_hccn_tool(tool: str, device: int) -> str:
     command = [tool, "-i", str(device), "-ip", "-g"]
     try:
         result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=HCCN_TOOL_SECONDS)
-        output = (result.stdout + result.stderr).decode(errors="replace").strip() or f"exit code {result.returncode}"
+        output = (result.stdout + result.stderr).decode(errors="replace").strip()
+        output = output or f"exit code {result.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         output = str(error)
     match = re.search(r"^\s*ipaddr\s*:\s*(\S+)", output, re.MULTILINE)
@@ -460,18 +550,27 @@ def device_addresses(options: argparse.Namespace, index: int, ids: Sequence[int]
     """Return the addresses of one server's devices: from the options, else from a file, else from this machine."""
     if options.device_ips:
         given = options.device_ips[index]
-        addresses = [""] * len(ids) if given == "none" else [part.strip() for part in given.split(",")]
-        _require(len(addresses) == len(ids), f"--device-ips {_q(given)} is not {len(ids)} addresses: give one each")
+        if given == "none":
+            return [""] * len(ids)
+        addresses = [part.strip() for part in given.split(",")]
+        if len(addresses) != len(ids):
+            raise RankTableError(f"--device-ips {_q(given)} is not {len(ids)} addresses: give one each")
         return addresses
-    if not options.hccn_conf:
-        if tool := shutil.which("hccn_tool") or shutil.which(HCCN_TOOL):
+    path = HCCN_CONF
+    if options.hccn_conf:
+        path = options.hccn_conf[index]
+    else:
+        tool = shutil.which("hccn_tool") or shutil.which(HCCN_TOOL)
+        if tool:
             return [ask_hccn_tool(tool, device) for device in ids]
-        remedy = "give --hccn-conf FILE or --device-ips A,B,..."
-        _require(HCCN_CONF.exists(), f"no hccn_tool and no {HCCN_CONF} on this machine: {remedy}")
-    path = options.hccn_conf[index] if options.hccn_conf else HCCN_CONF
+        if not path.exists():
+            raise RankTableError(
+                f"no hccn_tool and no {path} on this machine: give --hccn-conf FILE or --device-ips A,B,..."
+            )
     found = read_hccn_conf(path)
     for device in ids:
-        _require(device in found, f"{path} has no address_{device}: add it, or name other --devices")
+        if device not in found:
+            raise RankTableError(f"{path} has no address_{device}: add it, or name other --devices")
     return [found[device] for device in ids]
 
 
@@ -500,19 +599,24 @@ def run_make(options: argparse.Namespace) -> None:
     from /etc/hccn.conf. Ranks follow the order of servers and devices. One server in form 1.0 needs no addresses:
     --device-ips none.
     """
-    ids, servers = parse_devices(options.devices), options.server
+    ids = parse_devices(options.devices)
+    servers = options.server
     given = options.device_ips or options.hccn_conf
     remedy = "give --device-ips or --hccn-conf once for each, in their order"
-    _require(given or len(servers) == 1, f"this machine knows its own devices alone: {remedy}")
+    if not given and len(servers) != 1:
+        raise RankTableError(f"this machine knows its own devices alone: {remedy}")
     count = len(given or servers)
-    _require(count == len(servers), f"{count} lists of addresses for {len(servers)} servers: {remedy}")
+    if count != len(servers):
+        raise RankTableError(f"{count} lists of addresses for {len(servers)} servers: {remedy}")
     _unique(servers, lambda name: f"--server {_q(name)} is given twice: give each server once, by its own address")
     devices = []
     for index, name in enumerate(servers):
-        _require(not is_placeholder(name), f"--server {_q(name)} is a placeholder: give the server's real address")
+        if is_placeholder(name):
+            raise RankTableError(f"--server {_q(name)} is a placeholder: give the server's real address")
         addresses = device_addresses(options, index, ids)
         devices += [Device(name, device, ip) for device, ip in zip(ids, addresses)]
-    finish(Table(options.form or "1.0", devices, new_header(options)), PRODUCTS[options.product], options.out)
+    table = Table(options.form or "1.0", devices, header=new_header(options))
+    finish(table, PRODUCTS[options.product], options.out)
 
 
 def run_merge(options: argparse.Namespace) -> None:
@@ -527,16 +631,23 @@ def run_merge(options: argparse.Namespace) -> None:
     for path in options.tables:
         table = read(path)
         form = form or table.form
-        _require(options.form or form == table.form, f"{path}: is not in form {form}: say which --form to write")
-        own = {**table.header, **({"board_id": options.board_id} if table.header and options.board_id else {})}
+        if not options.form and form != table.form:
+            raise RankTableError(f"{path}: is not in form {form}: say which --form to write")
+        own = dict(table.header)
+        if own and options.board_id:
+            own["board_id"] = options.board_id
         header = header or own
-        _require(own in ({}, header), f"{path}: {own} elsewhere is {header}: make them agree, or give --board-id")
-        shared = sorted({device.server_id for device in devices} & {*table.servers()})
-        named = ", ".join(map(_q, shared))
-        _require(not shared, f"{path}: server_id {named} is in two tables: give each server its own, once")
+        if own not in ({}, header):
+            raise RankTableError(f"{path}: {own} elsewhere is {header}: make them agree, or give --board-id")
+        known = {device.server_id for device in devices}
+        shared = sorted(known.intersection(table.servers()))
+        if shared:
+            named = ", ".join(map(_q, shared))
+            raise RankTableError(f"{path}: server_id {named} is in two tables: give each server its own, once")
         devices += sorted(table.devices, key=lambda device: device.rank)
         extra.update(table.server_extra)
-    finish(Table(form, devices, header or new_header(options), extra), PRODUCTS[options.product], options.out)
+    merged = Table(form, devices, header=header or new_header(options), server_extra=extra)
+    finish(merged, PRODUCTS[options.product], options.out)
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -547,7 +658,8 @@ def run_check(options: argparse.Namespace) -> int:
     exit_code = 0
     for path in options.tables:
         try:
-            print(f"{path}: right, {read(path, PRODUCTS[options.product])}")
+            table = read(path, PRODUCTS[options.product])
+            print(f"{path}: right, {table}")
         except RankTableError as error:
             exit_code = report(error)
     return exit_code
@@ -557,36 +669,57 @@ def command_line() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{make,merge,check}")
-    for run, text in (
-        (run_make, "write the table of one or several servers"),
-        (run_merge, "join tables, or convert one"),
-        (run_check, "report whether tables are right"),
-    ):
-        name, description = run.__name__.partition("_")[2], textwrap.dedent(f"    {run.__doc__}")
-        command = commands.add_parser(name, help=text, description=description)
+    products = "\n".join(f"  {name:15} {each.title}" for name, each in PRODUCTS.items())
+
+    def new_command(name: str, text: str, run: Callable[[argparse.Namespace], int | None]) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=text,
+            description=textwrap.dedent(f"    {run.__doc__}"),
+            epilog=f"products:\n{products}",
+        )
         command.set_defaults(run=run)
-        add = command.add_argument
-        if run == run_make:
-            add("--server", action="append", required=True, metavar="ADDRESS", help="the server's own address")
-            add("--devices", default="[0,8)", metavar="LIST", help='on each server: "[0,8)" (default), 0-7 or 0,1')
-            source = command.add_mutually_exclusive_group().add_argument
-            source("--device-ips", action="append", metavar="A,B,...", help="the devices' addresses, or none")
-            source("--hccn-conf", action="append", type=Path, metavar="FILE", help="the server's /etc/hccn.conf")
-        else:
-            add("tables", nargs="+", type=Path, metavar="TABLE.json")
-        if run != run_check:
-            add("--form", choices=("group", "1.0"), help="default: 1.0; in a merge, that of the tables")
-            add("--board-id", metavar="ID", help="form group: 0x0000 is x86, 0x0020 arm (default: as here)")
-            add("--out", type=Path, metavar="FILE.json", help="file to write atomically (default: print)")
-        add("--product", choices=PRODUCTS, default="training", help="whose rules (default: %(default)s)")
-        command.epilog = "products:\n" + "\n".join(f"  {name:15} {each.title}" for name, each in PRODUCTS.items())
+        return command
+
+    make = new_command("make", "write the table of one or several servers", run=run_make)
+    add = make.add_argument
+    add("--server", action="append", required=True, metavar="ADDRESS", help="the server's own address")
+    add("--devices", default="[0,8)", metavar="LIST", help='on each server: "[0,8)" (default), 0-7 or 0,1')
+    source = make.add_mutually_exclusive_group().add_argument
+    source("--device-ips", action="append", metavar="A,B,...", help="the devices' addresses, or none")
+    source("--hccn-conf", action="append", type=Path, metavar="FILE", help="the server's /etc/hccn.conf")
+    _add_output(make)
+
+    merge = new_command("merge", "join tables, or convert one", run=run_merge)
+    merge.add_argument("tables", nargs="+", type=Path, metavar="TABLE.json")
+    _add_output(merge)
+
+    checker = new_command("check", "report whether tables are right", run=run_check)
+    checker.add_argument("tables", nargs="+", type=Path, metavar="TABLE.json")
+    _add_product(checker)
     return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that writes a table."""
+    add = parser.add_argument
+    add("--form", choices=("group", "1.0"), help="default: 1.0; in a merge, that of the tables")
+    add("--board-id", metavar="ID", help="form group: 0x0000 is x86, 0x0020 arm (default: as here)")
+    add("--out", type=Path, metavar="FILE.json", help="file to write atomically (default: print)")
+    _add_product(parser)
+
+
+def _add_product(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--product", choices=PRODUCTS, default="training", help="whose rules (default: %(default)s)")
 
 
 def new_header(options: argparse.Namespace) -> dict[str, str]:
     """Return the header that the group form has."""
-    arm = platform.machine().lower() in ("aarch64", "arm64")
-    return {"board_id": options.board_id or ("0x0020" if arm else "0x0000"), "chip_info": "910", "deploy_mode": "lab"}
+    board_id = options.board_id
+    if not board_id:
+        is_arm = platform.machine().lower() in ("aarch64", "arm64")
+        board_id = "0x0020" if is_arm else "0x0000"
+    return {"board_id": board_id, "chip_info": "910", "deploy_mode": "lab"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -611,21 +744,21 @@ def _is_address(text: str) -> bool:
 def _unique(values: Sequence[Any], message: Callable[[Any], str]) -> None:
     """Raise RankTableError with the message for the first value that occurs more than once."""
     for value, count in Counter(values).items():
-        _require(count == 1, message(value))
+        if count != 1:
+            raise RankTableError(message(value))
 
 
 def _join(values: Sequence[int]) -> str:
-    return f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(map(str, values))
 
 
 def _q(text: str) -> str:
     """Return it quoted, on one line, and short."""
-    return f"{text[:60]!a}{'...' if len(text) > 60 else ''}"
-
-
-def _require(true: object, message: str) -> None:
-    if not true:
-        raise RankTableError(message)
+    if len(text) > 60:
+        return f"{text[:60]!a}..."
+    return f"{text!a}"
 
 
 def _fail(message: str) -> NoReturn:

@@ -19,7 +19,8 @@ class Block(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, inputs: int, convolutions: Sequence[tuple[int, int, int]], statistics: bool | None) -> None:
         super().__init__()
-        width, self.count = inputs, len(convolutions)
+        self.count = len(convolutions)
+        width = inputs
         for i, (size, outputs, stride) in enumerate(convolutions, 1):
             setattr(self, f"conv{i}", convolution(width, outputs, size, stride))
             setattr(self, f"bn{i}", nn.BatchNorm2d(outputs, use_batch_statistics=statistics))
@@ -59,20 +60,26 @@ class ResNet(nn.Cell):  # type: ignore[misc]
         self.maxpool = nn.MaxPool2d(3, 2, pad_mode="pad", padding=1)
         inputs = 64
         for i, count in enumerate(BLOCKS[depth]):
-            width, blocks = 64 * 2**i, []
+            width = 64 * 2**i
+            blocks = []
             for j in range(count):
                 stride = 2 if i > 0 and j == 0 else 1
-                basic = [(3, width, stride), (3, width, 1)]
-                bottleneck = [(1, width, 1), (3, width, stride), (1, 4 * width, 1)]
-                blocks.append(Block(inputs, basic if depth < 50 else bottleneck, statistics))
-                inputs = width if depth < 50 else 4 * width
+                convolutions = [(3, width, stride), (3, width, 1)]
+                if depth >= 50:  # a bottleneck
+                    convolutions = [(1, width, 1), (3, width, stride), (1, 4 * width, 1)]
+                blocks.append(Block(inputs, convolutions, statistics))
+                _, inputs, _ = convolutions[-1]
             setattr(self, f"layer{i + 1}", nn.SequentialCell(blocks))
         self.fc = nn.Dense(inputs, 10)
         self.batches_tracked = 0  # torch counts them in every layer; a frozen layer does not count
 
     def construct(self, images: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        x = self.relu(self.bn1(self.conv1(images)))
+        x = self.maxpool(x)
+        x = self.layer1(x)
+        x = self.layer2(x)
+        x = self.layer3(x)
+        x = self.layer4(x)
         return self.fc(x.mean((2, 3)))
 
 
@@ -92,7 +99,9 @@ class SoftmaxCrossEntropyExpand(nn.Cell):  # type: ignore[misc]
 
 def build_loss(name: str) -> nn.Cell:
     """Return the loss that maps logits [m, 10] and labels int32 [m] to one value per row [m]."""
-    return SoftmaxCrossEntropyExpand() if name == "expand" else nn.CrossEntropyLoss(reduction="none")
+    if name == "expand":
+        return SoftmaxCrossEntropyExpand()
+    return nn.CrossEntropyLoss(reduction="none")
 
 
 class Forward(nn.Cell):  # type: ignore[misc]
@@ -100,11 +109,13 @@ class Forward(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, model: ResNet, loss: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
-        self.model, self.loss = model, loss
+        self.model = model
+        self.loss = loss
         self.total = Parameter(Tensor(0.0, ms.float32), "total", requires_grad=False)
 
     def construct(self, images: Tensor, labels: Tensor, sample_weights: Tensor) -> Tensor:
-        mean = (self.loss(self.model(images), labels) * sample_weights).mean()
+        losses = self.loss(self.model(images), labels)
+        mean = (losses * sample_weights).mean()
         ops.assign_add(self.total, mean)
         return mean
 
@@ -119,9 +130,12 @@ def build_model(depth: int, freeze_bn: bool, seed: int) -> ResNet:
     for name, parameter in model.parameters_and_names():
         shape = parameter.shape
         if len(shape) == 4:
-            scale = np.float32(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
-            parameter.set_data(Tensor(random.standard_normal(shape, np.float32) * scale))
+            fan_out = shape[0] * shape[2] * shape[3]
+            scale = np.float32(math.sqrt(2 / fan_out))
+            values = random.standard_normal(shape, np.float32) * scale
+            parameter.set_data(Tensor(values))
         elif name.startswith("fc."):
             bound = 1 / math.sqrt(model.fc.in_channels)
-            parameter.set_data(Tensor(random.uniform(-bound, bound, shape).astype(np.float32)))
+            values = random.uniform(-bound, bound, shape).astype(np.float32)
+            parameter.set_data(Tensor(values))
     return model

@@ -106,18 +106,11 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     """Parse and complete the options. Raises ConfigError for a mistake."""
     options = parse_as(Options, build_parser(prog, usage), argv)
     if options.device == "auto":
-        options.device = "ascend" if ASCEND_DRIVER.exists() else "cpu"
-        if options.device == "cpu" and (name := table_variable(os.environ)):
-            table = f"{name}={os.environ[name]}"
-            raise ConfigError(f"{table} is for Ascend: unset it, or rehearse its job on CPU with --device cpu")
+        options.device = automatic_device()
     elif options.device == "ascend" and not ASCEND_DRIVER.exists():
         raise ConfigError(f"--device ascend: there is no {ASCEND_DRIVER} on this machine: use --device cpu")
-    parallel = f"--parallel {options.parallel}"
-    if options.parallel != "data" and options.device == "cpu":
-        raise ConfigError(f"{parallel} needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
-    if options.parallel != "data" and options.api == "functional" and options.sink_size > 1:
-        # MindSpore's AutoParallel does not support sinking in an app's own loop.
-        raise ConfigError(f"{parallel} sinks with MindSpore's Model alone: add --api highlevel, or drop --sink-size")
+    if options.parallel != "data":
+        check_parallel(options)
     if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
         raise ConfigError("MS_COMPILER_CACHE_ENABLE=1: the cache leaves the running statistics as they are: unset it")
     image_size, first_step_timeout = DEFAULTS[options.device]
@@ -127,13 +120,40 @@ def parse(argv: Sequence[str], prog: str | None = None, usage: str | None = None
     return options
 
 
+def automatic_device() -> str:
+    """Return the device of --device auto. Raises ConfigError for a rank table on a machine without Ascend."""
+    if ASCEND_DRIVER.exists():
+        return "ascend"
+    name = table_variable(os.environ)
+    if name:
+        raise ConfigError(
+            f"{name}={os.environ[name]} is for Ascend: unset it, or rehearse its job on CPU with --device cpu"
+        )
+    return "cpu"
+
+
+def check_parallel(options: Options) -> None:
+    """Raise ConfigError if MindSpore cannot cut operators with these options."""
+    parallel = f"--parallel {options.parallel}"
+    if options.device == "cpu":
+        raise ConfigError(f"{parallel} needs Ascend, because MindSpore on CPU lacks it: use --parallel data")
+    if options.api == "functional" and options.sink_size > 1:
+        # MindSpore's AutoParallel does not support sinking in an app's own loop.
+        raise ConfigError(f"{parallel} sinks with MindSpore's Model alone: add --api highlevel, or drop --sink-size")
+
+
 def check_loops(options: Options, more: Mapping[str, int] | None = None) -> None:
     """Raise ConfigError if an action would follow an update within a loop of --sink-size updates.
 
     ``more`` maps names of further steps, counted from the start of training, at which a loop must end.
     """
-    due = {"--log-every": options.log_every, "--checkpoint-every": options.checkpoint_every}
-    due |= {"--evaluate-every": options.evaluate_every, "--max-steps": options.max_steps or 0, **(more or {})}
+    due = {
+        "--log-every": options.log_every,
+        "--checkpoint-every": options.checkpoint_every,
+        "--evaluate-every": options.evaluate_every,
+        "--max-steps": options.max_steps or 0,
+        **(more or {}),
+    }
     for name, steps in due.items():
         if steps % options.sink_size:
             raise ConfigError(
@@ -146,7 +166,8 @@ def check_steps(options: Options, train_examples: int, start: int) -> None:
     """Raise ConfigError if the options do not suit ``train_examples``, or a start at step ``start``."""
     from samestep.sharding import GlobalBatches  # needs numpy, which the first stage does not have
 
-    size, drops = options.global_batch_size, bool(options.drop_remainder)
+    size = options.global_batch_size
+    drops = bool(options.drop_remainder)
     if drops and train_examples < size:
         raise ConfigError(f"--drop-remainder leaves none of {train_examples} samples: lower --global-batch-size")
     steps_per_epoch = GlobalBatches(train_examples, size, seed=0, drop_last=drops).steps_per_epoch
@@ -168,8 +189,10 @@ def check_ranks(options: Options, ranks: int) -> None:
     features = FEATURES[options.depth]
     if options.parallel == "semi-auto" and features % ranks:
         raise ConfigError(f"--parallel semi-auto cannot cut {features} features into {ranks}: choose a divisor as N")
-    size, pixels = options.global_batch_size, options.image_size
-    if size <= ranks and pixels <= 32 and not (options.freeze_bn or options.evaluate_only):
+    size = options.global_batch_size
+    pixels = options.image_size
+    takes_statistics = not options.freeze_bn and not options.evaluate_only
+    if takes_statistics and size <= ranks and pixels <= 32:
         raise ConfigError(
             f"--global-batch-size {size} leaves each of {ranks} ranks one image of {pixels} x {pixels}, one pixel in "
             f"the last layers, whose variance batch normalization cannot estimate: give more than {ranks}, or "
@@ -183,7 +206,9 @@ def table_variable(environ: Mapping[str, str]) -> str | None:
     if len({os.path.abspath(environ[name]) for name in given}) > 1:
         tables = " and ".join(f"{name}={environ[name]}" for name in given)
         raise ConfigError(f"{tables} are two tables: unset one of them")
-    return given[0] if given else None
+    if not given:
+        return None
+    return given[0]
 
 
 def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
@@ -192,7 +217,8 @@ def find_machines(options: Options, ranks: int) -> tuple[int, int] | None:
     Raises:
         ConfigError: the table is wrong, or does not list ``ranks`` devices for this machine.
     """
-    if not (variable := table_variable(os.environ)):
+    variable = table_variable(os.environ)
+    if not variable:
         return None
     from placement import find_placement  # the ranks do not need it
 

@@ -30,8 +30,9 @@ class Placement:
 
     def folder(self, run_dir: Path, device: Device) -> Path:
         """Return a device's folder. Several servers may share the disk of the run dir, and each has a device 0."""
-        server = f"server{self.node_rank}" if self.node_count > 1 else ""
-        return run_dir / server / f"device{device.device_id}"
+        if self.node_count > 1:
+            run_dir = run_dir / f"server{self.node_rank}"
+        return run_dir / f"device{device.device_id}"
 
 
 def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Placement:
@@ -46,7 +47,8 @@ def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Pla
         ConfigError: the table breaks a rule that holds on every product, does not list this machine, or lists another
             number of devices for it; or NNODES or NODE_RANK contradicts it.
     """
-    path, title = Path(environ[variable]), f"{variable}={environ[variable]}"
+    path = Path(environ[variable])
+    title = f"{variable}={environ[variable]}"
     try:
         table = parse(load_json(path))
         check(table)  # its warnings are for a merge
@@ -54,31 +56,44 @@ def find_placement(variable: str, environ: Mapping[str, str], ranks: int) -> Pla
         raise ConfigError(f"{title}: {error}") from None
     if path.suffix != ".json":
         raise ConfigError(f"{title}: HCCL reads rank tables only from files named *.json: rename it")
-    if unknown := [device for device in table.devices if device.device_id > MAX_DEVICE_ID]:
-        raise ConfigError(f"{title}: {unknown[0]}: no product has a device_id above {MAX_DEVICE_ID}: correct it")
-    servers = replace(table, devices=sorted(table.devices, key=lambda device: device.rank)).servers()
+    for device in table.devices:
+        if device.device_id > MAX_DEVICE_ID:
+            raise ConfigError(f"{title}: {device}: no product has a device_id above {MAX_DEVICE_ID}: correct it")
+    in_order = sorted(table.devices, key=lambda device: device.rank)
+    servers = replace(table, devices=in_order).servers()
     node_rank = _find_server(list(servers), title, environ)
     devices = list(servers.values())[node_rank]
     if len(devices) != ranks:
-        ids, count = ", ".join(str(each.device_id) for each in devices), len(devices)
+        count = len(devices)
+        ids = ", ".join(str(each.device_id) for each in devices)
         raise ConfigError(f"N={ranks}, but {title} lists {count} for this machine ({ids}): give N={count}")
-    return Placement(path.absolute(), devices, len(table.devices), node_rank, len(servers))
+    return Placement(
+        path.absolute(),
+        devices,
+        world_size=len(table.devices),
+        node_rank=node_rank,
+        node_count=len(servers),
+    )
 
 
 def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, str]) -> int:
     """Return which of the servers this machine is: by its addresses and name, else by NODE_RANK."""
-    count, host = len(server_ids), socket.gethostname()
-    shown = f"{', '.join(map(ascii, server_ids[:8]))}{', ...' if count > 8 else ''}"
-    listed = f"{title} lists {count} server{'s'[: count > 1]}: {shown}"
+    count = len(server_ids)
+    host = socket.gethostname()
+    listed = f"{title} lists {_shown(server_ids)}"
     if environ.get("NNODES") not in (None, "", str(count)):
         raise ConfigError(f"NNODES={environ['NNODES']}, but {listed}: unset NNODES, or set it to {count}")
     own = [is_own(server_id) for server_id in server_ids]
-    # HCCL compares server_ids and never connects to them: any string may stand for a server that is alone.
-    certain = [i for i in range(count) if own[i] or (count == 1 and own[i] is None)]
-    possible = certain or [i for i in range(count) if own[i] is None]
+    certain = [i for i in range(count) if own[i]]
+    unknown = [i for i in range(count) if own[i] is None]
+    if count == 1:  # HCCL compares server_ids and never connects to them: any string may stand for it
+        certain += unknown
+    possible = certain or unknown
     if not possible:
         raise ConfigError(f"{listed}: none is this machine ({host}): start the job on those, or correct server_id")
-    node_rank = environ.get("NODE_RANK") or ("" if len(certain) != 1 else str(certain[0]))
+    node_rank = environ.get("NODE_RANK")
+    if not node_rank and len(certain) == 1:
+        return certain[0]
     if not node_rank:
         raise ConfigError(f"{listed}: any may be this machine ({host}): set NODE_RANK to its number by rank, from 0")
     if node_rank not in map(str, possible):
@@ -90,13 +105,26 @@ def _find_server(server_ids: Sequence[str], title: str, environ: Mapping[str, st
     return int(node_rank)
 
 
+def _shown(server_ids: Sequence[str]) -> str:
+    """Return how many servers there are, and the names of the first."""
+    if len(server_ids) == 1:
+        return f"1 server: {server_ids[0]!a}"
+    names = ", ".join(map(ascii, server_ids[:8]))
+    if len(server_ids) > 8:
+        names = f"{names}, ..."
+    return f"{len(server_ids)} servers: {names}"
+
+
 def is_own(server_id: str) -> bool | None:
     """Return whether it is an address or the name of this machine; None for any other name."""
     try:
-        family = socket.AF_INET if ipaddress.ip_address(server_id).version == 4 else socket.AF_INET6
+        version = ipaddress.ip_address(server_id).version
     except ValueError:
         host = socket.gethostname()
-        return True if server_id in (host, host.partition(".")[0]) else None
+        if server_id in (host, host.partition(".")[0]):
+            return True
+        return None
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.bind((server_id, 0))  # sends nothing; a machine can bind only its own addresses
         return True

@@ -54,9 +54,14 @@ def table_row(name: str, ranks: int, epochs: Sequence[Epoch], baseline: Sequence
     shuffled = epochs[-1]
     seen = np.bincount(np.concatenate(shuffled.batches), minlength=n)
     sizes = [len(batch) for batch in shuffled.batches]
-    counts = [len(sizes), shuffled.promised, sizes[0], sizes[-1], *(int((seen == times).sum()) for times in (1, 2, 0))]
-    same = [f"{sum(map(np.array_equal, one.batches, other.batches)):,}" for one, other in zip(epochs, baseline)]
-    return f"| {' | '.join([str(ranks), name, *map('{:,}'.format, counts), *['-', *same][-2:]])} |"
+    times = [int((seen == count).sum()) for count in (1, 2, 0)]
+    counts = [len(sizes), shuffled.promised, sizes[0], sizes[-1], *times]
+    same = ["-"]  # unless there is an epoch in order
+    for one, other in zip(epochs, baseline):
+        equal = sum(map(np.array_equal, one.batches, other.batches))
+        same.append(f"{equal:,}")
+    cells = [str(ranks), name, *(f"{count:,}" for count in counts), *same[-2:]]
+    return f"| {' | '.join(cells)} |"
 
 
 def write_numbered(folder: Path) -> None:
@@ -67,7 +72,8 @@ def write_numbered(folder: Path) -> None:
         rows = np.zeros((count, 1 + 3 * CIFAR_SIDE**2), np.uint8)
         samples = np.arange(first, first + count)
         rows[:, 0] = samples % 10
-        rows[:, 1 :: CIFAR_SIDE**2] = samples.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3]  # red, green, blue
+        four_bytes = samples.astype("<u4").view(np.uint8).reshape(-1, 4)
+        rows[:, 1 :: CIFAR_SIDE**2] = four_bytes[:, :3]  # red, green, blue
         rows.tofile(folder / name)
         first += count
 
@@ -79,7 +85,8 @@ def numbers(images: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def mindspore_epoch(folder: Path, ranks: int, rows: int, shuffle: bool, drop: bool) -> Epoch:
     """Return one epoch of ``rows`` samples per rank and step, read from ``folder`` once for each rank."""
-    shards, sizes = [], set()
+    shards = []
+    sizes = set()
     for rank in range(ranks):
         ds.config.set_seed(SEED)
         dataset = ds.Cifar10Dataset(str(folder), usage="train", shuffle=shuffle, num_shards=ranks, shard_id=rank)
@@ -88,15 +95,18 @@ def mindspore_epoch(folder: Path, ranks: int, rows: int, shuffle: bool, drop: bo
         batches = dataset.create_tuple_iterator(num_epochs=1, output_numpy=True)
         shards.append([numbers(images) for images, _ in batches])
     (size,) = sizes
-    return Epoch([np.sort(np.concatenate(step)) for step in zip(*shards, strict=True)], size)
+    steps = [np.sort(np.concatenate(step)) for step in zip(*shards, strict=True)]
+    return Epoch(steps, size)
 
 
 def our_epoch(samples: NDArray[np.int64], ranks: int, global_batch_size: int) -> Epoch:
     """Return one epoch of ``samples``, the numbers [n] of all images."""
     shards = [GlobalBatches(len(samples), global_batch_size, SEED, rank, ranks) for rank in range(ranks)]
-    steps = range(shards[0].steps_per_epoch)
-    taken = [np.sort(np.concatenate([samples[shard.indices(step)] for shard in shards])) for step in steps]
-    return Epoch(taken, len(steps))
+    taken = []
+    for step in range(shards[0].steps_per_epoch):
+        parts = [samples[shard.indices(step)] for shard in shards]
+        taken.append(np.sort(np.concatenate(parts)))
+    return Epoch(taken, len(taken))
 
 
 def main() -> None:
@@ -107,7 +117,8 @@ def main() -> None:
     files = len(CIFAR_FILES) - 1
     add("--files", type=bounded_int(1, files), default=files, metavar="F", help="files of 10,000 images (default: all)")
     options = parser.parse_args()
-    size, total = options.global_batch_size, sum(CIFAR_RECORDS["cifar10"][: options.files])
+    size = options.global_batch_size
+    total = sum(CIFAR_RECORDS["cifar10"][: options.files])
     if size > total:
         parser.error(f"--global-batch-size {size}: choose at most {total}, all of the training set")
 
@@ -121,15 +132,16 @@ def main() -> None:
         print(f"{len(samples):,} samples, a global batch of {size:,}\n{HEAD}")
         baselines: dict[str, list[Epoch]] = {}
         for ranks in (1, *options.ranks):
-            epochs = {
-                f"MindSpore, drop_remainder={drop}": [
-                    mindspore_epoch(folder, ranks, -(-size // ranks), shuffle, drop) for shuffle in (False, True)
-                ]
-                for drop in (True, False)
-            }
+            rows = -(-size // ranks)
+            epochs = {}
+            for drop in (True, False):
+                in_order = mindspore_epoch(folder, ranks, rows, shuffle=False, drop=drop)
+                shuffled = mindspore_epoch(folder, ranks, rows, shuffle=True, drop=drop)
+                epochs[f"MindSpore, drop_remainder={drop}"] = [in_order, shuffled]
             epochs["GlobalBatches"] = [our_epoch(samples, ranks, size)]
             for name, found in epochs.items():
-                print(table_row(name, ranks, found, baselines.setdefault(name, found), len(samples)), flush=True)
+                baseline = baselines.setdefault(name, found)
+                print(table_row(name, ranks, found, baseline, n=len(samples)), flush=True)
 
 
 if __name__ == "__main__":

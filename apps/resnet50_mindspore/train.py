@@ -17,6 +17,7 @@ collective, where a rank waits for the others:
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import auto_parallel
 import distributed
 import mindspore as ms
+import mindspore.dataset as ds
 import numpy as np
 import weights
 from data import Split, load, train_loops
@@ -54,7 +56,8 @@ class TrainStep(nn.Cell):  # type: ignore[misc]
     def __init__(self, forward: Forward, optimizer: nn.Momentum, reduces: bool, world_size: int) -> None:
         super().__init__(auto_prefix=False)
         self.gradients = ms.value_and_grad(forward, None, optimizer.parameters)
-        self.optimizer, self.reduces = optimizer, reduces and world_size > 1
+        self.optimizer = optimizer
+        self.reduces = reduces and world_size > 1
         if self.reduces:  # otherwise MindSpore places the collectives itself, where it cuts the operators
             self.reduce = nn.DistributedGradReducer(optimizer.parameters, mean=True, degree=world_size)
 
@@ -75,18 +78,23 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
     if model is not trained:
         weights.load_model(model, weights.model_arrays(trained))  # collective
     own = weights.buffers(model)
-    weights.load_buffers(model, weights.averaged_buffers(model)[0])  # collective
+    average, _ = weights.averaged_buffers(model)  # collective
+    weights.load_buffers(model, average)
     model.set_train(False)
-    if compiles := not model.compile_cache:
+    compiles = not model.compile_cache
+    if compiles:
         run.monitor.expect_compilation()
     first, last = shard(len(test_set.labels), run.world.rank, run.world.world_size)
     sums = np.zeros(3)
     batches = test_set.evaluation(first, last, EVAL_BATCH_SIZE, run.options.image_size)
     for images, labels, sample_weights in batches.create_tuple_iterator(num_epochs=1):
         counted = sample_weights.asnumpy() > 0
-        logits, targets = model(images).asnumpy()[counted].astype(np.float64), labels.asnumpy()[counted]
+        logits = model(images).asnumpy()[counted].astype(np.float64)
+        targets = labels.asnumpy()[counted]
         logits -= logits.max(axis=1, keepdims=True)
-        sums[0] += (np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(targets)), targets]).sum()
+        log_sums = np.log(np.exp(logits).sum(axis=1))
+        wanted = logits[np.arange(len(targets)), targets]
+        sums[0] += (log_sums - wanted).sum()
         sums[1] += (logits.argmax(axis=1) == targets).sum()
         sums[2] += len(targets)
         run.monitor.beat()
@@ -94,13 +102,66 @@ def evaluate(run: Run, trained: ResNet, model: ResNet, test_set: Split) -> dict[
     weights.load_buffers(model, own)
     if compiles:
         run.monitor.expect_compilation()  # other ranks may still compile
-    loss_sum, correct, examples = distributed.all_gather(sums).sum(axis=0).tolist()  # collective
+    by_rank = distributed.all_gather(sums)  # collective
+    loss_sum, correct, examples = by_rank.sum(axis=0).tolist()
     return {"test_loss": loss_sum / examples, "test_accuracy": correct / examples, "test_examples": int(examples)}
 
 
-def train(run: Run, options: Options) -> None:  # noqa: C901
+@dataclass
+class AfterUpdate:
+    """Take the actions that follow an update.
+
+    Attributes:
+        run: decides the actions.
+        model: is trained.
+        evaluated: is evaluated, as `evaluate` describes.
+        forward: the forward pass, which adds up the losses.
+        batches: the global batches.
+        test_set: for evaluations.
+    """
+
+    run: Run
+    model: ResNet
+    evaluated: ResNet
+    forward: Forward
+    batches: GlobalBatches
+    test_set: Split
+
+    def __call__(self, step: int, loss: Tensor) -> None:
+        """Take the actions that follow the update ``step``, in which this rank's mean of weight * loss was ``loss``."""
+        run = self.run
+        options = run.options
+        self.model.batches_tracked += not options.freeze_bn
+        if step == run.first_step:
+            distributed.all_gather(np.zeros(1))  # collective, once: the first step is done when all have compiled it
+        actions = run.after_step()  # counts, and beats for the watchdog; the loss stays on the device
+        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are already its last
+            loss_sum, running_loss = self.losses(step, loss)  # collective: waits for the step
+            actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
+        if actions.log:
+            self.forward.total.set_data(Tensor(0.0, ms.float32))
+            evaluation: dict[str, Any] = {}
+            if actions.evaluate:
+                evaluation = evaluate(run, self.model, self.evaluated, self.test_set)  # collective
+            run.log_metrics(evaluation)
+        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
+            run.save()  # collective: average, compare; rank 0 writes
+
+    def losses(self, step: int, loss: Tensor) -> tuple[float, float]:
+        """Return the losses summed over this rank's samples: of the update ``step``, and since the last log line."""
+        with self.run.monitor.collective("train step"):
+            last = float(loss.asnumpy())  # collective: waits for the step
+            total = float(self.forward.total.asnumpy())
+        world_size = self.run.world.world_size
+        loss_sum = last * self.batches.size(step) / world_size
+        # Only an epoch's last batch is smaller.
+        running_loss = (total - last) * self.run.options.global_batch_size / world_size + loss_sum
+        return loss_sum, running_loss
+
+
+def train(run: Run, options: Options) -> None:
     """Train from the first step, or from the checkpoint that the run resumes."""
-    world, drops = run.world, bool(options.drop_remainder)
+    world = run.world
     model = build_model(options.depth, options.freeze_bn, options.seed)
     model.set_train(True)
     optimizer = build_optimizer(options, model)
@@ -111,52 +172,76 @@ def train(run: Run, options: Options) -> None:  # noqa: C901
     )
     run.restore(distributed, parts)  # collective: rank 0 reads
     train_set, test_set = load(options.dataset, options.data_dir)
-    n, size = len(train_set.labels), options.global_batch_size
+    n = len(train_set.labels)
     check_steps(options, n, run.first_step)  # as the launch script, if any, did
-    batches = GlobalBatches(n, size, options.seed, world.rank, world.world_size, drop_last=drops)
+    batches = GlobalBatches(
+        n,
+        options.global_batch_size,
+        options.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+        drop_last=bool(options.drop_remainder),
+    )
     metadata = distributed.run_metadata(options.device)
     run.start(batches, len(test_set.labels), f"ResNet-{options.depth}", options.device, metadata)
     forward = Forward(model, build_loss(options.loss))
-    cuts = options.parallel != "data"
-    evaluated = build_model(options.depth, options.freeze_bn, options.seed) if cuts else model
-
-    def after_update(step: int, loss: Tensor) -> None:
-        """Take the actions that follow the update ``step``, in which this rank's mean of weight * loss was ``loss``."""
-        model.batches_tracked += not options.freeze_bn
-        if step == run.first_step:
-            distributed.all_gather(np.zeros(1))  # collective, once: the first step is done when all have compiled it
-        actions = run.after_step()  # counts, and beats for the watchdog; the loss stays on the device
-        if actions.sync and (step + 1) % options.sink_size == 0:  # within a loop, the weights are already its last
-            with run.monitor.collective("train step"):
-                last, total = float(loss.asnumpy()), float(forward.total.asnumpy())  # collective: waits for the step
-            loss_sum = last * batches.size(step) / world.world_size
-            running_loss = (total - last) * size / world.world_size + loss_sum  # only an epoch's last batch is smaller
-            actions = run.sync(loss_sum, running_loss)  # collective: losses, stop requests, phase times
-        if actions.log:
-            forward.total.set_data(Tensor(0.0, ms.float32))
-            run.log_metrics(evaluate(run, model, evaluated, test_set) if actions.evaluate else {})  # collective
-        if actions.save:  # also if a rank was asked to stop: then this raises Stopped
-            run.save()  # collective: average, compare; rank 0 writes
+    evaluated = model
+    if options.parallel != "data":
+        evaluated = build_model(options.depth, options.freeze_bn, options.seed)
 
     steps = range(run.first_step, run.last_step)
     shards = train_set.training(batches, steps, options.image_size)
-    sinks = options.device == "ascend"
-    if options.api == "highlevel" and steps:
-        network = auto_parallel.cut(forward, model, options.parallel, world.world_size) if cuts else forward
-        fit(run, network, optimizer, shards, after_update, sinks)  # collective
+    after_update = AfterUpdate(run, model, evaluated, forward=forward, batches=batches, test_set=test_set)
+    if steps and options.api == "highlevel":
+        train_by_model(run, forward, model, optimizer=optimizer, shards=shards, after_update=after_update)
     elif steps:
-        train_step: nn.Cell = TrainStep(forward, optimizer, not cuts, world.world_size)
-        if cuts:
-            train_step = auto_parallel.cut(train_step, model, options.parallel, world.world_size)
-        loops = train_loops(run, train_step, shards, sinks and not cuts)  # with cuts, Model alone can sink
-        for first, loss in zip(steps[:: options.sink_size], loops):  # collective
-            if first == run.first_step:
-                auto_parallel.record_layouts(train_step)
-            for step in range(first, first + options.sink_size):
-                after_update(step, loss)  # collective, if an action follows
+        train_by_loop(run, forward, model, optimizer=optimizer, shards=shards, after_update=after_update)
 
     metrics = run.eval_metrics or evaluate(run, model, evaluated, test_set)  # collective
     run.finish(metrics)  # collective: average, compare replicas; rank 0 writes
+
+
+def train_by_model(
+    run: Run,
+    forward: Forward,
+    model: ResNet,
+    *,
+    optimizer: nn.Momentum,
+    shards: ds.Dataset,
+    after_update: AfterUpdate,
+) -> None:
+    """Take the run's steps by mindspore.train.Model."""
+    options = run.options
+    network: nn.Cell = forward
+    if options.parallel != "data":
+        network = auto_parallel.cut(forward, model, options.parallel, run.world.world_size)
+    fit(run, network, optimizer, shards, after_update, sinks=options.device == "ascend")  # collective
+
+
+def train_by_loop(
+    run: Run,
+    forward: Forward,
+    model: ResNet,
+    *,
+    optimizer: nn.Momentum,
+    shards: ds.Dataset,
+    after_update: AfterUpdate,
+) -> None:
+    """Take the run's steps by a loop over `TrainStep`."""
+    options = run.options
+    world_size = run.world.world_size
+    cuts = options.parallel != "data"
+    train_step: nn.Cell = TrainStep(forward, optimizer, not cuts, world_size)
+    if cuts:
+        train_step = auto_parallel.cut(train_step, model, options.parallel, world_size)
+    sinks = options.device == "ascend" and not cuts  # with cuts, Model alone can sink
+    loops = train_loops(run, train_step, shards, sinks)
+    steps = range(run.first_step, run.last_step)
+    for first, loss in zip(steps[:: options.sink_size], loops):  # collective
+        if first == run.first_step:
+            auto_parallel.record_layouts(train_step)
+        for step in range(first, first + options.sink_size):
+            after_update(step, loss)  # collective, if an action follows
 
 
 def main() -> None:
@@ -165,7 +250,8 @@ def main() -> None:
     if world.role == "scheduler":
         distributed.serve(options)  # does not return
     check_ranks(options, world.world_size)
-    run = Run(Path(__file__).resolve().parent.name, options, world, Watchdog(), datasets.resolve)
+    app = Path(__file__).resolve().parent.name
+    run = Run(app, options, world, Watchdog(), datasets.resolve)
     distributed.monitor = run.monitor
     distributed.choose_device(options.device)
     distributed.rendezvous(world, options)  # collective

@@ -57,7 +57,9 @@ def model_arrays(model: ResNet) -> Arrays:
     arrays = _arrays(_parameters(model))
     variances = [name for name in arrays if name.endswith("running_var")]
     counter = np.array(model.batches_tracked, np.int64)
-    return arrays | {name.replace("running_var", "num_batches_tracked"): counter for name in variances}
+    for name in variances:
+        arrays[name.replace("running_var", "num_batches_tracked")] = counter
+    return arrays
 
 
 def optimizer_arrays(optimizer: nn.Momentum) -> Arrays:
@@ -83,8 +85,10 @@ def buffers(model: ResNet) -> NDArray[np.float32]:
 
 def averaged(model: ResNet) -> tuple[Arrays, NDArray[np.float32]]:
     """Return `model_arrays` with the running statistics averaged over ranks, and each rank's own [world_size, k]."""
-    arrays, (average, each) = model_arrays(model), averaged_buffers(model)  # collective
-    return arrays | _split({name: arrays[name] for name in _statistics(model)}, average), each
+    arrays = model_arrays(model)  # collective
+    average, each = averaged_buffers(model)  # collective
+    own = {name: arrays[name] for name in _statistics(model)}
+    return arrays | _split(own, average), each
 
 
 def averaged_buffers(model: ResNet) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -105,7 +109,8 @@ def _split(like: Mapping[str, ms.Parameter | NDArray[Any]], row: NDArray[np.floa
     ends = np.cumsum([each.size for each in like.values()])
     if row.shape != (ends[-1],):
         raise ValueError(f"the running statistics have shape {list(row.shape)}, not {[int(ends[-1])]}")
-    return {name: part.reshape(like[name].shape) for name, part in zip(like, np.split(row, ends[:-1]))}
+    parts = np.split(row, ends[:-1])
+    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts)}
 
 
 def _parameters(model: ResNet) -> dict[str, ms.Parameter]:
@@ -114,7 +119,8 @@ def _parameters(model: ResNet) -> dict[str, ms.Parameter]:
 
 
 def _statistics(model: ResNet) -> dict[str, ms.Parameter]:
-    return {name: each for name, each in _parameters(model).items() if name.endswith(("running_mean", "running_var"))}
+    kinds = ("running_mean", "running_var")
+    return {name: each for name, each in _parameters(model).items() if name.endswith(kinds)}
 
 
 def _moments(optimizer: nn.Momentum) -> dict[str, ms.Parameter]:
@@ -133,7 +139,8 @@ def _arrays(parameters: dict[str, ms.Parameter]) -> Arrays:
 
 
 def _load(parameters: dict[str, ms.Parameter], arrays: Arrays, expected: Arrays) -> None:
-    if difference := state_dict_diff(arrays, expected):
+    difference = state_dict_diff(arrays, expected)
+    if difference:
         raise ValueError(difference)
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(arrays[name]))

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Callable, NoReturn, TypeVar, cast
+from typing import Any, Callable, NoReturn, TypeVar
 
 from samestep import ConfigError
 from samestep.untrusted import shown
@@ -62,13 +62,15 @@ class Options(argparse.Namespace):
     virtual_ranks: int | None = None
 
 
+Parsed = TypeVar("Parsed", bound=Options)
+
+
 class Parser(argparse.ArgumentParser):
     """Parse command lines, and raise `ConfigError` with one line for a mistake."""
 
     default_dataset: str | None = None
     resolve_dataset: Callable[..., Any] | None = None
     resume_mutable: Sequence[str] = ()
-    kind: type[Options] = Options
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         """Wrap a description that is one line."""
@@ -115,8 +117,16 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), invalid or contradicts another.
         """
+        return self.parse_into(Options(), argv)
+
+    def parse_into(self, options: Parsed, argv: Sequence[str]) -> Parsed:
+        """Set the options of a command line as attributes of ``options``, and return it.
+
+        Raises:
+            ConfigError: as `parse`.
+        """
         parsed, unknown = self.parse_known_args(argv)
-        options = self.kind()  # argparse would not set the defaults of an object that has neutral values
+        # Not the namespace of argparse, which would not set the defaults of an object that has neutral values.
         for name, value in vars(parsed).items():
             setattr(options, name, value)
         options.default_dataset = self.default_dataset
@@ -266,6 +276,11 @@ def option(default: Any, help: str, *, group: str = TRAINING, may_change: bool =
         **argument: further keywords of argparse's ``add_argument``.
     """
     return field(default=default, metadata={"option": Option(help, group, may_change=may_change, argument=argument)})
+
+
+def absent_option(value: Any) -> Any:
+    """Declare that the app does not offer a common option. The field is then ``value``, and no part of the run."""
+    return field(default=value, init=False, metadata={"option": None})
 
 
 def lr_option(default: str, value: float | None = None) -> Any:
@@ -448,12 +463,12 @@ Kind = TypeVar("Kind", bound=CommonOptions)
 
 def options_of(kind: type[CommonOptions]) -> dict[str, Option]:
     """Return the options of a class by field. A field that only gives another default keeps the option of its base."""
-    found: dict[str, Option] = {}
+    found: dict[str, Option | None] = {}
     for base in reversed(kind.__mro__):
         for each in vars(base).get("__dataclass_fields__", {}).values():
             if "option" in each.metadata:
                 found[each.name] = each.metadata["option"]
-    return found
+    return {name: declared for name, declared in found.items() if declared is not None}
 
 
 def make_parser(
@@ -468,7 +483,6 @@ def make_parser(
         usage: the line of usage, for --help.
     """
     parser = Parser(description, prog=prog, usage=usage)
-    parser.kind = kind
     for title in GROUPS:
         parser.group(title)
     options = options_of(kind)
@@ -489,7 +503,7 @@ def parse_as(kind: type[Kind], parser: Parser, argv: Sequence[str]) -> Kind:
         parser: its parser.
         argv: words of the command line.
     """
-    return cast(Kind, parser.parse(argv))
+    return parser.parse_into(kind(), argv)
 
 
 def _set_defaults_of_launcher(parser: Parser) -> None:
@@ -519,7 +533,7 @@ def add_common(
     parser: Parser,
     *,
     epochs: int,
-    global_batch_size: int | None,
+    global_batch_size: int,
     lr: str,
     datasets: Sequence[str],
     devices: Sequence[str],
@@ -532,7 +546,7 @@ def add_common(
     Args:
         parser: the parser to extend.
         epochs: default of --epochs.
-        global_batch_size: default of --global-batch-size, in samples; None for an app that has another option for it.
+        global_batch_size: default of --global-batch-size, in samples.
         lr: text that describes the default learning rate, such as "0.1 with sgd".
         datasets: names that --dataset accepts; the first is the default.
         devices: names that --device accepts.
@@ -551,8 +565,6 @@ def add_common(
         parser.group(title)
     for each in fields(CommonOptions):
         own = declared.get(each.name, each)
-        if each.name == "global_batch_size" and global_batch_size is None:
-            continue
         own.metadata["option"].add_to(parser, each.name, default=defaults.get(each.name, own.default))
     _set_defaults_of_launcher(parser)
     parser.default_dataset = datasets[0]

@@ -358,3 +358,21 @@ def test_an_option_that_an_app_lacks_has_a_neutral_value_and_is_not_recorded() -
     own = parse_own()
     assert (own.virtual_ranks, own.threads, own.share_gpu, own.log_format) == (None, None, False, "plain")
     assert not {"virtual_ranks", "threads", "share_gpu", "log_format"} & as_json(own).keys()
+
+
+@dataclass
+class TokenOptions(options.CommonOptions):
+    """An app's options without one of the common ones."""
+
+    dataset: str = options.dataset_option("text")
+    global_batch_size: int = options.absent_option(0)
+
+
+def test_an_absent_common_option_is_a_constant_that_no_checkpoint_has() -> None:
+    parser = options.make_parser(TokenOptions, "Train.")
+    parsed = options.parse_as(TokenOptions, parser, [])
+    assert parsed.global_batch_size == 0
+    assert "global_batch_size" not in as_json(parsed)
+    assert "--global-batch-size" not in parser.format_help()
+    with pytest.raises(ConfigError, match="unknown argument --global-batch-size"):
+        options.parse_as(TokenOptions, parser, ["--global-batch-size=8"])

@@ -56,13 +56,13 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
     def note_or_change(self: Any, step: int, loss: Any) -> None:
         for fault in faults:
             if _strikes(fault, "differs", step):
-                self._arrays()["model"]["fc1.weight"][0, 0] += 0.5  # shares its memory with the model
+                self._parts.groups()["model"]["fc1.weight"][0, 0] += 0.5  # shares its memory with the model
         note(self, step, loss)
 
     def all_gather_or_fail(self: Any, tensor: Any) -> Any:
         gathered = all_gather(self, tensor)
         for fault in faults:
-            if _strikes(fault, "reduced", self._step):
+            if _strikes(fault, "reduced", self._progress.step):
                 raise module.Failed("the test's fault")
         return gathered
 
@@ -73,7 +73,7 @@ def _arm(module: ModuleType, faults: list[dict[str, Any]]) -> None:  # noqa: C90
         def broadcast_or_strike(content: bytes) -> bytes:
             calls.append(content)
             for fault in faults:
-                if len(calls) == 3 and self.rank == 0 and _strikes(fault, "copying", self._step):
+                if len(calls) == 3 and self.rank == 0 and _strikes(fault, "copying", self._progress.step):
                     os.kill(os.getpid(), fault["signal"])
             return bytes(broadcast(content))
 

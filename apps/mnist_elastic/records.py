@@ -1,0 +1,335 @@
+"""Record the run at the launcher: each step's log line, checkpoint and result once, whichever rank sends them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+import torch
+from channel import Channel, Message
+from data import load
+from membership import choose_device, run_metadata
+from model import build_model
+from numpy.typing import NDArray
+from ranks import Rank
+from samestep import NonRetryableError, RetryableError, checkpoint, stop
+from samestep.options import Options
+from samestep.recovery import replica_check
+from samestep.run import Groups, Parts, Run
+from samestep.sharding import GlobalBatches
+from samestep.step_sync import Totals
+from samestep.torch import distributed, weights
+from train import build_optimizer
+
+ANSWER_SECONDS = 5.0  # in which members offer their state, and a rank sends the arrays that were asked for
+
+
+class Alone:
+    """Be the collectives of the launcher, which records alone; keep what `Run.restore` broadcasts, for the ranks."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def broadcast(self, content: bytes) -> bytes:
+        self.parts.append(content)
+        return content
+
+    def all_gather(self, row: NDArray[Any]) -> NDArray[Any]:
+        return row[None]
+
+
+class History:
+    """Count updates, and note how the group changed, for the result.
+
+    Attributes:
+        step: the updates that any rank has done.
+        updated_at: when the last one was done, on the clock `time.monotonic`.
+        rejoins: how often a rank was started again.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Take the run, whose monitor and progress bar are told."""
+        self.step = 0
+        self.updated_at = time.monotonic()
+        self.rejoins = 0
+        self._run = run
+        self._members: list[dict[str, Any]] = []
+        self._repeated: set[int] = set()
+        self._pauses: list[float] = []
+        self._paused_at: float | None = None
+
+    def count(self, step: int) -> None:
+        """Count an update that a rank has done, for the progress bar and the watchdog."""
+        if step <= self.step:
+            return
+        self.step = step
+        self.updated_at = time.monotonic()
+        self._run.count_step(step - 1)
+        if self._paused_at:
+            self._pauses.append(self.updated_at - self._paused_at)
+            self._paused_at = None
+
+    def repeat(self, step: int) -> None:
+        """Note that a step is taken again."""
+        self._repeated.add(step)
+
+    def pause(self) -> None:
+        """Note that the group changes: a pause lasts from its last update to the next."""
+        if self._members and not self._paused_at:
+            self._paused_at = self.updated_at
+
+    def regrouped(self, step: int, members: Sequence[int]) -> None:
+        """Note the members from a step on."""
+        entry = {"step": step, "ranks": members}
+        if self._members[-1:] != [entry]:
+            self._members.append(entry)
+            ranks = sorted(members)
+            self._run.monitor.record_event("members", text=f"ranks {ranks} train", ranks=ranks)
+
+    def result(self) -> dict[str, Any]:
+        """Return the fields of the result."""
+        return {
+            "members": self._members,
+            "rejoins": self.rejoins,
+            "steps_repeated": len(self._repeated),
+            "pauses": [round(each, 3) for each in self._pauses],
+        }
+
+
+class RunFiles:
+    """Notice that the run dir or its log of steps is another than at the start."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        paths = [run_dir, run_dir / "metrics.jsonl"]  # --evaluate-only writes no log of steps
+        self._at_start = {path: path.stat() for path in paths if path.exists()}
+
+    def check(self) -> None:
+        """Raise NonRetryableError if a file was removed or replaced.
+
+        A removal of the whole run dir can leave the folder itself, because the ranks write new files into it.
+        """
+        for path, status in self._at_start.items():
+            try:
+                is_same = os.path.samestat(os.stat(path), status)
+            except FileNotFoundError:
+                is_same = False
+            except OSError:  # a disk that fails for a while
+                return
+            if not is_same and path == self._run_dir:
+                raise NonRetryableError(
+                    f"the run dir {path} was removed or replaced: leave the run dir in place while the job runs"
+                )
+            if not is_same:
+                raise NonRetryableError(
+                    f"{path} was removed or replaced: leave the run dir in place while the job runs"
+                )
+
+
+class Records:
+    """Write the log lines, checkpoints and the result of a run.
+
+    Attributes:
+        device: the device of the ranks; the launcher computes nothing.
+        saved: the step of the newest checkpoint.
+        final: the message and the arrays of the run's last step, or None before it.
+        final_at: when they came, on the clock `time.monotonic`.
+    """
+
+    def __init__(self, run: Run, options: Options, history: History) -> None:
+        """Resolve the run dir, the dataset and the checkpoint, and open metrics.jsonl."""
+        self.device = choose_device(options, run.world)
+        self.final: tuple[dict[str, Any], Groups] | None = None
+        self.final_at = math.inf
+        self._run = run
+        self._history = history
+        self._alone = Alone()
+        self._groups: Groups = {}  # of the state that is saved next
+        self._left: tuple[dict[str, Any], Groups] | None = None  # the newest state that a rank has left with
+        self._start(options)
+        self.saved = run.first_step
+        self._logged = run.first_step
+        history.step = run.first_step
+
+    def _start(self, options: Options) -> None:
+        run = self._run
+        distributed.set_threads(options.threads)
+        dtype = getattr(torch, options.dtype)
+        model = build_model(options.model, options.dropout, dtype, options.seed)
+        optimizer = build_optimizer(options, model)
+        parts = Parts(load=partial(weights.load, model, optimizer), groups=lambda: self._groups)
+        run.restore(self._alone, parts)
+        train_set, test_set = load(options.dataset, options.data_dir, torch.device("cpu"))
+        batches = GlobalBatches(
+            len(train_set.labels), options.global_batch_size, options.seed, virtual_ranks=options.virtual_ranks
+        )
+        metadata = run_metadata(self.device, model)
+        run.start(batches, len(test_set.labels), options.model, self.device.type, metadata)
+
+    def checkpoint_messages(self) -> list[bytes]:
+        """Return what `Run.restore` broadcasts to a rank: the newest checkpoint."""
+        return self._alone.parts
+
+    def wants(self, values: dict[str, Any]) -> bool:
+        """Return whether the arrays of a state are still to be recorded."""
+        if values["stop"]:
+            return self._left is None or values["step"] > self._left[0]["step"]
+        if values["final"]:
+            return not self.final
+        return bool(values["step"] > self.saved)
+
+    def add(self, values: dict[str, Any], groups: Groups | None = None) -> None:
+        """Write the log line, the checkpoint and the result of a step, unless they are written.
+
+        Args:
+            values: the numbers of a log line, as `Members.record` sends them.
+            groups: the arrays of the state, if they were asked for.
+        """
+        step = values["step"]
+        self._history.count(step)
+        if step > self._logged:
+            self._logged = step
+            self._take_totals(values)
+            evaluation = values["evaluation"] if values["evaluates"] else {}
+            self._run.log_metrics(evaluation)
+        if not groups:
+            return
+        if values["save"] and step > self.saved:
+            self._groups = groups
+            self._run.save()
+            self.saved = step
+            self._keep(step, groups)
+        if values["final"]:
+            self.final = (values, groups)
+            self.final_at = time.monotonic()
+
+    def add_left(self, values: dict[str, Any], groups: Groups) -> None:
+        """Keep the state with which a rank has left, for `save_and_stop`."""
+        self._left = (values, groups)
+
+    def _keep(self, step: int, groups: Groups) -> None:
+        """Let ranks that come later begin with this checkpoint."""
+        message = {**json.loads(self._alone.parts[0]), "step": step, "groups": [*groups]}
+        contents = [checkpoint.serialize(arrays) for arrays in groups.values()]
+        self._alone.parts[:] = [json.dumps(message).encode(), *contents]
+
+    def _take_totals(self, values: dict[str, Any]) -> None:
+        """Take the losses and the stop request of a record, for the next log line and checkpoint."""
+        totals = Totals(loss=values["loss"], running_loss=values["running_loss"], stop_signal=values["stop"])
+        self._run.step_sync.apply(self._run.step, totals)
+
+    def save_and_stop(self) -> None:
+        """Save the newest state that a rank has left with, and end. Raises Stopped."""
+        number = self._run.stop_request.number or signal.SIGTERM
+        if self._left is None:
+            raise stop.Stopped(number, "stopped before the first step", is_final=False)
+        values, groups = self._left
+        if values["step"] == self.saved:
+            name = signal.Signals(number).name
+            raise stop.Stopped(number, f"stopped by {name} at step {self.saved}, which is saved")
+        self._history.count(values["step"])
+        self._take_totals(values)
+        if values["step"] > self._logged:
+            self._run.log_metrics({})
+        self._groups = groups
+        self._run.save()
+
+    def finish(self) -> None:
+        """Write the final weights, and print the result."""
+        assert self.final
+        values, groups = self.final
+        self._groups = groups
+        self._run.finish(values["evaluation"])
+        self._run.report("torch", torch.__version__, "gloo", self.device.type, **self._history.result())
+
+
+class Offers:
+    """Compare the states that members offer after a step, and ask one of them for the arrays."""
+
+    def __init__(self, records: Records, options: Options) -> None:
+        self._records = records
+        self._options = options
+        self._offers: list[Message] = []  # of one state; the first may be asked for its arrays
+        self._digests: dict[int, tuple[str, int]] = {}  # by step, and which rank had it
+        self._offered_at = 0.0
+        self._asked_at = math.inf
+
+    def add(self, each: Rank, message: Message) -> None:
+        """Take an offer. Raises RetryableError if another rank has other bits after the same step."""
+        step = message.values["step"]
+        digest = message.values["digest"]
+        first, owner = self._digests.setdefault(step, (digest, each.rank))
+        if digest != first and not self._options.allow_mixed:
+            checkpoint.finish()
+            if step == self._records.saved:
+                replica_check.quarantine_newest(self._options.run_dir)
+            raise RetryableError(f"rank {owner} and rank {each.rank} hold different bits after {step} updates")
+        if message.values["final"]:
+            each.is_done = True
+        self._offers.append(message)
+        self._offered_at = time.monotonic()
+
+    def drop(self, channel: Channel) -> None:
+        """Drop the offers of a rank that is gone."""
+        if self._offers and self._offers[0].channel is channel:
+            self._asked_at = math.inf
+        self._offers = [offer for offer in self._offers if offer.channel is not channel]
+
+    def compare(self, members: Sequence[Rank]) -> None:
+        """Answer the offers of a state once all members have made theirs, so that nothing is saved if they differ."""
+        now = time.monotonic()
+        is_asked = self._asked_at < math.inf
+        if self._offers and not is_asked and self._is_due(members, now):
+            self._ask()
+        if now - self._asked_at > ANSWER_SECONDS:  # the rank was stopped
+            self._ask_next()
+
+    def _is_due(self, members: Sequence[Rank], now: float) -> bool:
+        """Return whether all members have made their offers, or nobody waits for the others'."""
+        if now - self._offered_at > ANSWER_SECONDS:
+            return True
+        if any(self._is_single(offer.values) for offer in self._offers):
+            return True
+        channels = {offer.channel for offer in self._offers}
+        return all(each.channel is None or each.channel in channels for each in members)
+
+    def _is_single(self, values: dict[str, Any]) -> bool:
+        """Return whether an offer is answered without the others: its rank leaves, or the state is recorded."""
+        return bool(values["stop"]) or not self._records.wants(values)
+
+    def _ask(self) -> None:
+        """Answer offers, and stop at the first whose arrays are wanted."""
+        self._asked_at = math.inf
+        while self._offers:
+            offer = self._offers[0]
+            wanted = self._records.wants(offer.values)
+            offer.channel.send(wanted=wanted)
+            offer.reply(wanted)
+            if wanted:
+                self._asked_at = time.monotonic()
+                return
+            self._offers.pop(0)
+
+    def _ask_next(self) -> None:
+        self._offers.pop(0)
+        self._ask()
+
+    def arrived(self, message: Message) -> None:
+        """Record the arrays of an offer, and answer the next one."""
+        assert message.contents is not None
+        groups = {group: safetensors.numpy.load(content) for group, content in message.contents.items()}
+        values = message.values
+        if values["stop"]:
+            self._records.add_left(values, groups)
+        else:
+            self._records.add(values, groups)
+        if self._offers and self._offers[0].values is values:
+            self._ask_next()
