@@ -10,7 +10,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from samestep.checkpoint import Arrays
-from samestep.sharded.safetensors_layout import layout
+from samestep.safetensors_layout import layout
 
 DTYPES = "uint64 int64 float64 complex64 float32 uint32 int32 float16 uint16 int16 int8 uint8 bool".split()
 
